@@ -27,7 +27,7 @@ class _BuildFailed(Exception):
 
 @contextmanager
 def compile_in_background(plan: BuildPlan, kernels: CompileKernels | None, progress: Progress) -> Iterator[Callable[[], list[Path]]]:
-    """Run `kernels` in a thread. Yields a function that waits for it and returns the files that it made.
+    """Run `kernels` in a thread during the block. Yields a function that waits for it and returns the files that it wrote.
 
     When the build fails, the thread ends at its next progress report.
     """
@@ -37,6 +37,7 @@ def compile_in_background(plan: BuildPlan, kernels: CompileKernels | None, progr
     has_ended = threading.Event()
 
     def report(stage: str, done: int, total: int) -> None:
+        """Report progress of the thread, or end it if the build has ended."""
         if has_ended.is_set():
             raise _BuildFailed
         progress(stage, done, total)

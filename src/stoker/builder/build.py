@@ -65,7 +65,7 @@ def build_cached(
     progress: Progress | None = None,
     kernels: CompileKernels | None = None,
 ) -> Engine:
-    """The engine of `source` from the cache, where it is built if necessary. Arguments and exceptions are those of `build`."""
+    """The engine of `source` from the cache. It is built there if necessary. Arguments and exceptions are those of `build`."""
     check_choice("verify", verify, VERIFY)
     progress = progress or _no_progress
     plan = add_fingerprint(prepare(source, config, name), progress)
@@ -73,7 +73,7 @@ def build_cached(
 
 
 def _build(plan: BuildPlan, out: Path, verify: str, progress: Progress, kernels: CompileKernels | None, *, force: bool) -> Engine:
-    """Convert, write, verify and publish. Kernels are compiled, and files are flushed to the disk, in the background."""
+    """Convert, write, verify and publish one engine. Kernels are compiled, and files are flushed to the disk, in background threads."""
     with workspace(out) as work, ThreadPoolExecutor(1, "disk") as disk, compile_in_background(plan, kernels, progress) as compiled:
         written = write_engine(plan, work, progress)
         flushed = disk.submit(flush_to_disk, [work / name for name in written.files])
@@ -89,4 +89,4 @@ def _build(plan: BuildPlan, out: Path, verify: str, progress: Progress, kernels:
 
 
 def _no_progress(stage: str, done: int, total: int) -> None:
-    pass
+    """Ignores progress reports."""

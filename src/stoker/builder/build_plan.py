@@ -13,7 +13,7 @@ from stoker.engine.config import EngineConfig
 
 
 class BuildPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What `prepare` decided: the sizes, dtype and formats of the engine, and which checkpoint tensors make which engine tensors."""
+    """The decisions of `prepare`: sizes, dtype and formats of the engine, and the checkpoint tensors that make each engine tensor."""
 
     checkpoint: Checkpoint
     settings: BuildConfig
@@ -22,13 +22,13 @@ class BuildPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of activations and of weights that are not quantized."""
+        """The dtype of activations and of weights that are not quantized."""
         dtype: torch.dtype = getattr(torch, self.config.dtype)
         return dtype
 
     @property
     def device(self) -> torch.device:
-        """The device that weights are converted and measured on: the target's kind of device, if this machine has one."""
+        """The device on which weights are converted and calibrated: the target's kind of device if this machine has one, else the CPU."""
         return torch.device("cuda" if self.config.target.device == "cuda" and torch.cuda.is_available() else "cpu")
 
     def converter(self, device: torch.device | None = None, calibrated: PrecomputedTensors | None = None) -> Converter:

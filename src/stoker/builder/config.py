@@ -107,13 +107,13 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def fields_from_settings(settings: dict[str, Any]) -> dict[str, Any]:
-        """The fields that the quantization settings of another system set: `calibration_*` by name, all others in quantization_settings."""
+        """BuildConfig fields from another system's quantization settings: `calibration_*` by name, others in quantization_settings."""
         calibration = {name: value for name, value in settings.items() if name.startswith("calibration_")}
         return {**calibration, "quantization_settings": {name: value for name, value in settings.items() if name not in calibration}}
 
 
 def fit_limits(limits: Limits, max_positions: int, shrinking: tuple[str, ...] = ()) -> Limits:
-    """The limits, with lengths reduced so that prompt and output together stay within the model's positions.
+    """`limits`, with lengths reduced so that prompt and output together fit the model's `max_positions`.
 
     Only lengths at their default, and those named in `shrinking`, are reduced. Raises ConfigError when the others do not fit.
     """

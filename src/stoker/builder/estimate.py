@@ -1,4 +1,4 @@
-"""Estimates an engine before it is built: file sizes, device memory, and the largest batch that fits."""
+"""Estimates for an engine before it is built: file sizes, device memory, and the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fits(self) -> bool:
-        """Whether at least one sequence fits, as far as known."""
+        """Whether at least one sequence fits into memory, or the memory is unknown."""
         return self.largest_batch is None or self.largest_batch > 0
 
 
 def estimate(config: EngineConfig, memory: int | None = None) -> Estimate:
-    """The estimate of an engine. `memory`: bytes of the device's memory, if it is not a device of this machine."""
+    """The estimate for an engine. `memory` is the device's memory in bytes; None: that of this machine's device."""
     dtype: torch.dtype = getattr(torch, config.dtype)
     shards = [ShardPlan(config, rank) for rank in range(config.mapping.world_size)]
     files = {rank_file_name(i): sum(num_bytes(*layout) for layout in shard.layouts().values()) for i, shard in enumerate(shards)}
@@ -70,7 +70,7 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def kv_token_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
-    """Bytes of keys and values of one token, over the layers of the pipeline stage that has the most."""
+    """The bytes of keys and values of one token on one rank, in the pipeline stage that needs the most."""
     size = (getattr(torch, config.recipe.kv_cache) if config.recipe.kv_cache else dtype).itemsize
     tensor, stages = config.mapping.tensor_parallel, config.mapping.pipeline_parallel
     return max(
@@ -80,9 +80,10 @@ def kv_token_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
 
 
 def activation_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
-    """Peak bytes of activations in one step.
+    """The peak size in bytes of activations in one step.
 
-    Hidden states, residual and norm output, the intermediate values of the widest layer, and logits in float32 and in the model's dtype.
+    It consists of hidden states, residual and norm output, the intermediate values of the widest layer, and logits in float32 and in the
+    model's dtype.
     """
     model, limits = config.model, config.limits
     widest = max(max(_attention_width(layer.attention), _mlp_width(layer.mlp)) for layer in model.layers)
@@ -92,14 +93,14 @@ def activation_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
 
 
 def _attention_width(attention: AttentionConfig | MLAConfig) -> int:
-    """Values per token that exist at the same time: qkv, the rotated queries, and the output of attention."""
+    """The number of values per token that exist at the same time: qkv, the rotated queries, and the output of attention."""
     if isinstance(attention, AttentionConfig):
         return attention.head_size * (3 * attention.num_heads + 2 * attention.num_kv_heads)
     return 3 * attention.num_heads * (attention.nope_size + attention.rope_size + attention.kv_rank)
 
 
 def _mlp_width(mlp: MLPConfig | MoEConfig) -> int:
-    """Values per token that exist at the same time: gate, up and their product; for experts, those of each chosen expert."""
+    """The number of values per token that exist at the same time: gate, up and their product; for experts, those of each chosen one."""
     if isinstance(mlp, MLPConfig):
         return mlp.size * (3 if mlp.gated else 2)
     shared = _mlp_width(mlp.shared) if mlp.shared is not None else 0
@@ -107,7 +108,7 @@ def _mlp_width(mlp: MLPConfig | MoEConfig) -> int:
 
 
 def device_memory(device: str) -> int | None:
-    """Bytes of a GPU's memory, or of this machine's available memory; None when there is no GPU."""
+    """The memory of this machine's GPU, or its available main memory for "cpu", in bytes. None if there is no GPU."""
     if device == "cpu":
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None

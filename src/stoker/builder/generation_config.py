@@ -22,7 +22,10 @@ def write_generation_config(checkpoint: Checkpoint, out: Path) -> None:
 
 
 def _generation_config(checkpoint: Checkpoint, tokenizer: Path) -> dict[str, Any]:
-    """Ids come from generation_config.json, else from config.json, else from the tokenizer's end token, as in transformers."""
+    """The content of generation_config.json.
+
+    Ids come from the checkpoint's generation_config.json, else from config.json, else from the tokenizer's end token, as in transformers.
+    """
     given, config = checkpoint.read_json(_FILE), checkpoint.config
     vocab_size = config["vocab_size"] if type(config.get("vocab_size")) is int else _MAX_ID
     data = {name: value for name, value in given.items() if not name.startswith("_") and name != "transformers_version"}
@@ -54,7 +57,7 @@ def _token_ids(checkpoint: Checkpoint, file: str, name: str, value: Any) -> list
 
 
 def _id_of_special_token(directory: Path, name: str) -> list[int]:
-    """The id of a special token that tokenizer_config.json names, as a list; empty when there is none."""
+    """A list with the id of the special token called `name` in tokenizer_config.json; empty when there is none."""
     config, file = directory / "tokenizer_config.json", directory / "tokenizer.json"
     if not (config.is_file() and file.is_file()):
         return []

@@ -1,4 +1,4 @@
-"""Decides everything about a build before anything is written: sizes, dtype, target, recipe, and which tensors make which."""
+"""Makes all decisions of a build before anything is written: sizes, dtype, target, recipe, and the sources of each tensor."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def prepare(source: str | Path, settings: BuildConfig, name: str | None = None) 
 
 
 def add_fingerprint(plan: BuildPlan, progress: Callable[[str, int, int], None] = lambda stage, done, total: None) -> BuildPlan:
-    """The plan with the checkpoint's fingerprint, for which every file is read once."""
+    """The plan with the checkpoint's fingerprint. Every file is read once. `progress` receives ("read", bytes done, total bytes)."""
     directory = Path(plan.settings.tokenizer) if plan.settings.tokenizer else None
     tokenizer_files = sorted(f for f in directory.iterdir() if f.is_file()) if directory is not None and directory.is_dir() else []
     found = fingerprint([*plan.checkpoint.files, *tokenizer_files], partial(progress, "read"))
@@ -102,7 +102,7 @@ def _apply_rotary_settings(model: ModelConfig, settings: BuildConfig) -> ModelCo
 
 
 def _quantization_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """The quantization_config of config.json. Raises CheckpointError when it is not an object, because its weights would be misread."""
+    """The quantization_config of config.json. Raises CheckpointError when it is not an object: the weights would be misread."""
     value = checkpoint.config.get("quantization_config")
     if value is not None and not isinstance(value, dict):
         raise CheckpointError(
@@ -112,7 +112,7 @@ def _quantization_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def _checkpoint_dtype(checkpoint: Checkpoint) -> str:
-    """The dtype that config.json names, or else the one with the most bytes of weights."""
+    """The dtype that config.json names, or else the dtype of the largest part of the weights."""
     named = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "").removeprefix("torch.")
     if named in _DTYPES:
         return named
@@ -124,7 +124,7 @@ def _checkpoint_dtype(checkpoint: Checkpoint) -> str:
 
 
 def _choose_target(settings: BuildConfig) -> Target:
-    """The device that was requested, or else a GPU if this machine has one."""
+    """The device that was requested, or else a GPU if this machine has one, or else the CPU."""
     has_gpu = torch.cuda.is_available()
     device = settings.device or ("cuda" if has_gpu else "cpu")
     if device == "cpu":

@@ -1,4 +1,4 @@
-"""Chooses the recipe of a build: the quantization that was requested, or the formats that a pre-quantized checkpoint is stored in."""
+"""Chooses the recipe of a build: the requested quantization, or the formats of a pre-quantized checkpoint."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def choose_recipe(
 
 
 def check_recipe(quantization: str | None, settings: dict[str, Any], kv_cache_dtype: str | None) -> None:
-    """Raise ConfigError for a quantization, one of its settings, or a dtype of the KV cache that does not exist. Reads no checkpoint."""
+    """Raise ConfigError for an unknown quantization, setting or dtype of the KV cache. Does not need the checkpoint."""
     requested = quantization and canonical_recipe_name(quantization)
     find_recipe(None if requested == AS_STORED else requested, settings, kv_cache_dtype)
 
@@ -57,7 +57,7 @@ def changes_values(recipe: Recipe) -> bool:
 
 
 def is_calibrated(model: ModelConfig, recipe: Recipe) -> bool:
-    """Whether calibration determines a part of the recipe."""
+    """Whether a part of the recipe, such as a format or the KV cache, needs calibration."""
     if recipe.name == AS_STORED:  # scales of activations are stored in the checkpoint as well
         return recipe.kv_cache is not None
     linears = [spec for i in range(model.num_layers) for spec in layer_specs(model, i).values() if isinstance(spec, LinearSpec)]
@@ -67,6 +67,7 @@ def is_calibrated(model: ModelConfig, recipe: Recipe) -> bool:
 def _requested_or_stored(
     settings: BuildConfig, config: EngineConfig, plans: dict[str, TensorPlan], checkpoint: Checkpoint, architecture: Architecture
 ) -> Recipe:
+    """The recipe that the settings request, or else the one in which the checkpoint is stored."""
     requested = settings.quantization and canonical_recipe_name(settings.quantization)
     if requested not in (None, AS_STORED):
         is_narrow = config.model.hidden_size <= NARROW_HIDDEN_SIZE and not config.model.requires_whole_prompt and not settings.dummy_weights
@@ -79,7 +80,7 @@ def _requested_or_stored(
 
 
 def _stored_recipe(config: EngineConfig, plans: dict[str, TensorPlan], checkpoint: Checkpoint) -> Recipe | None:
-    """The recipe whose formats hold the weights of a pre-quantized checkpoint without a change; None for other checkpoints.
+    """The recipe whose formats can store the weights of a pre-quantized checkpoint unchanged; None for other checkpoints.
 
     The most frequent format is the default, and all other linears are overrides.
     """
@@ -93,7 +94,7 @@ def _stored_recipe(config: EngineConfig, plans: dict[str, TensorPlan], checkpoin
 
 
 def _described_recipe(config: EngineConfig, checkpoint: Checkpoint, architecture: Architecture) -> Recipe | None:
-    """The recipe that quantization_config describes, for a build without weights. Only block-scaled FP8 needs no tensor to be known.
+    """The recipe that quantization_config describes, for a build without weights. Only block-scaled FP8 can be determined without tensors.
 
     Logs a warning for other methods, because sizes and speed are then those of unquantized weights.
     """
@@ -121,7 +122,7 @@ def _described_recipe(config: EngineConfig, checkpoint: Checkpoint, architecture
 
 
 def _with_dtype(chosen: Format, dtype: str) -> Format:
-    """The format with the dtype of activations, for those that store it."""
+    """`chosen` with `dtype` as the dtype of activations, if the format has such a setting (GroupedInt8); otherwise `chosen` itself."""
     return msgspec.structs.replace(chosen, dtype=dtype) if isinstance(chosen, GroupedInt8) else chosen
 
 

@@ -39,13 +39,13 @@ def write_engine(plan: BuildPlan, work: Path, progress: Progress) -> EngineConfi
 
 
 def record_new_files(work: Path, known: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-    """The `known` records, and those of files that were added to `work` since."""
+    """The `known` records, and records of files that were added to `work` later."""
     new = {file.name: record_file(file) for file in sorted(work.iterdir()) if file.name not in known and file.name != CONFIG_FILE}
     return dict(known) | new
 
 
 def _write_weights(plan: BuildPlan, work: Path, progress: Progress) -> dict[str, FileRecord]:
-    """Convert each tensor once, whole, and write every rank's shard of it. One thread per file writes, and one hashes."""
+    """Convert each tensor once, and write the shards of all ranks. One thread per file writes, and one computes the digest."""
     config = plan.config
     shards = {rank_file_name(rank): ShardPlan(config, rank) for rank in range(config.mapping.world_size)}
     specs = specs_in_file_order(config)

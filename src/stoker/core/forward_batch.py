@@ -33,12 +33,12 @@ class ForwardBatch:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """The number T of tokens."""
         return self.token_ids.shape[0]
 
     @property
     def num_rows(self) -> int:
-        """R."""
+        """The number R of rows."""
         return self.seq_lens.shape[0]
 
     @property
@@ -70,10 +70,10 @@ class KVCache:
 
     @property
     def block_size(self) -> int:
-        """Token positions of one block."""
+        """The number of token positions of one block."""
         return self.keys.shape[2]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of keys and values."""
+        """The size of keys and values in bytes."""
         return sum(t.numel() * t.element_size() for t in (self.keys, self.values) if isinstance(t, torch.Tensor))

@@ -174,7 +174,7 @@ class ModelConfig(Frozen, frozen=True, kw_only=True):
 
     @property
     def num_layers(self) -> int:
-        """Number of decoder layers."""
+        """The number of decoder layers."""
         return len(self.layers)
 
     @property

@@ -52,32 +52,32 @@ class PackedWeight:
 
     @property
     def num_experts(self) -> int:
-        """E, or 0 for a single linear."""
+        """The number E of stacked experts, or 0 for a single linear."""
         return self.values.shape[0] if self.values.dim() == 3 else 0
 
     @property
     def out_features(self) -> int:
-        """N."""
+        """The number N of output features."""
         return self.values.shape[-2]
 
     @property
     def in_features(self) -> int:
-        """K, including the padding of the layout `paired`."""
+        """The number K of input features, including the padding of the layout `paired`."""
         return self.values.shape[-1] * (2 if self.values.dtype == torch.uint8 else 1)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the values of one row."""
+        """The size of the values of one row in bytes."""
         return self.values.shape[-1] * self.values.element_size()
 
     @property
     def zero_kind(self) -> str:
-        """none (int4: values are around 8), int (a zero point) or float (an offset)."""
+        """The kind of `zero`: none (int4 values are then around 8), int (a zero point) or float (an offset)."""
         return "none" if self.zero is None else "float" if self.zero.is_floating_point() else "int"
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors that a product reads, without the bias and `device_data`."""
+        """The size in bytes of all tensors that a product reads, without the bias and `device_data`."""
         tensors = (self.values, self.scale, self.zero, self.input_scale, self.column_order)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 

@@ -16,11 +16,11 @@ class BidirectionalPrefix(NamedTuple):
     mask_position: int
 
     def position(self, index: int) -> int:
-        """The position of token `index` of the sequence, for learned and rotary embeddings."""
+        """The position of token number `index` of the sequence, for learned and rotary embeddings."""
         return index if index < self.length else self.mask_position
 
     def block_position(self, index: int) -> int:
-        """The block position of token `index`: 0 in the prefix, then 1, 2, …."""
+        """The block position of token number `index`: 0 in the prefix, then 1, 2, …."""
         return max(index - self.length + 1, 0)
 
 

@@ -38,18 +38,18 @@ class LinearSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def out_features(self) -> int:
-        """Output rows of all parts."""
+        """The number of output rows of all parts together."""
         return sum(self.parts)
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Shape of the weight before quantization."""
+        """The shape of the weight before quantization."""
         shape = (self.out_features, self.in_features)
         return (self.num_experts, *shape) if self.num_experts else shape
 
     @property
     def bias_shape(self) -> tuple[int, ...]:
-        """Shape of the bias."""
+        """The shape of the bias."""
         return (self.num_experts, self.out_features) if self.num_experts else (self.out_features,)
 
 

@@ -31,12 +31,14 @@ class ProcessGroup(Group):
         self._check = check
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks. May overwrite x."""
         if x.numel():
             x = x.contiguous()
             self._wait(self.inner.allreduce([x]))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
+        """The x of all ranks, concatenated along the last axis."""
         x = x.contiguous()
         out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
         if x.numel():
@@ -44,11 +46,13 @@ class ProcessGroup(Group):
         return out.movedim(0, -2).flatten(-2)
 
     def broadcast(self, x: Tensor) -> Tensor:
+        """The x of rank 0. Overwrites x."""
         if x.numel():
             self._wait(self.inner.broadcast([x], _FROM_FIRST))
         return x
 
     def smallest(self, value: int) -> int:
+        """The minimum of the values of all ranks."""
         found = torch.tensor([value], dtype=torch.int64, device=self.device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
@@ -56,7 +60,7 @@ class ProcessGroup(Group):
         return int(found.item())
 
     def _wait(self, work: dist.Work) -> None:
-        """Wait for a collective: on a GPU in the current stream, on a CPU in this thread."""
+        """Wait for a collective: on a GPU in the current stream, on a CPU in this thread. Raises an error if a rank has failed."""
         if self.device.type != "cpu":
             work.wait()
             return

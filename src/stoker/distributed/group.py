@@ -9,7 +9,7 @@ from stoker.distributed.inbox import Inbox, Inboxes
 
 
 class Group:
-    """The group of one: every collective is the identity."""
+    """A group of ranks. This base class is the group of one rank, in which every collective is the identity."""
 
     rank = 0
     size = 1
@@ -21,7 +21,7 @@ class Group:
         return x
 
     def inbox(self, num_bytes: int) -> Inbox | None:
-        """The inbox through which a kernel sums messages of `num_bytes`. None: use `all_reduce`."""
+        """The inbox through which a kernel sums a tensor of `num_bytes` bytes. None: use `all_reduce`."""
         return None if self.inboxes is None else self.inboxes.select(num_bytes)
 
     def all_gather(self, x: Tensor) -> Tensor:

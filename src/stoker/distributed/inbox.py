@@ -43,11 +43,12 @@ class Inbox:
 
     @property
     def num_slots(self) -> int:
-        """One for the data of each rank, and one for the sum in the two-shot algorithm."""
+        """The number of slots: one for the data of each rank and, in the two-shot algorithm, one for the sum."""
         return self.num_ranks + self.is_two_shot
 
     @property
     def num_bytes(self) -> int:
+        """The size of the inbox of one rank in bytes."""
         return TURNS * self.num_units * self.num_slots * UNIT_BYTES
 
 
@@ -74,5 +75,5 @@ class Inboxes:
 
 
 def memory_bytes(num_ranks: int, max_bytes: int = MAX_BYTES) -> int:
-    """Bytes of the inboxes of one rank: 60 MiB for two ranks, 108 MiB for four, 204 MiB for eight."""
+    """The size in bytes of the inboxes of one rank: 60 MiB for two ranks, 108 MiB for four, 204 MiB for eight."""
     return TURNS * max_bytes * (2 * num_ranks + 1)

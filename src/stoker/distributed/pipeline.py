@@ -29,11 +29,11 @@ class Stage:
         return stage_layers(num_layers, self.num_stages, self.index)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The hidden states that the previous stage sent."""
+        """Wait for the hidden states of the previous stage, and return them. Raises TypeError for the first stage."""
         raise TypeError("the first stage has no previous stage")
 
     def send(self, x: Tensor) -> None:
-        """Send the hidden states to the next stage."""
+        """Send the hidden states to the next stage. Raises TypeError for the last stage."""
         raise TypeError("the last stage has no next stage")
 
 
@@ -74,7 +74,7 @@ class PlannedStage(Stage):
 
 
 def stage_layers(num_layers: int, num_stages: int, index: int) -> range:
-    """The layers of a stage: consecutive, and evenly divided. The first stages get the remainder, because the last one has the head."""
+    """The layers of a stage: a consecutive range, evenly divided. The first stages get the remainder, because the last one has the head."""
     size, remainder = divmod(num_layers, num_stages)
     start = index * size + min(index, remainder)
     return range(start, start + size + (index < remainder))

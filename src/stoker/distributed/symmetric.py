@@ -21,10 +21,10 @@ _DTYPES = (torch.bfloat16, torch.float32)  # of PyTorch's kernels
 
 
 class SymmetricGroup(ProcessGroup):
-    """NCCL, and peer memory for the all-reduces for which it is faster."""
+    """NCCL collectives, and all-reduces through peer memory where these are faster."""
 
     def __init__(self, inner: dist.ProcessGroup, device: torch.device) -> None:
-        """Raises RuntimeError, on every rank, if the devices cannot access each other's memory."""
+        """Allocate peer memory. Raises RuntimeError, on every rank, if the devices cannot access each other's memory."""
         super().__init__(inner, device)
         if not self._can_access_all():
             raise RuntimeError("not every device can access the memory of all others")
@@ -38,6 +38,7 @@ class SymmetricGroup(ProcessGroup):
             self.inboxes = Inboxes(bases, self.rank, device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks, through peer memory for up to MAX_BYTES, else by NCCL. May overwrite x."""
         num_bytes = x.numel() * x.element_size()
         # PyTorch's kernel reads 16 bytes at a time from the slice of each rank.
         if x.dtype not in _DTYPES or not 0 < num_bytes <= MAX_BYTES or num_bytes % (16 * self.size):
@@ -49,7 +50,7 @@ class SymmetricGroup(ProcessGroup):
         return result
 
     def _allocate(self, num_bytes: int) -> tuple[Tensor, list[int]]:
-        """Allocate int32 memory on every rank. Returns this rank's, and the address of each rank's memory from here."""
+        """Allocate int32 memory on every rank. Returns (this rank's tensor, the address of each rank's memory in this process)."""
         memory = symmetric_memory.empty(num_bytes // 4, dtype=torch.int32, device=self.device)
         handle = symmetric_memory.rendezvous(memory, self._name)
         bases = [int(base) for base in handle.buffer_ptrs]
@@ -58,6 +59,7 @@ class SymmetricGroup(ProcessGroup):
         return memory, bases
 
     def _can_access_all(self) -> bool:
+        """Whether every device can access the memory of all others. Waits for all ranks."""
         index = torch.tensor([self.device.index], device=self.device)
         others = [other for other in self.all_gather(index).tolist() if other != self.device.index]
         return bool(self.smallest(all(torch.cuda.can_device_access_peer(self.device, other) for other in others)))

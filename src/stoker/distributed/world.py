@@ -27,7 +27,7 @@ LOCAL_HOST = "localhost"
 
 @dataclass(slots=True)
 class World:
-    """The position of a rank: rank = stage × tensor_parallel + its rank within the stage."""
+    """The position of a rank among all ranks of an engine: rank = stage × tensor_parallel + its rank within the stage."""
 
     rank: int = 0
     size: int = 1
@@ -41,10 +41,12 @@ class World:
 
     @property
     def is_leader(self) -> bool:
+        """Whether this rank plans steps and samples."""
         return self.rank == self.leader
 
     @property
     def spans_hosts(self) -> bool:
+        """Whether the ranks are on several hosts."""
         return spans_hosts(self.hosts)
 
     def close(self) -> None:
@@ -60,16 +62,17 @@ ALONE_WORLD = World()
 
 
 def spans_hosts(hosts: Iterable[str]) -> bool:
+    """Whether the ranks are on several hosts."""
     return len(set(hosts)) > 1
 
 
 def address_of(rank: int, hosts: tuple[str, ...]) -> str:
-    """The network address of a rank for the others: the loopback if all are on one host."""
+    """The network address at which other ranks reach `rank`: the loopback address if all are on one host."""
     return hosts[rank] if spans_hosts(hosts) else "127.0.0.1"
 
 
 def leader(mapping: Mapping) -> int:
-    """The rank that plans and samples: the first rank of the last stage, which computes the logits."""
+    """The rank that plans steps and samples: the first rank of the last stage, which computes the logits."""
     return (mapping.pipeline_parallel - 1) * mapping.tensor_parallel
 
 
@@ -109,6 +112,7 @@ def join(
 
 
 def _group(inner: dist.ProcessGroup, device: torch.device, has_peer_memory: bool, check: Callable[[], None]) -> Group:
+    """The tensor-parallel group, with peer memory if it is available."""
     if device.type == "cpu" or not has_peer_memory:
         return ProcessGroup(inner, device, check)
     check_private_api("stoker.distributed.symmetric")
@@ -131,6 +135,7 @@ class _Gloo:
         self._store, self._rank, self._address = store, rank, address
 
     def __call__(self, name: str, ranks: range) -> Any:
+        """The group of the given ranks called `name`; None if this rank is not among them."""
         if self._rank not in ranks:
             return None
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -146,6 +151,7 @@ class _Nccl:
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=TIMEOUT, device_id=device)
 
     def __call__(self, name: str, ranks: range) -> Any:
+        """The group of the given ranks called `name`. All ranks must call it in the same order."""
         if len(ranks) == dist.get_world_size():
             return dist.group.WORLD
         return dist.new_group(list(ranks), timeout=TIMEOUT, group_desc=name)

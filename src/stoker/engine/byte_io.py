@@ -1,4 +1,4 @@
-"""Exact reads from open files into memory."""
+"""Reads byte ranges of open files into memory; a short read is an error."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def read_into(fd: int, out: memoryview, start: int) -> None:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
+    """A view of the bytes of a contiguous CPU tensor, without a copy. It is writable."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

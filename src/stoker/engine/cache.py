@@ -41,7 +41,7 @@ def cached_engine(config: EngineConfig, build: Callable[[Path], object]) -> Engi
 
 
 def _mark_used(path: Path) -> None:
-    """Set the time of modification of a cached engine, by which unused ones are found. A cache that cannot be written is left as it is."""
+    """Set the modification time of a cached engine, by which unused engines are found. Does nothing if the cache is read-only."""
     with contextlib.suppress(OSError):
         os.utime(path)
 
@@ -57,7 +57,7 @@ def _acquire(lock: FileLock, path: Path) -> FileLock:
 
 
 def _open_intact(path: Path) -> Engine | None:
-    """The engine at `path`, or None when there is none or it is damaged."""
+    """The engine at `path`, or None if there is none or it is damaged."""
     if not path.exists():
         return None
     try:

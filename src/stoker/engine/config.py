@@ -1,4 +1,4 @@
-"""The config.json of an engine: everything that the runtime needs to know besides the weights."""
+"""The config.json of an engine: everything that the runtime needs besides the weights."""
 
 from __future__ import annotations
 
@@ -88,19 +88,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def content_address(config: EngineConfig) -> str:
-    """Digest of all that determines an engine's content: format version, model, settings, target and checkpoint fingerprint."""
+    """A digest of everything that determines the engine's content: format version, model, settings, target and checkpoint fingerprint."""
     bare = msgspec.structs.replace(config, files={}, checks={}, stoker_version="")
     bare = msgspec.structs.replace(bare, checkpoint=msgspec.structs.replace(bare.checkpoint, name=""))
     return hashlib.sha256(encode_engine_config(bare)).hexdigest()[:40]
 
 
 def rank_metadata(config: EngineConfig, rank: int) -> dict[str, str]:
-    """Metadata of a rank's file, by which a file of another build or another rank is recognized."""
+    """The metadata of a rank's file, which distinguishes it from files of other builds and other ranks."""
     return {"engine": content_address(config), "rank": f"{rank} of {config.mapping.world_size}"}
 
 
 def encode_engine_config(config: EngineConfig) -> bytes:
-    """The text of config.json."""
+    """The content of config.json."""
     plain: dict[str, Any] = {"format_version": FORMAT_VERSION, "stoker_version": config.stoker_version}
     plain["model"] = encode_model(config.model)
     plain["recipe"] = encode_recipe(config.recipe)

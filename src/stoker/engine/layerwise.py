@@ -26,14 +26,17 @@ LOGITS_ROWS = 128  # positions whose logits are in memory at the same time
 
 
 def split_windows(token_ids: list[int], length: int, count: int | None = None) -> list[Tensor]:
-    """Cut a text into at most `count` int32 windows of `length` tokens without overlap. The last window has at least 2 tokens."""
+    """Cut a text into at most `count` int32 windows of `length` tokens without overlap.
+
+    A last window with less than 2 tokens is dropped.
+    """
     windows = [token_ids[start : start + length] for start in range(0, len(token_ids), length)]
     return [torch.tensor(window, dtype=torch.int32) for window in windows if len(window) > 1][:count]
 
 
 @dataclass(slots=True)
 class Scores:
-    """How well a model predicts the tokens of its windows, each from the tokens before it in the same window."""
+    """How well a model predicts the tokens of its windows. Each token is predicted from the tokens before it in its window."""
 
     nll: float = 0.0  # sum of negative log-likelihoods (natural logarithm)
     count: int = 0  # predicted tokens
@@ -41,7 +44,7 @@ class Scores:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean negative log-likelihood."""
+        """The perplexity: exp of the mean negative log-likelihood per token."""
         return math.exp(min(self.nll / max(self.count, 1), 700.0))
 
     def agreement(self, other: Scores) -> float:
@@ -51,9 +54,9 @@ class Scores:
 
 
 class LayerwiseModel:
-    """A forward pass over windows of tokens that is advanced one layer at a time.
+    """A forward pass over windows of tokens that is run layer by layer.
 
-    `hidden` holds one tensor [tokens, hidden_size] per window: the input of layer `layer`, which is the next one to run.
+    `hidden` holds one tensor [tokens, hidden_size] per window: the input of layer number `layer`, which is the next one to run.
     """
 
     def __init__(self, config: ModelConfig, tokens: list[Tensor]) -> None:
@@ -76,14 +79,14 @@ class LayerwiseModel:
 
     @torch.inference_mode()
     def embed(self, loader: Loader) -> None:
-        """Compute the input of the first layer."""
+        """Compute the input of the first layer for all windows."""
         decoder = Decoder(self._without_layers, loader, 1)
         self.hidden = [decoder.begin(_single_row_batch(window.to(loader.device))).cpu() for window in self.tokens]
         self.layer = 0
 
     @torch.inference_mode()
     def run_layer(self, loader: Loader, *, discard_output: bool = False) -> None:
-        """Run the next layer with weights from `loader`. `discard_output`: do not advance, so that the layer can run again."""
+        """Run the next layer with weights from `loader` on all windows. With `discard_output`, the same layer remains the next one."""
         config, index, tables = self.config.layers[self.layer], self.layer, self.rope_tables(loader.device)
         layer = make_layer(config, loader, f"layers.{index}", self.config.hidden_size, tables)
         cache_fields = load_cache_fields(self.config, index, loader, tables)
@@ -103,7 +106,7 @@ class LayerwiseModel:
 
     @torch.inference_mode()
     def score(self, loader: Loader) -> Scores:
-        """Predict the tokens of each window from the output of the last layer."""
+        """Predict the tokens of each window from the output of the last layer, with the head's weights from `loader`."""
         decoder, scores = Decoder(self._without_layers, loader, 1), Scores()
         for window, hidden in zip(self.tokens, self.hidden, strict=True):
             best = []
@@ -136,10 +139,11 @@ class LayerwiseModel:
 
 
 def _single_row_batch(window: Tensor) -> ForwardBatch:
-    """The prefill of one sequence whose only block is as long as the window."""
+    """The batch for the prefill of one sequence, whose only KV cache block is as long as the window."""
     length, device = len(window), window.device
 
     def int32(*values: int) -> Tensor:
+        """An int32 tensor of these values on the window's device."""
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     positions = torch.arange(length, dtype=torch.int32, device=device)

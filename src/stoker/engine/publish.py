@@ -32,7 +32,10 @@ def check_output(out: Path, force: bool) -> None:
 
 @contextlib.contextmanager
 def workspace(out: Path) -> Iterator[Path]:
-    """A directory next to `out` that is removed when the block ends. Workspaces of dead processes of this machine are removed first."""
+    """Yield a new directory next to `out`, which is removed at the end of the block.
+
+    Workspaces of dead processes on this machine are removed first.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     for path in workspaces_of(out):
         host, _, process = path.name.removeprefix(_prefix(out)).rpartition("-")
@@ -87,4 +90,5 @@ def write_config(directory: Path, config: EngineConfig) -> None:
 
 
 def _prefix(out: Path) -> str:
+    """The beginning of the names of all workspaces of `out`."""
     return f".{out.name}.building-"

@@ -1,4 +1,4 @@
-"""Opens an engine directory, and refuses an unusable one with one clear message before any weights are loaded."""
+"""Opens an engine directory, and rejects an unusable one with a clear error before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -53,23 +53,23 @@ class Engine:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that the engine was built for."""
+        """The number of ranks that the engine was built for."""
         return self.config.mapping.world_size
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of activations and of weights that are not quantized."""
+        """The dtype of activations and of weights that are not quantized."""
         dtype: torch.dtype = getattr(torch, self.config.dtype)
         return dtype
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Dtype of the KV cache."""
+        """The dtype of the KV cache."""
         dtype: torch.dtype = getattr(torch, self.config.recipe.kv_cache or self.config.dtype)
         return dtype
 
     def file(self, name: str) -> Path:
-        """Path of a file that config.json lists. Rank files may also have the names of LMI's model repositories."""
+        """The path of a file that config.json lists. Rank files may also have the names of LMI's model repositories."""
         path = self.path / name
         if (rank := re.fullmatch(r"rank(\d+)\.safetensors", name)) and not path.exists():
             return next(self.path.glob(f"trt_llm_model_*_rank{rank[1]}.engine"), path)
@@ -116,7 +116,7 @@ class Engine:
                 raise EngineError(f"{self.path} was built for {both}.", cure="Build the engine again on this device.")
 
     def source(self, rank: int = 0, device: torch.device | str = "cpu") -> TensorSource:
-        """The stored tensors of a rank, on `device`."""
+        """The source of a rank's stored tensors, which are loaded to `device`. Raises EngineError for a wrong device or rank file."""
         device = torch.device(device)
         self.check_device(device)
         if self.config.weights == "dummy":
@@ -125,7 +125,7 @@ class Engine:
         return FileTensorSource(self.file(rank_file_name(rank)), device)
 
     def loader(self, rank: int = 0, device: torch.device | str = "cpu", group: Group = SINGLE) -> Loader:
-        """The loader of a rank's weights, which `layers.decoder.Decoder` is created with. `group`: the tensor-parallel ranks."""
+        """The loader of a rank's weights, with which `layers.decoder.Decoder` is created. `group`: the tensor-parallel ranks."""
         config = self.config
         return Loader(self.source(rank, device), config.recipe, self.dtype, torch.device(device), group, config.sharding)
 
@@ -142,6 +142,7 @@ class Engine:
             )
 
     def _check_files(self) -> None:
+        """Raise EngineError unless all files that config.json lists exist with the listed sizes."""
         for name, record in self.config.files.items():
             file = self.file(name)
             if Path(name).name != name:
@@ -159,7 +160,7 @@ class Engine:
 
 
 def is_engine(path: str | Path) -> bool:
-    """Whether the directory has an engine's config.json, complete or not."""
+    """Whether the directory has the config.json of an engine. Other files are not checked."""
     try:
         return "format_version" in _parse_config(Path(path) / CONFIG_FILE)
     except (EngineError, OSError):
@@ -167,7 +168,7 @@ def is_engine(path: str | Path) -> bool:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The data of config.json. Raises EngineError when it is not an engine's, or has another format version."""
+    """The content of an engine's config.json. Raises EngineError for any other file and for another format version."""
     file = path / CONFIG_FILE
     build = f"Run: stoker build {path} -o ENGINE."
     if not file.is_file():
@@ -190,6 +191,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _parse_config(file: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises EngineError if it is too large or no object."""
     if file.stat().st_size > MAX_CONFIG_BYTES:
         raise EngineError(f"{file} has more than {MAX_CONFIG_BYTES} bytes.", cure=_REBUILD)
     try:

@@ -42,12 +42,12 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 def num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of a tensor."""
+    """The size of a tensor in bytes."""
     return math.prod(shape) * dtype.itemsize
 
 
 def encode_header(layouts: TensorLayouts, metadata: Mapping[str, str]) -> bytes:
-    """The beginning of a file with these tensors, padded so that the first tensor starts at a multiple of ALIGNMENT."""
+    """The first bytes of a file with these tensors, padded so that the first tensor starts at a multiple of ALIGNMENT."""
     fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name, (shape, dtype) in layouts.items():
@@ -79,7 +79,7 @@ def read_metadata(path: Path, error: type[StokerError], cure: str) -> dict[str, 
 
 
 def _read_raw_header(path: Path, error: type[StokerError], cure: str) -> tuple[int, dict[str, Any]]:
-    """(offset of the first tensor's bytes, the header as parsed JSON)."""
+    """(offset of the first tensor's bytes, the header as parsed JSON). Raises `error` for a header that is incomplete or too large."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -96,6 +96,7 @@ def _read_raw_header(path: Path, error: type[StokerError], cure: str) -> tuple[i
 
 
 def _parse_entry(path: Path, name: str, fields: Any, data_start: int, error: type[StokerError], cure: str) -> TensorEntry:
+    """The entry of one tensor. Raises `error` for a missing field, an unknown dtype or a size that does not agree with the shape."""
     try:
         dtype_name, shape, (start, stop) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
         numbers = (*shape, start, stop)

@@ -72,7 +72,10 @@ class SafetensorsWriter:
         self._file.close()
 
     def finish(self) -> FileRecord:
-        """The record of the complete file. Raises ValueError when tensors are missing. `publish` flushes the file to the disk."""
+        """Wait until everything is written, and return the record of the file, which is not flushed to the disk yet.
+
+        Raises ValueError when tensors are missing.
+        """
         if self._pending:
             raise ValueError(f"tensors were not written: {self._pending[::-1][:5]}")
         self._wait(0)
@@ -80,7 +83,7 @@ class SafetensorsWriter:
         return FileRecord(self._file.tell(), self._hash.hexdigest())
 
     def _copy_to_host(self, chunk: Tensor) -> Tensor:
-        """Device bytes in a pinned buffer, after the chunk that used the buffer before has been written."""
+        """Copy device bytes to a pinned buffer, after the chunk that used the buffer before has been written."""
         self._wait(MAX_CHUNKS - 1)
         is_new = len(self._buffers) < MAX_CHUNKS
         buffer = torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=True) if is_new else self._buffers.popleft()
@@ -88,6 +91,7 @@ class SafetensorsWriter:
         return buffer[: chunk.numel()].copy_(chunk)
 
     def _emit(self, data: bytes | memoryview) -> None:
+        """Start to write and to hash the next bytes of the file."""
         self._in_flight.append([thread.submit(work, data) for work, thread in self._threads.items()])
 
     def _wait(self, most: int) -> None:

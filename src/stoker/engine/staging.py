@@ -14,7 +14,7 @@ READERS = 4  # one thread copies 5 to 10 GB/s out of the page cache, which is le
 
 
 class StagingBuffers:
-    """Two pinned buffers: one is filled from a file while the other is copied to the device. Not thread-safe."""
+    """Two pinned buffers, of which one is filled from a file while the other is copied to the device. Not thread-safe."""
 
     def __init__(self) -> None:
         self._buffers = [torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
@@ -38,6 +38,7 @@ class StagingBuffers:
             copied.record()
 
     def _read(self, buffer: Tensor, fd: int, start: int) -> None:
+        """Fill a buffer from the file, with several threads."""
         view, step = as_bytes(buffer), -(-buffer.numel() // READERS)
         jobs = [self._readers.submit(read_into, fd, view[at : at + step], start + at) for at in range(0, len(view), step)]
         for job in jobs:

@@ -1,4 +1,4 @@
-"""The stored tensors of one rank: from its file, or random for engines that were built without weights."""
+"""Sources of the stored tensors of one rank: its file, or random numbers for engines that were built without weights."""
 
 from __future__ import annotations
 
@@ -45,11 +45,13 @@ class FileTensorSource(TensorSource):
         return self._view(entry) if self.device.type == "cpu" else self._copy(entry)
 
     def _copy(self, entry: TensorEntry) -> Tensor:
+        """Read a tensor to the device."""
         out = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
         self._staging.copy_from_file(out, self._file.fileno(), entry.start)
         return out
 
     def _view(self, entry: TensorEntry) -> Tensor:
+        """A view of the mapped file, or a copy if the tensor is not aligned."""
         flat = torch.empty(0, dtype=torch.uint8).set_(self._mapped)[entry.start : entry.stop]
         if entry.start % entry.dtype.itemsize:
             flat = flat.clone()
@@ -57,13 +59,13 @@ class FileTensorSource(TensorSource):
 
 
 class DummyTensorSource(TensorSource):
-    """Random tensors with which every linear computes finite numbers. A tensor depends on its name alone, not on the order of calls."""
+    """Random tensors with which every linear computes finite numbers. A tensor depends on its name only, not on the order of calls."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Random values: full-range integers, small positive scales, norm weights near 1, and others near 0."""
+        """Random values: integers over their full range, small positive scales, norm weights near 1, and others near 0."""
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
         generator = torch.Generator(self.device).manual_seed(seed)
         if dtype in (torch.float8_e4m3fn, torch.float8_e5m2):

@@ -1,4 +1,4 @@
-"""Beam search on top of an executor without beams: each step is one request of one token for every beam.
+"""Beam search with an executor that does not support beams: in each step, every beam is one request for one token.
 
 The prefix index supplies the KV cache of the prompt and of the common beginnings of beams. `BeamSearch` follows transformers'
 `GenerationMixin._beam_search` for one prompt without sampling: the same candidates, scores and end conditions.
@@ -113,7 +113,10 @@ class BeamDriver:
         self._ended = FinishReason.CANCELLED
 
     async def run(self) -> Completion:
-        """The `n` best of `beam_width` beams, best first. Raises the errors that the executor reports."""
+        """Search until the end conditions hold. Returns the `n` best of `beam_width` beams, best first; both are sampling parameters.
+
+        Raises the errors that the executor reports. The requests of one step run concurrently.
+        """
         num_steps = 0
         while not self._search.done and self._ended is None:
             try:

@@ -1,4 +1,4 @@
-"""Prompts of requests: text to token ids, and truncation to the last tokens. Protocols call these functions."""
+"""Prompts of requests: conversion of text to token ids, and truncation to the last or first tokens. Protocols call these functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ async def encode_prompt(
 
 
 def truncate_prompt(token_ids: list[int], num_tokens: int | None, side: str = "left") -> list[int]:
-    """The last `num_tokens` ids, or the first ones if `side` is "right"; all of them for None. `num_tokens` is at least 1."""
+    """At most `num_tokens` (at least 1) of the ids; all of them for None.
+
+    `side` is the side on which ids are removed: "left" leaves the last ids, "right" the first ones.
+    """
     if num_tokens is None:
         return token_ids
     return token_ids[:num_tokens] if side == "right" else token_ids[-num_tokens:]

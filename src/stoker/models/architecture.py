@@ -53,7 +53,7 @@ class Architecture:
     tensor_parallel: str = "any"  # restrictions on the number of ranks, for documentation
 
     def canonical_name(self, tensor: str) -> str:
-        """The name of a checkpoint tensor in the spelling that `tensor_names` uses."""
+        """The canonical name of a checkpoint tensor: older names are replaced by those that `tensor_names` uses."""
         for pattern, replacement in self.tensor_renames:
             tensor = re.sub(pattern, replacement, tensor)
         return tensor

@@ -50,7 +50,10 @@ NO_EFFECT = (
 
 
 class ConfigData(dict[str, Any]):
-    """The object of a config.json, or one nested in it. Objects made with `|` and nested ones share the record of used keys."""
+    """The object in a config.json, or an object nested in it, which records the keys that are read.
+
+    Objects that are created with `|`, and nested ones, share the record.
+    """
 
     def __init__(self, data: Mapping[str, Any], used: set[str] | None = None, path: str = "") -> None:
         self._used: set[str] = set() if used is None else used
@@ -62,7 +65,7 @@ class ConfigData(dict[str, Any]):
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value under `key`, which counts as used."""
+        """The value under `key`, or `default`. The key is recorded as used."""
         self._used.add(self._path + key)
         return super().get(key, default)
 
@@ -77,7 +80,7 @@ class ConfigData(dict[str, Any]):
         return ConfigData({**_plain(other), **self._plain()}, self._used, self._path)
 
     def unused(self) -> Iterator[str]:
-        """Paths of the keys that were never read, in the order of the file. Keys with the value null are left out."""
+        """The paths of keys that were never read, in the order of the file, without keys whose value is null."""
         for key, value in self.items():
             path = self._path + key
             if path not in self._used:
@@ -87,18 +90,24 @@ class ConfigData(dict[str, Any]):
                 yield from value.unused()
 
     def _nested(self, key: str, value: Any) -> Any:
+        """A value that was read; an object becomes a ConfigData with the same record."""
         return ConfigData(value, self._used, f"{self._path}{key}.") if isinstance(value, dict) else value
 
     def _plain(self) -> dict[str, Any]:
+        """A plain dict with the same content."""
         return dict(self.items())
 
 
 def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A plain dict with the same content."""
     return dict(data.items())
 
 
 def check_all_keys_used(data: ConfigData, architecture: str, ignored: tuple[str, ...]) -> None:
-    """Raise CheckpointError naming each key that was not read and is not known to have no effect. `ignored`: further fnmatch patterns."""
+    """Raise CheckpointError naming each key that was not read and is not known to have no effect.
+
+    `ignored` are fnmatch patterns of further keys without effect.
+    """
     patterns = (*NO_EFFECT, *ignored)
     names = [(key, (key, key.rpartition(".")[2])) for key in data.unused()]  # a nested object may be a config with the same keys
     unknown = [key for key, forms in names if not any(fnmatch.fnmatchcase(form, pattern) for form in forms for pattern in patterns)]

@@ -36,15 +36,18 @@ LayerFields = dict[str, Any] | Callable[[int], dict[str, Any]]
 def with_defaults(
     aliases: dict[str, str] | None = None, **values: Any
 ) -> Callable[[Callable[..., ModelConfig]], Callable[..., ModelConfig]]:
-    """Decorator of a config reader: fills in the keys that config.json leaves out.
+    """A decorator of config readers that fills in the keys which config.json leaves out.
 
-    `values` are the defaults of the family's configuration class in transformers, or of its publisher's. `aliases` maps other spellings of
-    a key to the spelling that the reader uses; a null value under an alias is ignored.
+    `values` are the defaults of the family's configuration class in transformers, or of its publisher's. `aliases` maps other names of a
+    key to the name that the reader uses; a null value under an alias is ignored.
     """
 
     def decorate(read_config: Callable[..., ModelConfig]) -> Callable[..., ModelConfig]:
+        """The decorated reader."""
+
         @functools.wraps(read_config)
         def read_with_defaults(hf: dict[str, Any], **options: Any) -> ModelConfig:
+            """Read a config.json with default values and aliases applied."""
             renamed = {key: hf[alias] for alias, key in (aliases or {}).items() if hf.get(alias) is not None}
             return read_config(values | hf | renamed, **options)
 
@@ -56,12 +59,13 @@ def with_defaults(
 def replace_fields(
     config: ModelConfig, *, attention: LayerFields | None = None, layer: LayerFields | None = None, **model: Any
 ) -> ModelConfig:
-    """A copy of `config` with fields replaced: in the attention of every layer, in every layer, and in the model itself.
+    """A copy of `config` with fields replaced: in the attention of every layer, in every layer, and in the model itself (`model`).
 
     `attention` and `layer` are dictionaries, or functions from the layer index to a dictionary.
     """
 
     def fields_of(given: LayerFields | None, i: int) -> dict[str, Any]:
+        """The fields to replace in layer number i."""
         return given(i) if callable(given) else given or {}
 
     layers = []
@@ -72,20 +76,20 @@ def replace_fields(
 
 
 def value_or(hf: dict[str, Any], key: str, default: Any) -> Any:
-    """The value under `key`, or `default` when it is absent or null. Unlike with `or`, 0 and empty values are not replaced."""
+    """The value under `key`, or `default` if it is absent or null. 0 and empty values are not replaced."""
     value = hf.get(key)
     return default if value is None else value
 
 
 def require_values(hf: dict[str, Any], **supported: Any) -> None:
-    """Raise CheckpointError for a key whose value is not the supported one. Absent and null values are accepted."""
+    """Raise CheckpointError for a key whose value is not the one in `supported`. Absent and null values are accepted."""
     for key, value in supported.items():
         if hf.get(key) is not None and hf[key] != value:
             raise CheckpointError(f"config.json: {key}={hf[key]!r} is not supported.", cure=f"Only {key}={value!r} is.")
 
 
 def read_activation(hf: dict[str, Any], key: str = "hidden_act", default: str = "silu") -> str:
-    """The activation under `key`, in the spelling of MLPConfig. Raises CheckpointError for one that is not implemented."""
+    """The name of the activation function under `key`, as MLPConfig uses it. Raises CheckpointError for an unsupported one."""
     name = value_or(hf, key, default)
     if name not in _ACTIVATIONS:
         raise CheckpointError(f"config.json: {key}={name!r} is not supported.", cure=f"Supported: {', '.join(_ACTIVATIONS)}.")
@@ -93,15 +97,15 @@ def read_activation(hf: dict[str, Any], key: str = "hidden_act", default: str = 
 
 
 def read_head_size(hf: dict[str, Any]) -> int:
-    """Features of one attention head: `head_dim`, or else the hidden size divided by the number of heads."""
+    """The number of features of one attention head: `head_dim`, or else the hidden size divided by the number of heads."""
     head_size: int | None = hf.get("head_dim")
     return hf["hidden_size"] // hf["num_attention_heads"] if head_size is None else head_size
 
 
 def read_layer_types(hf: dict[str, Any], num_layers: int) -> list[str]:
-    """The attention of each layer, `sliding_attention` or `full_attention`.
+    """The kind of attention of each layer, `sliding_attention` or `full_attention`.
 
-    From `layer_types` where it is given; otherwise every `sliding_window_pattern`-th layer has full attention.
+    It is taken from `layer_types` if present; otherwise every `sliding_window_pattern`-th layer has full attention.
     """
     step = hf["sliding_window_pattern"]
     layer_types: list[str] | None = hf.get("layer_types")
@@ -119,7 +123,7 @@ def read_rope(
     partial: float | None = None,
     kind: str | None = None,
 ) -> RopeConfig:
-    """Rotary settings from `rope_theta` and `rope_scaling`, or from `rope_parameters` as transformers 5 writes them.
+    """The rotary settings in `rope_theta` and `rope_scaling`, or in `rope_parameters` as transformers 5 writes them.
 
     `dim` is the head size; `theta` and `partial` (the rotated fraction of it) are the family's defaults. A family without `partial` rotates
     whole heads, and a partial_rotary_factor is rejected: transformers ignores it there. `kind` selects one of several sets of parameters:
@@ -139,7 +143,7 @@ def read_rope(
 
 
 def apply_rope_scaling(config: RopeConfig, scaling: dict[str, Any], hf: dict[str, Any]) -> RopeConfig:
-    """`config` with the scaling method that `scaling` names. Raises CheckpointError for an unknown method."""
+    """A copy of `config` with the scaling method of `scaling` (rope_scaling). Raises CheckpointError for an unknown method."""
     new_key, old_key = scaling.get("rope_type"), scaling.get("type")
     method = new_key or old_key or "default"
     method = {"su": "longrope"}.get(method, method)
@@ -159,7 +163,7 @@ def apply_rope_scaling(config: RopeConfig, scaling: dict[str, Any], hf: dict[str
 
 
 def _original_positions(method: str, scaling: dict[str, Any], hf: dict[str, Any]) -> int:
-    """The context length that the unscaled frequencies were trained for."""
+    """The context length for which the unscaled frequencies were trained."""
     longest: int = hf.get("max_position_embeddings", 2048)
     if method in ("dynamic", "linear"):
         return longest
@@ -168,7 +172,7 @@ def _original_positions(method: str, scaling: dict[str, Any], hf: dict[str, Any]
 
 
 def read_max_positions(hf: dict[str, Any], rope: RopeConfig | None, key: str = "max_position_embeddings", default: int = 2048) -> int:
-    """The longest supported sequence. For dynamic and yarn scaling, config.json may give the length before scaling."""
+    """The length of the longest supported sequence. For dynamic and yarn scaling, config.json may have the length before scaling."""
     longest: int = value_or(hf, key, default)
     if rope is not None and rope.scaling in ("dynamic", "yarn"):
         return max(longest, int(rope.original_max_positions * rope.factor))

@@ -46,7 +46,7 @@ def read_model_config(row: Architecture, hf: dict[str, Any], ignored_keys: tuple
 
 
 def check_model_config(config: ModelConfig) -> None:
-    """Check the range of every number, and that the sizes of attention, rotary embeddings and experts are consistent.
+    """Check that every number is in range, and that the sizes of attention, rotary embeddings and experts are consistent.
 
     Raises CheckpointError naming the field, its value and its limit.
     """
@@ -76,6 +76,7 @@ def _config_parts(config: ModelConfig) -> Iterator[msgspec.Struct]:
 
 
 def _check_number(field: Any, value: Any) -> None:
+    """Raise CheckpointError if a field's number is out of range."""
     name = field.name
     if type(value) is int:
         low, high = int(field.default != 0 and name != "start_id"), _MAX_BY_FIELD.get(name, MAX_SIZE)
@@ -89,6 +90,7 @@ def _check_number(field: Any, value: Any) -> None:
 
 
 def _check_rope(rope: RopeConfig) -> None:
+    """Raise CheckpointError for inconsistent rotary settings."""
     if rope.dim % 2:
         raise _out_of_range("rotary dimensions", rope.dim, "features are rotated in pairs")
     for name in ("short_factor", "long_factor") if rope.scaling == "longrope" else ():
@@ -98,6 +100,7 @@ def _check_rope(rope: RopeConfig) -> None:
 
 
 def _check_heads(attention: AttentionConfig) -> None:
+    """Raise CheckpointError for inconsistent numbers and sizes of heads."""
     if attention.num_heads % attention.num_kv_heads:
         raise _out_of_range("num_kv_heads", attention.num_kv_heads, f"it must divide the {attention.num_heads} heads")
     if attention.rope is not None and attention.rope.dim > attention.head_size:
@@ -105,6 +108,7 @@ def _check_heads(attention: AttentionConfig) -> None:
 
 
 def _check_experts(moe: MoEConfig) -> None:
+    """Raise CheckpointError for inconsistent numbers of experts and groups."""
     if moe.score not in ("softmax", "sigmoid", "softmax_topk"):
         raise _out_of_range("score", moe.score, "experts are scored by softmax or sigmoid")
     if moe.num_experts % moe.num_groups:
@@ -115,4 +119,5 @@ def _check_experts(moe: MoEConfig) -> None:
 
 
 def _out_of_range(name: str, value: object, limit: str) -> CheckpointError:
+    """The error for a value of config.json that exceeds a limit."""
     return CheckpointError(f"config.json: {name}={value} is refused: {limit}.", cure=_CURE)

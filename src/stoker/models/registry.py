@@ -33,14 +33,14 @@ def all_architectures() -> list[Architecture]:
 
 
 def get_architecture(name: str) -> Architecture:
-    """The row with this name or alias. Raises ConfigError with the nearest names."""
+    """The row with this name or alias. Raises ConfigError, which suggests the nearest names."""
     return _REGISTRY.get(name)
 
 
 def resolve_architecture(hf: dict[str, Any]) -> Architecture:
     """The row for the data of a config.json: the first supported name in `architectures`, or else the row of its `model_type`.
 
-    Raises CheckpointError, with the intended name when the given one is misspelled.
+    Raises CheckpointError, which suggests similar names for a misspelled one.
     """
     row = _by_name(hf) or _by_model_type(hf)
     if row is None:
@@ -50,6 +50,7 @@ def resolve_architecture(hf: dict[str, Any]) -> Architecture:
 
 
 def _by_name(hf: dict[str, Any]) -> Architecture | None:
+    """The row of the first supported name in `architectures`, or None."""
     names = hf.get("architectures")
     if not isinstance(names, list):
         return None
@@ -57,12 +58,14 @@ def _by_name(hf: dict[str, Any]) -> Architecture | None:
 
 
 def _by_model_type(hf: dict[str, Any]) -> Architecture | None:
+    """The row of `model_type`, or None. Only for a config.json without `architectures`."""
     if hf.get("architectures"):
         return None
     return next((row for row in all_architectures() if hf.get("model_type") in row.model_types), None)
 
 
 def _unknown_architecture(hf: dict[str, Any]) -> CheckpointError:
+    """The error for an architecture that is not in the table."""
     names = hf.get("architectures") or [hf.get("model_type")]
     wanted = str(names[0]) if isinstance(names, list) else str(names)
     if wanted == "None":
@@ -75,12 +78,12 @@ def _unknown_architecture(hf: dict[str, Any]) -> CheckpointError:
 
 
 def _stem(name: str) -> str:
-    """The part of an architecture's name that tells models apart: two names that only share ForCausalLM are not similar."""
+    """The distinctive part of an architecture's name: two names that only share ForCausalLM are not similar."""
     return re.split(r"For[A-Z]|Model$|LMHead", name)[0].lower()
 
 
 def check_version(row: Architecture, hf: dict[str, Any], option: str, value: str) -> None:
-    """Check a foreign option that names a model version: `baichuan_model_version`, `chatglm_model_version` or `gpt_model_version`.
+    """Check an option of another system that names a model version, such as `baichuan_model_version` or `gpt_model_version`.
 
     Raises ConfigError when the architecture has no such option, and when `value` contradicts config.json.
     """

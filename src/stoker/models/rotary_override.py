@@ -15,7 +15,7 @@ from stoker.models.config_fields import replace_fields
 def override_rotary(
     config: ModelConfig, *, base: float | None = None, scaling: str | None = None, factor: float | None = None
 ) -> ModelConfig:
-    """A copy of `config` whose rotary layers use these settings; a scaling factor also extends the maximum sequence length.
+    """A copy of `config` whose rotary layers use these settings. A scaling factor also extends the maximum sequence length.
 
     Raises ConfigError for a value out of range, for a model without rotary embeddings, and for a scaling of a model that already has one.
     """
@@ -33,6 +33,7 @@ def override_rotary(
         fields |= {"scaling": scaling, "factor": float(factor or 1.0), "original_max_positions": config.max_positions}
 
     def attention_fields(i: int) -> dict[str, Any]:
+        """The replaced fields of the attention of layer number i."""
         rope = config.layers[i].attention.rope
         return {"rope": None if rope is None else msgspec.structs.replace(rope, **fields)}
 
@@ -40,6 +41,7 @@ def override_rotary(
 
 
 def _check_settings(base: float | None, scaling: str | None, factor: float | None) -> None:
+    """Raise ConfigError for a setting out of range or without its counterpart."""
     if base is not None and not (math.isfinite(base) and base > 1):
         raise ConfigError(f"rotary_base={base!r} is refused.", cure="Use a number above 1, such as 10000.")
     if scaling not in (None, "linear", "dynamic"):

@@ -12,36 +12,37 @@ from stoker.core.model_config import AttentionConfig, ModelConfig
 
 
 def transpose_conv1d(tensors: list[Tensor], config: ModelConfig) -> Tensor:
-    """Weights [in, out] of GPT-2's Conv1D → [out, in]. Several weights or biases are concatenated along the rows."""
+    """Weights [out, in] from [in, out] of GPT-2's Conv1D. Several weights or biases are concatenated along the rows."""
     return torch.cat([t.t() if t.dim() == 2 else t for t in tensors])
 
 
 def add_one(tensors: list[Tensor], config: ModelConfig) -> Tensor:
-    """A norm weight w → 1 + w in float32: Gemma's norms multiply by 1 + w."""
+    """1 + w in float32 from a norm weight w, because Gemma's norms multiply by 1 + w."""
     return tensors[0].float() + 1
 
 
 def normalize_rows(tensors: list[Tensor], config: ModelConfig) -> Tensor:
-    """A weight [rows, hidden] → rows of length 1, as in the output head of Baichuan 2."""
+    """A weight [rows, hidden] with each row scaled to length 1, as in the output head of Baichuan 2."""
     return torch.nn.functional.normalize(tensors[0].float(), dim=-1)
 
 
 def flatten(tensors: list[Tensor], config: ModelConfig) -> Tensor:
-    """A tensor of any shape → one axis."""
+    """The first tensor with a single axis."""
     return tensors[0].flatten()
 
 
 def ungroup_qkv(tensors: list[Tensor], config: ModelConfig) -> Tensor:
-    """Fused rows in groups (the queries of a key-value head, its key, its value) → all q rows, then all k rows, then all v rows.
+    """All q rows, then all k rows, then all v rows, from rows that are fused in groups.
 
-    With as many key-value heads as heads, the groups are (q, k, v) of each head. With one key-value head, the order does not change.
+    A group is the queries of a key-value head, its key and its value. With as many key-value heads as heads, the groups are (q, k, v) of
+    each head. With one key-value head, the order does not change.
     """
     q, k, v = split_qkv_groups(tensors[0], config)
     return torch.cat((q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)))
 
 
 def split_qkv_groups(fused: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Fused rows in groups → q [heads, head_size, …], k and v [kv_heads, head_size, …]."""
+    """q [heads, head_size, …], k and v [kv_heads, head_size, …] from rows that are fused in groups (see `ungroup_qkv`)."""
     attention = config.layers[0].attention
     assert isinstance(attention, AttentionConfig)
     group = attention.num_heads // attention.num_kv_heads

@@ -31,7 +31,7 @@ from stoker.quant.recipe import AS_STORED, Recipe
 
 
 def calibrate_layers(plan: BuildPlan, work: Path, progress: Callable[[str, int, int], None]) -> CalibratedTensors | None:
-    """The quantized layers of the build, with text from its settings; None when nothing is calibrated. `work` contains the tokenizer."""
+    """Quantize the layers of the build by its calibration text. None if no format needs calibration. `work` contains the tokenizer."""
     if not _needs_calibration(plan):
         return None
     settings = plan.settings
@@ -40,18 +40,22 @@ def calibrate_layers(plan: BuildPlan, work: Path, progress: Callable[[str, int, 
 
 
 def discard_saved_layers(plan: BuildPlan) -> None:
-    """Remove the layers that calibrations of this build saved, which are not needed after the engine was published."""
+    """Remove the layers that calibrations of this build saved. Called after the engine was published."""
     if _needs_calibration(plan):
         discard_folder(calibration_folder(plan.config))
 
 
 def _needs_calibration(plan: BuildPlan) -> bool:
+    """Whether a format of the recipe, or its KV cache, needs calibration."""
     return plan.config.weights == "files" and is_calibrated(plan.config.model, plan.config.recipe)
 
 
 @torch.inference_mode()
 def calibrate(plan: BuildPlan, tokens: list[Tensor], progress: Callable[[str, int, int], None]) -> CalibratedTensors:
-    """Quantize every layer by what it computes on `tokens`, int32 windows of token ids. Continues an interrupted calibration."""
+    """Quantize every layer by its inputs for `tokens`, int32 windows of token ids. Continues an interrupted calibration.
+
+    `progress` receives (stage, layers done, number of layers).
+    """
     config = plan.config
     saved = SavedLayers(calibration_folder(config), tokens)
     model = LayerwiseModel(config.model, tokens)
@@ -70,7 +74,10 @@ def calibrate(plan: BuildPlan, tokens: list[Tensor], progress: Callable[[str, in
 
 
 def _quantize_next_layer(plan: BuildPlan, model: LayerwiseModel, dense: Loader) -> dict[str, Tensor]:
-    """Quantize the next layer of `model`, and run it. Returns its stored tensors, by engine name."""
+    """Quantize the next layer of `model`, and run it. Returns its stored tensors by engine name.
+
+    `dense` loads the layer's unquantized weights.
+    """
     config, recipe, index = plan.config.model, plan.config.recipe, model.layer
     specs = layer_specs(config, index)
     if recipe.name == AS_STORED:
@@ -87,7 +94,7 @@ def _quantize_next_layer(plan: BuildPlan, model: LayerwiseModel, dense: Loader) 
 
 
 def _run_quantized_layer(plan: BuildPlan, model: LayerwiseModel, dense: Loader, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Run the next layer of `model` with the tensors `stored`. Returns them, with the scales of a quantized KV cache if there is one."""
+    """Run the next layer of `model` with the stored tensors. Returns these, with the tensors of a quantized KV cache added."""
     config, recipe, index = plan.config.model, plan.config.recipe, model.layer
     without_cache = msgspec.structs.replace(recipe, kv_cache=None)
     if recipe.kv_cache is None:

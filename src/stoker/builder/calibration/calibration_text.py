@@ -22,15 +22,15 @@ _CURE = "Name a .txt, .md, .json or .jsonl file, a folder of such files, or a hu
 
 
 def calibration_windows(engine: Path, data: str | None, size: int, length: int) -> list[Tensor]:
-    """At most `size` windows of `length` tokens, from `data` or the text that Stoker ships. `engine`: the directory of the tokenizer.
+    """At most `size` windows of `length` tokens from `data` (see `read_text`), or from the text that Stoker contains.
 
-    Raises ConfigError when there is no tokenizer, or no text.
+    `engine` is the directory of the tokenizer. Raises ConfigError when there is no tokenizer or no text.
     """
     return tokenize_windows(engine, default_text() if data is None else read_text(data), size, length)
 
 
 def tokenize_windows(engine: Path, text: str, size: int, length: int) -> list[Tensor]:
-    """At most `size` windows of `length` tokens of a text. Raises ConfigError as `calibration_windows` does."""
+    """At most `size` windows of `length` tokens from `text`. Raises ConfigError when there is no tokenizer or not enough text."""
     file = engine / "tokenizer.json"
     if not file.is_file():
         raise ConfigError("calibration reads text, and there is no tokenizer.", cure="Name one with --tokenizer.")
@@ -41,7 +41,7 @@ def tokenize_windows(engine: Path, text: str, size: int, length: int) -> list[Te
 
 
 def _encode_beginning(tokenizer: Tokenizer, text: str, count: int) -> list[int]:
-    """At least the first `count` ids of a text. Only the part that they need is encoded, which takes a hundred bytes per token."""
+    """At least the first `count` ids of a text. Only a part that is long enough is encoded, which takes a hundred bytes per token."""
     num_chars = count * CHARS_PER_TOKEN
     while True:
         ids = tokenizer.encode(text[:num_chars], add_special_tokens=False).ids
@@ -51,7 +51,7 @@ def _encode_beginning(tokenizer: Tokenizer, text: str, count: int) -> list[int]:
 
 
 def read_text(data: str) -> str:
-    """The text of a file, of a folder's files in the order of their names, or of a hub dataset. Raises ConfigError when there is none."""
+    """The text of a file, of all files in a folder, or of a hub dataset. Raises ConfigError when there is none."""
     if not data:
         raise ConfigError("calibration_data='' is empty.", cure=_CURE)
     path = Path(data)
@@ -74,7 +74,10 @@ def read_text(data: str) -> str:
 
 
 def _documents(file: Path, text: str, *, is_complete: bool) -> Iterator[str]:
-    """The documents in a file, or in its beginning: the file itself, or the rows of JSON."""
+    """The documents in the text of a file: the text itself, or the rows of JSON.
+
+    Without `is_complete`, `text` is only the beginning of the file; ConfigError is then raised for .json.
+    """
     if file.suffix not in (".json", ".jsonl"):
         yield text
         return
@@ -94,6 +97,7 @@ def _documents(file: Path, text: str, *, is_complete: bool) -> Iterator[str]:
 
 
 def _download_dataset(name: str) -> Path:
+    """Download a dataset of the Hugging Face hub, and return its folder. Raises ConfigError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

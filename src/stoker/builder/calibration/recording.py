@@ -1,4 +1,4 @@
-"""Loaders whose layers record what calibration needs: the inputs of linears, and the keys and values of attention."""
+"""Loaders whose layers record the data for calibration: the inputs of linears, and the queries, keys and values of attention."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class CheckpointTensorSource(TensorSource):
         self.converter = converter
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor in `dtype`."""
+        """The tensor called `name`, before quantization, in `dtype`."""
         return self.converter.dense_tensor(name, dtype)
 
 
 class InputRecordingLoader(Loader):
-    """Loads dense linears. Those whose format in `recipe` needs calibration add statistics of their inputs to `stats`, by name."""
+    """Loads dense linears. If the format of a linear in `recipe` needs calibration, statistics of its inputs are added to `stats`."""
 
     def __init__(self, source: TensorSource, recipe: Recipe, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(source, Recipe(), dtype, device, SINGLE)
@@ -57,14 +57,14 @@ class CacheRecordingLoader(Loader):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, batch: ForwardBatch, params: AttentionParams
     ) -> Tensor:
-        """`ops.rope_attention` in two steps, between which the cache is recorded."""
+        """Compute `ops.rope_attention` in two steps, and record the cache between them."""
         q = ops.rope_store(q, k, v, *rotary, cache, batch.slots)
         self.stats.add(q, cache.keys, cache.values)
         return ops.attention(q, cache, batch, params)
 
 
 def dense_tensors(spec: Spec, loader: Loader) -> dict[str, Tensor]:
-    """The tensors of a spec before quantization, by engine name."""
+    """The tensors of a spec before quantization, with their engine names."""
     if not isinstance(spec, LinearSpec):
         return {spec.name: loader.tensor(spec)}
     tensors = {f"{spec.name}.weight": loader.source.get(f"{spec.name}.weight", spec.weight_shape, loader.dtype)}

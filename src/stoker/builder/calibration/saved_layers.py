@@ -72,27 +72,28 @@ class SavedLayers:
             return None
 
     def save(self, index: int, stored: dict[str, Tensor], hidden: list[Tensor]) -> None:
-        """Save the stored tensors of layer `index`, and its output for each window in place of that of the layer before."""
+        """Save the stored tensors of layer `index` and its output for each window, which replaces the output of the layer before."""
         self._write(f"layer-{index}", {name: tensor.cpu() for name, tensor in stored.items()})
         self._write(f"hidden-{index + 1:06}", {str(i): tensor for i, tensor in enumerate(hidden)})
         (self.path / f"hidden-{index:06}.safetensors").unlink(missing_ok=True)
 
     def load_layer(self, index: int) -> dict[str, Tensor]:
-        """The stored tensors of a finished layer, by engine name."""
+        """The stored tensors of a finished layer, with their engine names."""
         return load_file(self._layer_file(index))
 
     def _lock_directory(self, path: Path) -> bool:
-        """Whether this process got the lock of the directory `path`."""
+        """Try to lock the directory `path` for this process. Returns whether it succeeded."""
         self.path, self._lock = path, FileLock(f"{path}.lock", timeout=0, is_singleton=True)
         with contextlib.suppress(Timeout):
             self._lock.acquire()
         return self._lock.is_locked
 
     def _layer_file(self, index: int) -> Path:
+        """The file with the stored tensors of a layer."""
         return self.path / f"layer-{index}.safetensors"
 
     def _write(self, stem: str, tensors: dict[str, Tensor]) -> None:
-        """Write atomically."""
+        """Write a safetensors file atomically."""
         temporary = self.path / f"{stem}.new"
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
         temporary.replace(self.path / f"{stem}.safetensors")

@@ -33,7 +33,7 @@ class Checkpoint:
 
     @property
     def files(self) -> list[Path]:
-        """All files that may influence the engine."""
+        """All files that can influence the engine."""
         return [*self.weights.files, *self.extra_files]
 
 
@@ -72,7 +72,7 @@ def _reject_tensorrt_llm(file: Path, data: dict[str, Any]) -> None:
 
 
 def _find_gguf(path: Path) -> Path | None:
-    """The GGUF file that `path` is, or the only one in a directory without config.json."""
+    """The GGUF file at `path`, or the only one in a directory without config.json; else None. Raises CheckpointError for several."""
     if path.is_file() and path.suffix == ".gguf":
         return path
     if path.is_dir() and not (path / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""A file that tensors are read from in chunks."""
+"""A file from which tensors are read in chunks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ChunkedFile:
         self._file: IO[bytes] = path.open("rb")
 
     def chunks(self, start: int, stop: int, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Bytes [start, stop) as flat tensors of at most CHUNK_BYTES. All chunks share one buffer."""
+        """The bytes start : stop as flat tensors of at most CHUNK_BYTES. All chunks use the same buffer: each overwrites the one before."""
         buffer = torch.empty(min(CHUNK_BYTES, stop - start), dtype=torch.uint8)
         for at in range(start, stop, CHUNK_BYTES):
             part = buffer[: min(CHUNK_BYTES, stop - at)]
@@ -42,12 +42,13 @@ class ChunkedFile:
             read_into(self._file.fileno(), as_bytes(out), start)
 
     def copy_to_device(self, out: Tensor, start: int, staging: StagingBuffers) -> None:
-        """Fill a contiguous device tensor likewise."""
+        """Fill a contiguous device tensor with the bytes from offset `start`. Raises CheckpointError when the file ends first."""
         with self._truncation_as_error():
             staging.copy_from_file(out, self._file.fileno(), start)
 
     @contextlib.contextmanager
     def _truncation_as_error(self) -> Iterator[None]:
+        """Convert an EOFError in the block to a CheckpointError that names the file."""
         try:
             yield
         except EOFError as problem:

@@ -49,7 +49,7 @@ class FileDigest:
         self.chunks = [] if self._digest else [pool.submit(_sha256_chunk, file, at) for at in range(0, status.st_size, CHUNK_BYTES)]
 
     def result(self) -> str:
-        """The digest in hexadecimal. Waits for the chunks, and writes the cache file."""
+        """The digest in hexadecimal. Waits for the chunks to be hashed, and writes the cache file."""
         if not self._digest:
             self._digest = hashlib.sha256(b"".join(chunk.result() for chunk in self.chunks)).hexdigest()
             _write_cache_file(self._cache_file, self._digest)
@@ -68,7 +68,7 @@ def _sha256_chunk(file: Path, start: int) -> bytes:
 
 
 def _write_cache_file(cache_file: Path, digest: str) -> None:
-    """Write atomically. A cache directory that cannot be written costs time, but does not fail the build."""
+    """Write the cache file atomically. Errors are ignored, because they only cost time at the next build."""
     try:
         cache_file.parent.mkdir(parents=True, exist_ok=True)
         temporary = cache_file.with_name(f"{cache_file.name}.{os.getpid()}")

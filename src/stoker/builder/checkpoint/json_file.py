@@ -13,7 +13,7 @@ DOWNLOAD_AGAIN = "Download the checkpoint again."  # the cure of errors about da
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises CheckpointError naming the file."""
+    """The JSON object in a file. Raises CheckpointError naming the file if it is too large or not a JSON object."""
     if file.stat().st_size > MAX_JSON_BYTES:
         raise CheckpointError(f"{file} has more than {MAX_JSON_BYTES} bytes.", cure=DOWNLOAD_AGAIN)
     try:

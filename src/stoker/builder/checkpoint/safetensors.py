@@ -37,7 +37,7 @@ class SafetensorsWeights(CheckpointWeights):
         yield from self._opened[path].chunks(entry.start, entry.stop, entry.dtype)
 
     def copy_into(self, name: str, out: Tensor) -> Iterator[Tensor]:
-        """As in the base class. Where the dtypes agree, bytes are read directly into `out`, or through pinned memory to a device."""
+        """See `CheckpointWeights.copy_into`. If the dtypes agree, bytes are read directly into `out`, or through pinned memory."""
         path, entry = self._entries[name]
         if entry.dtype != out.dtype:
             yield from super().copy_into(name, out)

@@ -40,7 +40,7 @@ def open_weights(path: Path) -> CheckpointWeights:
 
 
 def _files_of_index(index: Path) -> list[Path]:
-    """The files that an index lists, all in its own directory."""
+    """The files that an index lists. Raises CheckpointError for an invalid index or files outside its directory."""
     try:
         names = sorted(set(read_json_object(index)["weight_map"].values()))
     except (CheckpointError, KeyError, TypeError, AttributeError):
@@ -54,6 +54,7 @@ def _files_of_index(index: Path) -> list[Path]:
 
 
 def _check_index(weights: CheckpointWeights, index: Path) -> None:
+    """Raise CheckpointError for a tensor that the index lists and no file contains."""
     listed = set(read_json_object(index)["weight_map"])
     for name in sorted(listed - set(weights.tensors)):
         raise CheckpointError(f"{index} lists tensor {name!r}, which no shard holds.", cure=DOWNLOAD_AGAIN)

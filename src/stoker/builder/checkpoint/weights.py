@@ -23,7 +23,7 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor."""
+        """The size of the tensor in bytes."""
         return num_bytes(self.shape, self.dtype)
 
 
@@ -36,10 +36,10 @@ class CheckpointWeights(ABC):
 
     @abstractmethod
     def chunks(self, name: str) -> Iterator[Tensor]:
-        """The elements of a tensor in order, as flat chunks of bounded size. A chunk is overwritten when the next one is produced."""
+        """The elements of a tensor in order, as flat chunks of bounded size. A chunk is overwritten when the next one is read."""
 
     def copy_into(self, name: str, out: Tensor) -> Iterator[Tensor]:
-        """Copy a tensor into `out`, a flat tensor of any dtype and device. Yields each part of `out` once it is filled."""
+        """Copy a tensor into `out`, a flat tensor of any dtype and device. Yields each part of `out` after it was filled."""
         done = 0
         for chunk in self.chunks(name):
             part = out[done : done + chunk.numel()]
@@ -48,7 +48,7 @@ class CheckpointWeights(ABC):
             done += chunk.numel()
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor in its own dtype."""
+        """The whole tensor in its own dtype."""
         info = self.tensors[name]
         out = torch.empty(info.shape, dtype=info.dtype)
         for _ in self.copy_into(name, out.view(-1)):
@@ -56,16 +56,16 @@ class CheckpointWeights(ABC):
         return out
 
     def read_prequantized(self, name: str) -> dict[str, Tensor]:
-        """The tensors, by suffix, in which the format `prequantized[name]` stores the weight."""
+        """The stored tensors of a weight by suffix, in the format `prequantized[name]`. Raises KeyError for other weights."""
         raise KeyError(name)
 
     def location(self, name: str) -> str:
-        """File and name of a tensor, for error messages."""
+        """The file and the name of a tensor, for error messages."""
         return f"{self.files[0]}: {name}"
 
 
 class NoWeights(CheckpointWeights):
-    """The weights of a checkpoint of which only config.json is used."""
+    """The weights of a checkpoint that was opened for its config.json only. Reading one raises CheckpointError."""
 
     def __init__(self) -> None:
         self.tensors, self.files = {}, []

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint under canonical names: older spellings are renamed, and packed tensors appear as the weights they hold."""
+"""The tensors of a checkpoint under canonical names: older names are renamed, and pre-quantized tensors appear as one weight each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stoker.models import Architecture
 
 
 class CanonicalWeights(CheckpointWeights):
-    """The tensors of `inner` in the spelling of `architecture`.
+    """The tensors of `inner` with the canonical names of `architecture`.
 
     `quantization` is the quantization_config of config.json, if any. A weight of a pre-quantized checkpoint appears once, under the name of
     the plain weight: as a float32 tensor in `tensors`, and, where a format can hold it without a change, in `prequantized`.
@@ -74,6 +74,6 @@ class CanonicalWeights(CheckpointWeights):
 
 
 def _dequantized(weight: PrequantizedWeight) -> DequantizedWeight:
-    """The weight in float32, for builds that store it in another format."""
+    """The weight in float32, for builds that store it in another format than the checkpoint."""
     info = TensorInfo(weight.shape, torch.float32)
     return DequantizedWeight(weight.sources, info, lambda tensors: dequantize(weight.format, weight.repack(tensors)))

@@ -31,7 +31,7 @@ log = get_logger(__name__)
 
 
 class PrecomputedTensors(Protocol):
-    """Stored tensors that exist already, such as those that calibration made."""
+    """Stored tensors that exist already, such as those that calibration quantized."""
 
     def __contains__(self, name: str) -> bool:
         """Whether the tensors of the spec with this name exist."""
@@ -43,10 +43,10 @@ class PrecomputedTensors(Protocol):
 
 
 class Converter:
-    """Makes the stored tensors of each spec, whole, before they are split over ranks.
+    """Converts specs to their stored tensors, which are whole: not divided among ranks yet.
 
-    Tensors are made on `device`. A weight for which the device has no memory is made on the CPU instead. `calibrated` are the tensors that
-    calibration already quantized.
+    Tensors are computed on `device`, or on the CPU if the device has not enough memory for a weight. `calibrated` are the tensors that
+    calibration has quantized already.
     """
 
     def __init__(
@@ -77,10 +77,11 @@ class Converter:
             yield spec.name, self.dense_tensor(spec.name, getattr(torch, spec.dtype) if spec.dtype else self.dtype)
 
     def dense_tensor(self, name: str, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """An engine tensor before quantization, in `dtype` on `device`."""
+        """The engine tensor called `name` before quantization, in `dtype` on `device`."""
         return assemble_tensor(self.tensor_plans[name], self.weights, self.config.model, dtype, device or self.device)
 
     def _convert_linear(self, spec: LinearSpec) -> Iterator[tuple[str, Tensor]]:
+        """(engine name, tensor) of each stored tensor of a linear, which is imported unchanged or quantized."""
         chosen = self.config.recipe.format_for(spec)
         if self.config.recipe.name == AS_STORED and import_format(spec, self.tensor_plans, self.weights) is not None:
             stored = import_linear(spec, chosen, self.tensor_plans, self.weights)
@@ -95,6 +96,7 @@ class Converter:
             yield f"{spec.name}.bias", self.dense_tensor(f"{spec.name}.bias", self.dtype)
 
     def _quantize(self, spec: LinearSpec, chosen: Format) -> dict[str, Tensor]:
+        """The stored tensors of a linear by suffix, quantized on the device or, if it is out of memory, on the CPU."""
         name = f"{spec.name}.weight"
         try:
             return quantize_in_chunks(chosen, self.dense_tensor(name, self.dtype), spec)
@@ -106,7 +108,7 @@ class Converter:
 
 
 def quantize_in_chunks(chosen: Format, weight: Tensor, spec: LinearSpec) -> dict[str, Tensor]:
-    """`chosen.quantize` of a weight [(experts,) out, in], a chunk of rows at a time where the format quantizes rows independently."""
+    """The result of `chosen.quantize` for a weight [(experts,) out, in], by chunks of rows if the format quantizes rows independently."""
     rows, together, chunk = weight.shape[-2], chosen.rows_per_call, CHUNK_VALUES[weight.device.type]
     if together is None or weight.numel() <= chunk:
         return chosen.quantize(weight, spec)
@@ -124,7 +126,10 @@ def quantize_in_chunks(chosen: Format, weight: Tensor, spec: LinearSpec) -> dict
 def assemble_tensor(
     plan: TensorPlan, weights: CheckpointWeights, config: ModelConfig, dtype: torch.dtype, device: torch.device = CPU
 ) -> Tensor:
-    """One engine tensor in `dtype` on `device`. Raises CheckpointError when a value is not finite, before or after the cast."""
+    """One engine tensor in `dtype` on `device`, assembled from its checkpoint tensors.
+
+    Raises CheckpointError for a value that is not finite, before or after the cast.
+    """
     out = torch.empty(plan.shape, dtype=dtype, device=device)
     for part, group in zip(out.unbind(0) if plan.stacked else (out,), plan.sources, strict=True):
         if plan.transformed is not None:
@@ -136,7 +141,7 @@ def assemble_tensor(
 
 
 def _copy_concatenated(out: Tensor, sources: tuple[str, ...], weights: CheckpointWeights) -> None:
-    """Fill a flat tensor with the elements of each source in turn, which concatenates them along the rows."""
+    """Fill the flat tensor `out` with the elements of one source after another, which concatenates them along the rows."""
     done = 0
     for source in sources:
         for part in weights.copy_into(source, out[done : done + math.prod(weights.tensors[source].shape)]):
@@ -145,7 +150,7 @@ def _copy_concatenated(out: Tensor, sources: tuple[str, ...], weights: Checkpoin
 
 
 def _check_imported(name: str, tensor: Tensor, location: str) -> None:
-    """Raise CheckpointError when a tensor that is imported without a change contains NaN or infinity."""
+    """Raise CheckpointError when a tensor that is imported unchanged contains NaN or infinity."""
     if not tensor.dtype.is_floating_point:
         return
     wrong = torch.isnan(tensor) if tensor.dtype.itemsize == 1 else ~torch.isfinite(tensor)  # e4m3fn has no infinity

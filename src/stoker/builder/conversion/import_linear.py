@@ -28,7 +28,7 @@ _PER_GROUP_SUFFIXES = ("scale", "zero", "offset")
 
 
 def import_format(spec: LinearSpec, plans: Mapping[str, TensorPlan], weights: CheckpointWeights) -> Format | None:
-    """The format in which the checkpoint stores all parts of `spec`. None when it stores them as plain numbers or in different formats."""
+    """The format in which the checkpoint stores all parts of `spec`. None if they are plain numbers or have different formats."""
     plan = plans[f"{spec.name}.weight"]
     if plan.transformed is not None:
         return None
@@ -44,7 +44,10 @@ def import_format(spec: LinearSpec, plans: Mapping[str, TensorPlan], weights: Ch
 
 
 def import_linear(spec: LinearSpec, chosen: Format, plans: Mapping[str, TensorPlan], weights: CheckpointWeights) -> dict[str, Tensor]:
-    """The stored tensors of `spec` in `chosen`: the format of its parts in the checkpoint, or the same with smaller groups or blocks."""
+    """The stored tensors of `spec` by suffix, imported without changing a value.
+
+    `chosen` is the format of its parts in the checkpoint, or the same format with smaller groups or blocks.
+    """
     plan, experts = plans[f"{spec.name}.weight"], []
     for sources in plan.sources:
         parts = [_split_scales(weights.read_prequantized(s), weights.prequantized[s], chosen, weights.tensors[s].shape) for s in sources]
@@ -56,7 +59,7 @@ def import_linear(spec: LinearSpec, chosen: Format, plans: Mapping[str, TensorPl
 
 
 def _fuse(suffix: str, parts: list[Tensor], spec: LinearSpec) -> Tensor:
-    """One stored tensor of a fused linear from those of its parts."""
+    """One stored tensor of a fused linear from the tensors of its parts. Raises CheckpointError for parts that cannot be fused."""
     if suffix in _SHARED_SUFFIXES:
         return torch.stack(parts).amax(0)
     if suffix != "order":
@@ -69,7 +72,7 @@ def _fuse(suffix: str, parts: list[Tensor], spec: LinearSpec) -> Tensor:
 
 
 def _split_scales(tensors: dict[str, Tensor], stored: Format, chosen: Format, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """Repeat scales so that each group or block of `chosen`, which divides those of `stored`, has its own."""
+    """The tensors with scales repeated, so that each group or block of `chosen`, which divides those of `stored`, has its own scale."""
     if stored == chosen:
         return tensors
     row_repeats = column_repeats = columns = 1
@@ -84,6 +87,7 @@ def _split_scales(tensors: dict[str, Tensor], stored: Format, chosen: Format, sh
     num_columns = -(-shape[1] // columns)
 
     def repeat(t: Tensor) -> Tensor:
+        """A tensor of scales with repeated rows and columns, cut to its new shape."""
         return t.repeat_interleave(row_repeats, 0)[:num_rows].repeat_interleave(column_repeats, 1)[:, :num_columns].contiguous()
 
     return {suffix: repeat(tensor) if suffix in _PER_GROUP_SUFFIXES else tensor for suffix, tensor in tensors.items()}

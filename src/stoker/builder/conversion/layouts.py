@@ -1,4 +1,4 @@
-"""Names, shapes and dtypes of the tensors that an engine stores, before they are split over ranks."""
+"""Names, shapes and dtypes of the tensors that an engine stores, before they are divided among ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stoker.quant.recipe import Recipe
 
 
 def stored_layouts(spec: Spec, recipe: Recipe, dtype: torch.dtype) -> dict[str, Layout]:
-    """The stored tensors of one spec, by engine name. `dtype`: of tensors that are not quantized."""
+    """The layouts of the stored tensors of one spec, by engine name. `dtype` is that of tensors that are not quantized."""
     if not isinstance(spec, LinearSpec):
         return {spec.name: Layout(spec.shape, getattr(torch, spec.dtype) if spec.dtype else dtype, row_axis=0)}
     stored = {f"{spec.name}.{suffix}": layout for suffix, layout in recipe.format_for(spec).layout(spec, dtype).items()}

@@ -1,4 +1,4 @@
-"""Splits the stored tensors of an engine over its ranks, along rows, columns and experts, in any format."""
+"""Divides the stored tensors of an engine among its ranks, along rows, columns and experts, in any format."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from stoker.quant.recipe import Recipe
 
 
 class ShardPlan:
-    """The shards of one rank: the layout of its file, and the part of each stored tensor that goes into it."""
+    """The shards of one rank: the layout of its file, and the part of each stored tensor that the file contains."""
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
         mapping = config.mapping
@@ -44,11 +44,11 @@ class ShardPlan:
         self._specs = declare(config.model, config.recipe.kv_cache, self.stage)
 
     def layouts(self) -> TensorLayouts:
-        """(shape, dtype) of the tensors in the rank's file, by name, in file order."""
+        """(shape, dtype) of each tensor in the rank's file, by name, in file order."""
         return {name: layout for spec in specs_in_file_order(self._config) for name, layout in self.layouts_of(spec).items()}
 
     def layouts_of(self, spec: Spec) -> TensorLayouts:
-        """The layouts of one spec; empty when another pipeline stage holds it."""
+        """(shape, dtype) of the rank's tensors for one spec, by name; empty when another pipeline stage holds it."""
         if spec.name not in self._specs:
             return {}
         if not isinstance(spec, LinearSpec):
@@ -60,7 +60,7 @@ class ShardPlan:
         return {name: (layout.shape, layout.dtype) for name, layout in local.items()}
 
     def shard_of(self, spec: Spec, name: str, tensor: Tensor) -> Tensor:
-        """The rank's shard of the stored tensor `name` of `spec`. Raises ConfigError when the format cannot be split there."""
+        """The rank's shard of the stored tensor `name` of `spec`. Raises ConfigError when the format cannot be divided there."""
         layout = stored_layouts(spec, self._config.recipe, self._dtype)[name]
         shard = slice_shard(spec, layout, tensor, self.sharding, self.rank)
         if tuple(shard.shape) != self.layouts_of(spec)[name][0]:
@@ -72,10 +72,11 @@ class ShardPlan:
 
 
 def specs_in_file_order(config: EngineConfig) -> list[Spec]:
-    """The specs in the order of every rank's file. Specs whose size would misalign the tensors after them come last."""
+    """All specs in the order of every rank's file. Specs whose size would misalign the following tensors come last."""
     dtype: torch.dtype = getattr(torch, config.dtype)
 
     def is_unaligned(spec: Spec) -> bool:
+        """Whether a stored tensor of the spec has a size that is no multiple of the alignment."""
         local = local_spec(spec, config.sharding) if isinstance(spec, LinearSpec) else spec
         layouts = stored_layouts(local, config.recipe, dtype).values()
         shapes = [local_shape(spec, config.sharding)] if not isinstance(spec, LinearSpec) else [layout.shape for layout in layouts]
@@ -102,7 +103,7 @@ def fit_recipe_to_shards(config: EngineConfig) -> Recipe:
 
 
 def _boundary_units(spec: LinearSpec, sharding: Sharding) -> tuple[int, int]:
-    """(rows, columns) such that every shard of `spec` begins and ends at multiples of them."""
+    """(rows, columns): numbers of which the boundaries of all shards of `spec` are multiples."""
     units = []
     for slices_of in (row_slices, column_slices):
         slices = [part for rank in range(sharding.size) for part in slices_of(spec, sharding, rank)]
@@ -111,7 +112,7 @@ def _boundary_units(spec: LinearSpec, sharding: Sharding) -> tuple[int, int]:
 
 
 def check_shards(config: EngineConfig) -> None:
-    """Raise ConfigError when a weight cannot be split over the ranks. Uses meta tensors; nothing is read."""
+    """Raise ConfigError when a weight cannot be divided among the ranks. Uses meta tensors; no weight is read."""
     dtype: torch.dtype = getattr(torch, config.dtype)
     for rank in range(config.mapping.world_size):
         plan = ShardPlan(config, rank)
@@ -135,7 +136,7 @@ def slice_shard(spec: Spec, layout: Layout, tensor: Tensor, sharding: Sharding, 
 
 
 def _concatenate_slices(name: str, tensor: Tensor, axis: int, slices: list[AxisSlice], unit: int) -> Tensor:
-    """Slices of an axis, concatenated. One index along the axis covers `unit` rows or columns; a negative start means zeros."""
+    """The slices of one axis, concatenated. One index along the axis covers `unit` rows or columns; a negative start means zeros."""
     if len(slices) == 1 and slices[0].start == 0 and -(-slices[0].length // unit) == tensor.shape[axis]:
         return tensor
     parts, done = [], 0

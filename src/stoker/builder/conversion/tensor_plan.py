@@ -1,4 +1,4 @@
-"""Plans which checkpoint tensors make each engine tensor, and checks names, shapes and dtypes before any tensor is read."""
+"""Plans which checkpoint tensors each engine tensor is made of, and checks names, shapes and dtypes before any tensor is read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TensorPlan:
 
 
 def plan_tensors(architecture: Architecture, config: ModelConfig, weights: CheckpointWeights) -> dict[str, TensorPlan]:
-    """A plan for each tensor of the model, by engine name.
+    """The plan of each engine tensor of the model, by name.
 
     Raises CheckpointError naming the tensors when one is missing, has the wrong shape, or is not used.
     """
@@ -64,17 +64,19 @@ def is_transformed(name: str, names: TensorNames) -> bool:
 
 
 def combine_sources(plan: TensorPlan, tensors: list[Tensor], config: ModelConfig) -> Tensor:
-    """The engine tensor, or one expert of it, from the tensors of one tuple of `plan.sources`."""
+    """The engine tensor, or one expert of it, computed from the tensors of one tuple of `plan.sources`."""
     if plan.transformed is not None:
         return plan.transformed.transform(tensors, config)
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _plans_of(spec: Spec, names: TensorNames) -> list[TensorPlan]:
+    """The plans of all engine tensors of a spec."""
     return [_plan(name, shape, spec, names) for name, shape in dense_shapes(spec).items()]
 
 
 def _plan(name: str, shape: tuple[int, ...], spec: Spec, names: TensorNames) -> TensorPlan:
+    """The plan of one engine tensor."""
     found, layer, suffix = _look_up(name, names)
     transformed = found if isinstance(found, Transformed) else None
     given = found.sources if isinstance(found, Transformed) else (found,) if isinstance(found, str) else found
@@ -89,7 +91,7 @@ def _plan(name: str, shape: tuple[int, ...], spec: Spec, names: TensorNames) -> 
 
 
 def _look_up(name: str, names: TensorNames) -> tuple[str | tuple[str, ...] | Transformed, str, str]:
-    """(the entry of `names` for an engine tensor, its layer index, the suffix that the entry leaves out)."""
+    """(entry of `names` for an engine tensor, its layer index or "", the suffix that the entry leaves out)."""
     match = re.match(r"layers\.(\d+)\.", name)
     layer = match[1] if match else ""
     for_any_layer = f"layers.{{i}}.{name[match.end() :]}" if match else name
@@ -103,6 +105,7 @@ def _look_up(name: str, names: TensorNames) -> tuple[str | tuple[str, ...] | Tra
 
 
 def _check_present(plans: Mapping[str, TensorPlan], weights: CheckpointWeights) -> None:
+    """Raise CheckpointError for a source that the checkpoint does not contain."""
     for plan in plans.values():
         sources = [source for group in plan.sources for source in group]
         missing = [source for source in sources if source not in weights.tensors]
@@ -116,6 +119,7 @@ def _check_present(plans: Mapping[str, TensorPlan], weights: CheckpointWeights) 
 
 
 def _check_shape(plan: TensorPlan, weights: CheckpointWeights, config: ModelConfig) -> None:
+    """Raise CheckpointError for sources of another dtype or shape than the engine tensor requires."""
     expected = plan.shape[1:] if plan.stacked else plan.shape
     for group in plan.sources:
         infos = [weights.tensors[source] for source in group]
@@ -132,14 +136,14 @@ def _check_shape(plan: TensorPlan, weights: CheckpointWeights, config: ModelConf
 
 
 def _parts_match(plan: TensorPlan, infos: list[TensorInfo]) -> bool:
-    """Whether each part of a fused linear (q, k, v; gate, up) has its own number of rows. An equal sum of rows is not sufficient."""
+    """Whether each part of a fused linear (q, k, v; gate, up) has the right number of rows. An equal sum is not sufficient."""
     if plan.transformed is not None or len(infos) != len(plan.parts) or len(infos) == 1:
         return True
     return tuple(info.shape[0] for info in infos) == plan.parts
 
 
 def _combined_shape(plan: TensorPlan, infos: list[TensorInfo], config: ModelConfig) -> tuple[int, ...] | None:
-    """The shape of the tensor that the sources make; None when they do not fit together."""
+    """The shape of the tensor that the sources make together, or None if they do not fit together."""
     meta_tensors = [torch.empty(info.shape, dtype=info.dtype, device="meta") for info in infos]
     try:
         return tuple(combine_sources(plan, meta_tensors, config).shape)
@@ -164,5 +168,6 @@ def _check_unused(
 
 
 def _list_names(names: list[str]) -> str:
+    """The first names, and the number of others."""
     more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
     return ", ".join(names[:_MAX_NAMES_SHOWN]) + more

@@ -19,7 +19,10 @@ NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds column NIBBL
 
 
 def read_awq(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -> dict[str, PrequantizedWeight]:
-    """The weights of an AutoAWQ checkpoint: `qweight` [in, out / 8], `qzeros` [groups, out / 8] and `scales` [groups, out]."""
+    """The weights of an AutoAWQ checkpoint, by name. Raises CheckpointError for a version or a bit width that is not supported.
+
+    The checkpoint has `qweight` [in, out / 8], `qzeros` [groups, out / 8] and `scales` [groups, out].
+    """
     _, size = read_bits_and_group(quantization, (4,))
     if str(quantization.get("version", "gemm")).lower() != "gemm":
         raise CheckpointError(f"AWQ version {quantization['version']!r} is not supported.", cure="Use a checkpoint of version gemm.")
@@ -39,7 +42,10 @@ def read_awq(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) ->
 
 
 def _repack(group: int) -> Callable[[list[Tensor]], dict[str, Tensor]]:
+    """A function from (qweight, qzeros, scales) to the stored tensors of `Int4` with this group size."""
+
     def repack(parts: list[Tensor]) -> dict[str, Tensor]:
+        """The stored tensors of `Int4`."""
         qweight, qzeros, scales = parts
         return int4_tensors(_unpack_columns(qweight).t(), scales.t(), _unpack_columns(qzeros).t(), group)
 
@@ -47,7 +53,7 @@ def _repack(group: int) -> Callable[[list[Tensor]], dict[str, Tensor]]:
 
 
 def _unpack_columns(words: Tensor) -> Tensor:
-    """int32 [rows, n] → uint8 [rows, 8 × n] with the columns in order."""
+    """uint8 [rows, 8 × n] from int32 [rows, n], with the columns in their original order."""
     inverse = torch.tensor(NIBBLE_ORDER).argsort()
     columns: Tensor = unpack_int32(words).unflatten(-1, (-1, 8))[..., inverse]
     return columns.flatten(-2)

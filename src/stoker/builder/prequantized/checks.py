@@ -40,7 +40,7 @@ def read_section(settings: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def modules_with(tensors: Mapping[str, TensorInfo], suffix: str, required: tuple[str, ...]) -> list[str]:
-    """The names of the modules that have a tensor `suffix`. Raises CheckpointError when one of them lacks a `required` tensor."""
+    """The names of all modules that have a tensor `suffix`. Raises CheckpointError when one of them lacks a `required` tensor."""
     modules = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
     for module in modules:
         if missing := [part for part in required if module + part not in tensors]:
@@ -79,5 +79,5 @@ def matrix_shape(tensors: Mapping[str, TensorInfo], name: str) -> tuple[int, int
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as "float16"."""
+    """The name of a dtype, such as "float16"."""
     return str(dtype).removeprefix("torch.")

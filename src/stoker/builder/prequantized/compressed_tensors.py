@@ -22,7 +22,7 @@ from stoker.quant.formats.smoothquant import SmoothQuant
 
 
 def read_compressed_tensors(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -> dict[str, PrequantizedWeight]:
-    """The weights of a checkpoint with one group of settings. Raises CheckpointError for settings that are not supported."""
+    """The pre-quantized weights by name. Raises CheckpointError for unsupported settings, such as several groups of settings."""
     config_groups = list(read_section(quantization, "config_groups").values())
     if len(config_groups) != 1 or not isinstance(config_groups[0], dict):
         raise CheckpointError(
@@ -42,6 +42,7 @@ def read_compressed_tensors(tensors: Mapping[str, TensorInfo], quantization: dic
 
 
 def _check_eight_bits(quantization: dict[str, Any], weights: dict[str, Any], inputs: dict[str, Any]) -> None:
+    """Raise CheckpointError for settings of 8-bit weights or activations that are not supported."""
     bits, kind = weights.get("num_bits"), weights.get("type")
     if (bits, kind) not in ((8, "int"), (8, "float")) or weights.get("strategy") not in ("channel", "tensor"):
         raise CheckpointError(
@@ -63,7 +64,7 @@ def _check_eight_bits(quantization: dict[str, Any], weights: dict[str, Any], inp
 def _read_eight_bits(
     tensors: Mapping[str, TensorInfo], chosen: Format, dtype: torch.dtype, is_static: bool
 ) -> dict[str, PrequantizedWeight]:
-    """Modules with `weight` [out, in], `weight_scale` (one, or one per row), and `input_scale` when activations are static."""
+    """The 8-bit weights by name. A module has `weight` [out, in], `weight_scale` (one, or one per row), and `input_scale` if static."""
     input_suffixes = (".input_scale",) if is_static else ()
     found = {}
     for module in modules_with(tensors, ".weight_scale", (".weight", *input_suffixes)):
@@ -76,7 +77,10 @@ def _read_eight_bits(
 
 
 def _read_int4(tensors: Mapping[str, TensorInfo], weights: dict[str, Any]) -> dict[str, PrequantizedWeight]:
-    """Modules with `weight_packed` [out, in / 8], `weight_scale` [out, groups], and optionally `weight_zero_point` [out / 8, groups]."""
+    """The int4 weights by name.
+
+    A module has `weight_packed` [out, in / 8], `weight_scale` [out, groups], and optionally `weight_zero_point` [out / 8, groups].
+    """
     size = weights.get("group_size")
     size = -1 if size is None else size
     if type(size) is not int or (size != -1 and size not in GROUP_SIZES):

@@ -15,14 +15,14 @@ from stoker.quant.formats.int4 import Int4
 from stoker.quant.formats.int8_grouped import GroupedInt8
 
 
-def dequantize(chosen: Format, t: dict[str, Tensor]) -> Tensor:
-    """float32 [out, in] from the stored tensors of a weight, by suffix."""
+def dequantize(chosen: Format, tensors: dict[str, Tensor]) -> Tensor:
+    """The dequantized weight, float32 [out, in], from its stored tensors by suffix."""
     if isinstance(chosen, Int4):
-        weight = chosen.pack(dict(t), None)
+        weight = chosen.pack(dict(tensors), None)
         values = dequantize_int4(weight)
         return values if weight.column_order is None else torch.empty_like(values).index_copy_(1, weight.column_order.long(), values)
     if isinstance(chosen, GroupedInt8):
-        return widen_groups(PackedWeight("int8", t["weight"], t["scale"], t.get("offset"), chosen.group_size))
+        return widen_groups(PackedWeight("int8", tensors["weight"], tensors["scale"], tensors.get("offset"), chosen.group_size))
     if isinstance(chosen, BlockFp8):
-        return widen_blocks(chosen.pack(dict(t), None))
-    return t["weight"].float() * t["scale"][:, None]
+        return widen_blocks(chosen.pack(dict(tensors), None))
+    return tensors["weight"].float() * tensors["scale"][:, None]

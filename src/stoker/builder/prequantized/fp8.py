@@ -18,7 +18,7 @@ from stoker.quant.formats.fp8 import Fp8
 
 
 def read_fp8(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -> dict[str, PrequantizedWeight]:
-    """The weights of an fp8 checkpoint.
+    """The weights of an fp8 checkpoint, by name. Raises CheckpointError for scales that do not fit a weight.
 
     With `weight_block_size`, `weight_scale_inv` has one scale per block [rows, columns]; despite its name, weights are multiplied by it.
     Otherwise `weight_scale` has one scale, and `input_scale`, if present, is the static scale of activations.
@@ -37,13 +37,14 @@ def read_fp8(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) ->
 
 
 def block_size(value: Any) -> tuple[int, int]:
-    """(rows, columns) of the value of weight_block_size. Raises CheckpointError when it is not two positive numbers."""
+    """(rows, columns) of the setting weight_block_size. Raises CheckpointError when it is not two positive numbers."""
     if not (isinstance(value, list) and len(value) == 2 and all(type(n) is int and n > 0 for n in value)):
         raise CheckpointError(f"quantization_config: weight_block_size={value!r} is not [rows, columns].", cure=DOWNLOAD_AGAIN)
     return value[0], value[1]
 
 
 def _in_blocks(tensors: Mapping[str, TensorInfo], name: str, scale: str, block: tuple[int, int]) -> PrequantizedWeight:
+    """The weight `name` with one scale per block."""
     out_features, in_features = tensors[name].shape
     check_tensor(tensors, scale, (-(-out_features // block[0]), -(-in_features // block[1])), *FLOATS)
     chosen = BlockFp8(rows=block[0], columns=block[1])
@@ -53,6 +54,7 @@ def _in_blocks(tensors: Mapping[str, TensorInfo], name: str, scale: str, block: 
 
 
 def _per_tensor(tensors: Mapping[str, TensorInfo], name: str, scale: str, is_static: bool) -> PrequantizedWeight:
+    """The weight `name` with one scale, and a static scale of activations if `is_static` and the checkpoint has it."""
     out_features, in_features = tensors[name].shape
     input_scale = f"{name.removesuffix('.weight')}.input_scale"
     input_scales = (input_scale,) if input_scale in tensors and is_static else ()
@@ -62,9 +64,13 @@ def _per_tensor(tensors: Mapping[str, TensorInfo], name: str, scale: str, is_sta
 
 
 def repack_row_scales(out_features: int) -> Callable[[list[Tensor]], dict[str, Tensor]]:
-    """Converts weight, scale (one, or one per row) and optionally input scale to stored tensors with one scale per row."""
+    """A function from [weight, scale, optionally input scale] to stored tensors with one scale per row.
+
+    The checkpoint's scale is one number, or one per row.
+    """
 
     def repack(parts: list[Tensor]) -> dict[str, Tensor]:
+        """The stored tensors by suffix."""
         stored = {"weight": parts[0], "scale": parts[1].float().reshape(-1).expand(out_features).contiguous()}
         return stored if len(parts) == 2 else stored | {"input_scale": parts[2].float().reshape(1)}
 

@@ -19,10 +19,10 @@ from stoker.quant.formats.int8_grouped import GroupedInt8
 
 
 def read_gptq(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -> dict[str, PrequantizedWeight]:
-    """The weights of a GPTQ checkpoint.
+    """The weights of a GPTQ checkpoint, by name. Raises CheckpointError for unsupported settings or shapes that do not fit.
 
-    `qweight` [in × bits / 32, out], `qzeros` [groups, out × bits / 32], `scales` [groups, out], and optionally `g_idx` [in], the group of
-    each input feature. The first version of the format stores each zero point minus one.
+    A module has `qweight` [in × bits / 32, out], `qzeros` [groups, out × bits / 32], `scales` [groups, out], and optionally `g_idx` [in],
+    the group of each input feature. The first version of the format stores each zero point minus one.
     """
     bits, size = read_bits_and_group(quantization, (4, 8))
     zero_offset = 0 if quantization.get("checkpoint_format") == "gptq_v2" else 1
@@ -47,6 +47,7 @@ def read_gptq(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -
 
 
 def _choose_format(bits: int, group: int, reordered: bool, scale_dtype: torch.dtype) -> Format:
+    """The format that stores a weight of 4 or 8 bits. Raises CheckpointError for 8 bits with reordered features."""
     if bits == 8:
         if reordered:
             raise CheckpointError("GPTQ of 8 bits with desc_act is not supported.", cure="Build from the original checkpoint.")
@@ -57,7 +58,10 @@ def _choose_format(bits: int, group: int, reordered: bool, scale_dtype: torch.dt
 def _repack(
     module: str, bits: int, zero_offset: int, group: int, in_features: int, reordered: bool
 ) -> Callable[[list[Tensor]], dict[str, Tensor]]:
+    """A function from a module's tensors to the stored tensors of its format."""
+
     def repack(parts: list[Tensor]) -> dict[str, Tensor]:
+        """The stored tensors by suffix."""
         qweight, qzeros, scales, *group_index = parts
         order = _feature_order(module, group_index[0], group, reordered) if group_index else None
         values = unpack_int32(qweight.t().contiguous(), bits)  # [out, in]
@@ -74,7 +78,7 @@ def _repack(
 
 
 def _feature_order(module: str, group_index: Tensor, group: int, reordered: bool) -> Tensor:
-    """int64 [in]: the input features sorted by group. Raises CheckpointError unless all groups have `group` features."""
+    """int64 [in]: the indices of the input features, sorted by group. Raises CheckpointError unless each group has `group` features."""
     order = group_index.argsort(stable=True) if reordered else torch.arange(len(group_index))
     if not torch.equal(group_index[order].long(), torch.arange(len(order)) // group):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The table of quantization methods that checkpoints are read in."""
+"""The table of quantization methods of checkpoints that can be read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DEQUANTIZED: dict[str, Callable[[Tensors, Settings], dict[str, DequantizedWeigh
 
 
 def find_prequantized(tensors: Tensors, quantization: Settings) -> dict[str, PrequantizedWeight] | None:
-    """The weights that a format holds without a change, by name. None when the method is not one of those.
+    """The weights that a format can store unchanged, by name. None if the method has no such format.
 
     Raises CheckpointError for unsupported settings, and for tensors that do not fit them.
     """

@@ -19,7 +19,7 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 
 
 def read_mxfp4(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -> dict[str, DequantizedWeight]:
-    """The weights [experts, in, out] of a checkpoint that stores `x_blocks` and `x_scales` in place of `x`.
+    """The weights [experts, in, out] that a checkpoint stores as `x_blocks` and `x_scales` in place of `x`, by name.
 
     Blocks are uint8 [experts, out, blocks, 16], and scales uint8 [experts, out, blocks]. Raises CheckpointError when they do not fit.
     """
@@ -41,7 +41,10 @@ def read_mxfp4(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) 
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """bfloat16 [experts, in, out]. The low nibble of a byte comes first; the values of a block are multiplied by 2 ** (scale - 127)."""
+    """The dequantized weights, bfloat16 [experts, in, out].
+
+    The low nibble of a byte comes first; the values of a block are multiplied by 2 ** (scale - 127).
+    """
     table = torch.tensor(FP4_VALUES, dtype=torch.bfloat16)
     nibbles = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
     exponent = scales.to(torch.int32)[..., None] - 127

@@ -15,7 +15,7 @@ _FALLBACK_GROUP = 128
 
 
 def unpack_int32(words: Tensor, bits: int = 4) -> Tensor:
-    """int32 [..., n] → uint8 [..., n × 32 / bits], lowest bits first."""
+    """uint8 [..., n × 32 / bits] from int32 words [..., n]: the lowest bits of a word come first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     values: Tensor = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
     return values.to(torch.uint8).flatten(-2)
@@ -29,11 +29,11 @@ def int4_tensors(values: Tensor, scale: Tensor, zero: Tensor | None, group: int)
 
 
 def split_groups(scale: Tensor, group: int, in_features: int) -> Tensor:
-    """Scales [out, in / group] → [out, in / supported_group(group)]. The scale of a group that is too large is repeated."""
+    """Scales [out, in / supported_group(group)] from `scale` [out, in / group]: the scale of a group that is too large is repeated."""
     supported = supported_group(group)
     return scale.repeat_interleave(-(-group // supported), 1)[:, : -(-in_features // supported)].contiguous()
 
 
 def supported_group(group: int) -> int:
-    """The group size of the engine's format: `group` if the format has it, or else a part of it. One group per row becomes several."""
+    """The group size in the engine: `group` if the format supports it, else a fraction of it. One group per row becomes several."""
     return group if group in GROUP_SIZES else _FALLBACK_GROUP

@@ -13,7 +13,7 @@ from stoker.quant.format import Format
 
 @dataclass(frozen=True, slots=True)
 class PrequantizedWeight:
-    """A weight [out, in] that a format holds without a change."""
+    """A weight [out, in] that a format can store unchanged."""
 
     sources: tuple[str, ...]  # the checkpoint tensors that it consists of
     shape: tuple[int, int]

@@ -27,7 +27,7 @@ _NONCHARACTER = chr(0x10FFFF)  # first character of placeholder pieces, which th
 
 
 def convert_chatglm_6b(file: Path, num_image_tokens: int) -> Tokenizer:
-    """The tokenizer of ice_text.model. The ids of text pieces begin after those of `num_image_tokens` image tokens.
+    """The tokenizer of ice_text.model. The ids of `num_image_tokens` image tokens come before those of text pieces.
 
     Raises CheckpointError when the file is of another kind, or the result splits the probe texts differently from sentencepiece.
     """
@@ -48,7 +48,7 @@ def convert_chatglm_6b(file: Path, num_image_tokens: int) -> Tokenizer:
 
 
 def _append_missing_pieces(proto: Any) -> None:
-    """Append special tokens, whitespace and bytes to the file of the first release, whose code does the same."""
+    """Append special tokens, whitespace and bytes to the model of the first release, as the published code does."""
     if any(piece.piece == "[gMASK]" for piece in proto.pieces):
         return
     whitespace = [piece for piece in sorted(_WHITESPACE_PIECES.values(), key=lambda piece: (len(piece), piece)) if piece != "<n>"]
@@ -60,7 +60,7 @@ def _append_missing_pieces(proto: Any) -> None:
 
 
 def _with_private_characters(proto: Any, num_image_tokens: int) -> Any:
-    """A copy of `proto` with placeholders for image tokens at the beginning, and whitespace pieces as private-use characters."""
+    """A copy of the model with placeholders for image tokens first, and with private-use characters for whitespace pieces."""
     copy = type(proto)()
     copy.CopyFrom(proto)
     del copy.pieces[:]
@@ -75,7 +75,7 @@ def _with_private_characters(proto: Any, num_image_tokens: int) -> Any:
 
 
 def _replace_whitespace(text: str) -> str:
-    """`text` as the published code passes it to sentencepiece."""
+    """`text` with whitespace replaced as the published code does before it calls sentencepiece."""
     for whitespace, piece in _WHITESPACE_PIECES.items():
         text = text.replace(whitespace, piece)
     return text

@@ -12,7 +12,7 @@ from stoker.builder.tokenizers.probe_texts import PROBE_TEXTS
 
 
 def check_splits(tokenizer: Tokenizer, encode: Callable[[str], list[int]], file: Path) -> None:
-    """Raise CheckpointError unless `tokenizer` splits the probe texts into the same ids as `encode`, the original.
+    """Raise CheckpointError unless `tokenizer` splits the probe texts into the same ids as `encode`, the original tokenizer.
 
     `file` is the vocabulary file that was converted, for the message.
     """

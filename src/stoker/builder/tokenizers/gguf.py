@@ -20,14 +20,17 @@ _CURE = "Download the file again, or name a tokenizer with --tokenizer."
 
 
 def _gpt2_steps() -> list[Any]:
+    """The pre-tokenizers of GPT-2."""
     return [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
 
 
 def _smollm_steps() -> list[Any]:
+    """The pre-tokenizers of SmolLM: single digits, then those of GPT-2."""
     return [pre_tokenizers.Digits(individual_digits=True), *_gpt2_steps()]
 
 
 def _split_by(pattern: str) -> Callable[[], list[Any]]:
+    """A function that creates pre-tokenizers which split by a regular expression, then map bytes to characters."""
     steps = [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     return lambda: steps
 
@@ -44,7 +47,7 @@ PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
 
 
 def convert_gguf_tokenizer(weights: GGUFWeights) -> tuple[Tokenizer, dict[str, Any]]:
-    """(tokenizer, tokenizer_config) of a GGUF file. Raises CheckpointError for an unknown kind, and for a damaged vocabulary."""
+    """(tokenizer, content of tokenizer_config.json) of a GGUF file. Raises CheckpointError for an unknown kind or a damaged vocabulary."""
     file = weights.file
     tokens = file.get("tokenizer.ggml.tokens", [str])
     kind = file.get("tokenizer.ggml.model", str)
@@ -65,6 +68,7 @@ def convert_gguf_tokenizer(weights: GGUFWeights) -> tuple[Tokenizer, dict[str, A
 
 
 def _convert_byte_level(file: GGUFFile, tokens: list[str]) -> Tokenizer:
+    """A byte-level BPE tokenizer from tokens and merges. Raises CheckpointError for an unknown pre-tokenizer."""
     pre = file.get("tokenizer.ggml.pre", str, "default")
     if pre not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
@@ -86,6 +90,7 @@ def _convert_byte_level(file: GGUFFile, tokens: list[str]) -> Tokenizer:
 
 
 def _convert_sentencepiece(file: GGUFFile, tokens: list[str]) -> Tokenizer:
+    """A sentencepiece BPE tokenizer from tokens and scores. Raises CheckpointError for scores that do not fit the tokens."""
     unknown, scores = file.get("tokenizer.ggml.unknown_token_id", int, 0), file.get("tokenizer.ggml.scores", [float], [0.0] * len(tokens))
     if not 0 <= unknown < len(tokens) or len(scores) != len(tokens):
         found = f"unknown_token_id={unknown} and {len(scores)} scores"
@@ -100,7 +105,7 @@ _CONVERTERS: dict[str, Callable[[GGUFFile, list[str]], Tokenizer]] = {"gpt2": _c
 
 
 def _tokenizer_config(file: GGUFFile, tokens: list[str], max_length: int | None) -> dict[str, Any]:
-    """The data of tokenizer_config.json: special tokens, whether they are added, and the chat template."""
+    """The content of tokenizer_config.json: special tokens, whether they are added, and the chat template."""
     kind, pre = file.get("tokenizer.ggml.model", str), file.get("tokenizer.ggml.pre", str)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for key, name in (("bos", "bos_token"), ("eos", "eos_token"), ("unknown", "unk_token"), ("padding", "pad_token")):

@@ -36,7 +36,7 @@ _GLM_MEDIA = ("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<
 
 
 def convert_published_tokenizer(path: Path, config: dict[str, Any]) -> Converted | None:
-    """The tokenizer of directory `path` when `tokenizer_class` in its tokenizer_config is in the table; otherwise None.
+    """(tokenizer, content of tokenizer_config.json) for directory `path`, or None if its `tokenizer_class` is not in the table.
 
     Raises CheckpointError naming a vocabulary file that is missing or damaged.
     """
@@ -51,7 +51,10 @@ def convert_published_tokenizer(path: Path, config: dict[str, Any]) -> Converted
 
 
 def _convert_qwen(path: Path, config: dict[str, Any]) -> Converted:
-    """Qwen 1. If generation_config.json sets chat_format to chatml, answers end with <|im_end|> in addition to <|endoftext|>."""
+    """(tokenizer, default tokenizer_config) of Qwen 1.
+
+    If generation_config.json sets chat_format to chatml, answers end with <|im_end|> in addition to <|endoftext|>.
+    """
     tokenizer = convert_tiktoken(path / "qwen.tiktoken", ONE_DIGIT, _QWEN_SPECIAL, nfc=True)
     generation = read_json_object(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
     is_chat = generation.get("chat_format") == "chatml"
@@ -60,14 +63,14 @@ def _convert_qwen(path: Path, config: dict[str, Any]) -> Converted:
 
 
 def _convert_chatglm(path: Path, config: dict[str, Any]) -> Converted:
-    """ChatGLM-6B. A prompt ends with [gMASK] <sop>."""
+    """(tokenizer, default tokenizer_config) of ChatGLM-6B. A prompt ends with [gMASK] <sop>."""
     tokenizer = convert_chatglm_6b(path / "ice_text.model", int(config.get("num_image_tokens", 20000)))
     _set_template(tokenizer, "$A", "[gMASK]", "<sop>")
     return tokenizer, {"bos_token": "<sop>", "eos_token": "<eop>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
 def _convert_chatglm2(path: Path, config: dict[str, Any]) -> Converted:
-    """ChatGLM 2 and 3. A prompt begins with [gMASK] sop.
+    """(tokenizer, default tokenizer_config) of ChatGLM 2 and 3. A prompt begins with [gMASK] sop.
 
     `sop` and `eop` also occur in words, so they are tokens only where they stand alone.
     """
@@ -82,7 +85,7 @@ def _convert_chatglm2(path: Path, config: dict[str, Any]) -> Converted:
 
 
 def _convert_glm4(path: Path, config: dict[str, Any]) -> Converted:
-    """GLM-4. A prompt begins with [gMASK] <sop>."""
+    """(tokenizer, default tokenizer_config) of GLM-4. A prompt begins with [gMASK] <sop>."""
     special = ("<|endoftext|>", *_GLM_MASKS, "<sop>", "<eop>", *_GLM_ROLES, *_GLM_MEDIA)
     tokenizer = convert_tiktoken(path / "tokenizer.model", THREE_DIGITS, special)
     _set_template(tokenizer, "[gMASK]", "<sop>", "$A")
@@ -90,7 +93,10 @@ def _convert_glm4(path: Path, config: dict[str, Any]) -> Converted:
 
 
 def _convert_glm_10b(path: Path, config: dict[str, Any]) -> Converted:
-    """GLM-10B: GPT-2's vocabulary and added_tokens.json. A prompt is [CLS], the text, the end token, and the answer's start token."""
+    """(tokenizer, default tokenizer_config) of GLM-10B, which has GPT-2's vocabulary and added_tokens.json.
+
+    A prompt is [CLS], the text, the end token, and the answer's start token.
+    """
     tokenizer = Tokenizer(_read_bpe(path / "vocab.json", path / "merges.txt"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     added = read_json_object(path / "added_tokens.json")
@@ -102,6 +108,7 @@ def _convert_glm_10b(path: Path, config: dict[str, Any]) -> Converted:
 
 
 def _read_bpe(vocab: Path, merges: Path) -> models.BPE:
+    """The BPE model in two vocabulary files. Raises CheckpointError for damaged files."""
     try:
         return models.BPE.from_file(str(vocab), str(merges))
     except Exception as problem:  # the library raises bare Exception for every defect
@@ -109,12 +116,13 @@ def _read_bpe(vocab: Path, merges: Path) -> models.BPE:
 
 
 def _add_special_tokens(tokenizer: Tokenizer, *tokens: str | AddedToken) -> None:
+    """Add tokens that are never split and are left out of decoded text."""
     added = [token if isinstance(token, AddedToken) else AddedToken(token, normalized=False, special=True) for token in tokens]
     tokenizer.add_special_tokens(added)
 
 
 def _set_template(tokenizer: Tokenizer, *parts: str) -> None:
-    """Set the tokens around the text of a prompt, which is `$A`. Raises CheckpointError for a token that is not in the vocabulary."""
+    """Set the tokens around a prompt's text, which is written `$A`. Raises CheckpointError for a token outside the vocabulary."""
     ids = {part: tokenizer.token_to_id(part) for part in parts if part != "$A"}
     if missing := [part for part, token_id in ids.items() if token_id is None]:
         raise CheckpointError(f"the vocabulary has no {missing[0]}, which every prompt contains.", cure="Download it again.")

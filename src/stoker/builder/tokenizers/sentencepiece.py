@@ -21,7 +21,7 @@ _BOS_BY_DEFAULT = (
 
 
 def convert_sentencepiece(file: Path, config: dict[str, Any]) -> Tokenizer | None:
-    """The tokenizer of a sentencepiece file; None when the file is of another kind. `config`: the data of tokenizer_config.json.
+    """The tokenizer of a sentencepiece file, or None when the file is of another kind. `config` is the content of tokenizer_config.json.
 
     Raises CheckpointError when the converted tokenizer splits the probe texts differently from the sentencepiece library.
     """
@@ -44,7 +44,7 @@ def convert_sentencepiece(file: Path, config: dict[str, Any]) -> Tokenizer | Non
 
 
 def parse_model(file: Path) -> Any:
-    """The sentencepiece ModelProto in a file; None when the file is of another kind, such as tiktoken."""
+    """The sentencepiece ModelProto in a file, or None when the file is of another kind, such as tiktoken."""
     from google.protobuf.message import DecodeError
     from transformers.utils import sentencepiece_model_pb2_new as schema
 
@@ -55,7 +55,7 @@ def parse_model(file: Path) -> Any:
 
 
 def convert_model(proto: Any) -> Tokenizer:
-    """The tokenizer of a ModelProto of kind UNIGRAM or BPE, without a comparison."""
+    """The tokenizer of a ModelProto of kind UNIGRAM or BPE. It is not compared with the library."""
     tokens, scores = [piece.piece for piece in proto.pieces], [piece.score for piece in proto.pieces]
     tokenizer = Tokenizer(_MODELS[proto.trainer_spec.model_type](tokens, scores, proto.trainer_spec))
     use_space_symbol(tokenizer, prefix=proto.normalizer_spec.add_dummy_prefix)
@@ -85,7 +85,7 @@ def add_special_pieces(tokenizer: Tokenizer, pieces: list[tuple[str, int]]) -> N
 
 
 def prepend_bos(tokenizer: Tokenizer, token: str, token_id: int) -> None:
-    """Put the begin token before every text."""
+    """Add the begin-of-sequence token before every text that is encoded."""
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{token}:0 $A:0", pair=f"{token}:0 $A:0 {token}:1 $B:1", special_tokens=[(token, token_id)]
     )
@@ -106,10 +106,12 @@ def _derive_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str
 
 
 def _make_bpe(tokens: list[str], scores: list[float], trainer: Any) -> models.BPE:
+    """The BPE model of a sentencepiece vocabulary."""
     return make_bpe(tokens, scores, tokens[trainer.unk_id])
 
 
 def _make_unigram(tokens: list[str], scores: list[float], trainer: Any) -> models.Unigram:
+    """The unigram model of a sentencepiece vocabulary."""
     return models.Unigram(list(zip(tokens, scores, strict=True)), unk_id=trainer.unk_id, byte_fallback=trainer.byte_fallback)
 
 
@@ -117,6 +119,7 @@ _MODELS = {UNIGRAM: _make_unigram, BPE: _make_bpe}
 
 
 def _normalizers(spec: Any) -> list[Any]:
+    """The normalizers that a sentencepiece specification requires, besides the handling of spaces."""
     found: list[Any] = [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
     if spec.remove_extra_whitespaces:
         found += [normalizers.Strip(left=True, right=True), normalizers.Replace(Regex(" {2,}"), " ")]
@@ -124,7 +127,7 @@ def _normalizers(spec: Any) -> list[Any]:
 
 
 def _check_piece_id(proto: Any, name: str, file: Path) -> None:
-    """Raise CheckpointError unless the id `name` of the trainer's specification is that of a piece."""
+    """Raise CheckpointError unless the field `name` of the trainer's specification is the id of a piece."""
     piece_id = getattr(proto.trainer_spec, name)
     if not 0 <= piece_id < len(proto.pieces):
         cure = "Add a tokenizer.json, or set add_bos_token to false." if name == "bos_id" else DOWNLOAD_AGAIN
@@ -132,7 +135,7 @@ def _check_piece_id(proto: Any, name: str, file: Path) -> None:
 
 
 def _read_added_tokens(config: dict[str, Any], file: Path) -> dict[int, dict[str, Any]]:
-    """added_tokens_decoder of tokenizer_config.json, by id. Raises CheckpointError unless each token has a content."""
+    """The field added_tokens_decoder of tokenizer_config.json, by id. Raises CheckpointError for a token without content."""
     try:
         added = {int(i): token for i, token in (config.get("added_tokens_decoder") or {}).items()}
         if all(isinstance(token["content"], str) for token in added.values()):
@@ -144,14 +147,14 @@ def _read_added_tokens(config: dict[str, Any], file: Path) -> dict[int, dict[str
 
 
 def _rename_pieces(proto: Any, added: dict[int, dict[str, Any]]) -> None:
-    """Rename reserved pieces as tokenizer_config.json does (InternLM 2: [UNUSED_TOKEN_145] becomes <|im_end|>)."""
+    """Rename reserved pieces as tokenizer_config.json specifies (InternLM 2: [UNUSED_TOKEN_145] becomes <|im_end|>)."""
     for i, token in added.items():
         if 0 <= i < len(proto.pieces):
             proto.pieces[i].piece = token["content"]
 
 
 def _append_added_tokens(tokenizer: Tokenizer, tokens: dict[int, dict[str, Any]], file: Path) -> None:
-    """Append the tokens that follow the sentencepiece vocabulary, in the order of their ids."""
+    """Append the tokens that follow the sentencepiece vocabulary, in the order of ids. Raises CheckpointError for a gap."""
     for i, token in sorted(tokens.items()):
         if tokenizer.token_to_id(token["content"]) is None and i != tokenizer.get_vocab_size():
             ids = f"has id {i}, and {tokenizer.get_vocab_size()} is next"
@@ -161,6 +164,7 @@ def _append_added_tokens(tokenizer: Tokenizer, tokens: dict[int, dict[str, Any]]
 
 
 def _compare_with_library(tokenizer: Tokenizer, file: Path) -> None:
+    """Raise CheckpointError unless the tokenizer splits the probe texts like the sentencepiece library."""
     from sentencepiece import SentencePieceProcessor
 
     check_splits(tokenizer, SentencePieceProcessor(model_file=str(file)).encode, file)

@@ -18,9 +18,10 @@ from stoker.builder.tokenizers.check_splits import check_splits
 
 
 def convert_tiktoken(file: Path, pattern: str, special: Sequence[str], *, nfc: bool = False) -> Tokenizer:
-    """The tokenizer of a vocabulary file. `special` tokens have the ids after the ranks; `nfc`: normalize text to NFC first.
+    """The tokenizer of a vocabulary file. `special` tokens follow the ranks; `nfc`: normalize text to NFC first.
 
-    Raises CheckpointError for a damaged file, and when the converted tokenizer splits the probe texts differently from tiktoken.
+    `pattern` is the regular expression that splits text into words. Raises CheckpointError for a damaged file, and when the converted
+    tokenizer splits the probe texts differently from tiktoken.
     """
     ranks = read_ranks(file)
     spelled = {token: _spell(token) for token in ranks}
@@ -55,7 +56,7 @@ def read_ranks(file: Path) -> dict[bytes, int]:
 
 
 def _derive_merges(ranks: dict[bytes, int], spelled: dict[bytes, str]) -> list[tuple[str, str]]:
-    """Every division of a token into two tokens, in the order of ranks, as Hugging Face's converter derives merges."""
+    """All divisions of a token into two tokens, in the order of ranks, as Hugging Face's converter derives merges."""
     ranked = []
     for token, rank in ranks.items():
         for cut in range(1, len(token)):
@@ -66,7 +67,7 @@ def _derive_merges(ranks: dict[bytes, int], spelled: dict[bytes, str]) -> list[t
 
 
 def _byte_level_alphabet() -> list[str]:
-    """GPT-2's character for each byte: printable Latin-1 characters represent themselves, other bytes are mapped to U+0100 and up."""
+    """GPT-2's character for each byte: printable Latin-1 characters represent themselves, other bytes are U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in printable)
     characters = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
@@ -77,4 +78,5 @@ _ALPHABET = _byte_level_alphabet()
 
 
 def _spell(token: bytes) -> str:
+    """A token's bytes as GPT-2's characters."""
     return "".join([_ALPHABET[byte] for byte in token])

@@ -23,8 +23,8 @@ _VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "tiktoken.mo
 def write_tokenizer(checkpoint: Checkpoint, directory: str | None, out: Path, *, trust_remote_code: bool) -> None:
     """Write tokenizer.json and tokenizer_config.json to directory `out`.
 
-    `directory`: where the tokenizer is, if not in the checkpoint. Raises CheckpointError for missing files, for a tokenizer that does not
-    restore texts, and for one whose ids exceed the model's vocabulary.
+    `directory` is the tokenizer's directory if it is not the checkpoint's. Raises CheckpointError for missing files, for a tokenizer that
+    does not restore texts, and for one whose ids exceed the model's vocabulary.
     """
     if checkpoint.gguf is not None and directory is None:
         tokenizer, config = convert_gguf_tokenizer(checkpoint.gguf)
@@ -38,7 +38,7 @@ def write_tokenizer(checkpoint: Checkpoint, directory: str | None, out: Path, *,
 
 
 def _check_round_trip(tokenizer: Tokenizer, name: str) -> None:
-    """Raise CheckpointError when a vocabulary that contains every byte does not restore the probe texts."""
+    """Raise CheckpointError if decoding does not restore the probe texts, although the vocabulary contains every byte."""
     if not _contains_every_byte(tokenizer):
         return
     for text in PROBE_TEXTS:
@@ -48,7 +48,7 @@ def _check_round_trip(tokenizer: Tokenizer, name: str) -> None:
 
 
 def _contains_every_byte(tokenizer: Tokenizer) -> bool:
-    """Whether it is byte-level BPE with the whole alphabet, or has <0x00> to <0xFF> and a decoder that joins them."""
+    """Whether the tokenizer can represent every byte, as byte-level BPE or by the tokens <0x00> to <0xFF>."""
     kinds = _decoder_types(json.loads(tokenizer.to_str()).get("decoder") or {})
     if "ByteLevel" in kinds:
         return all(tokenizer.token_to_id(symbol) is not None for symbol in pre_tokenizers.ByteLevel.alphabet())
@@ -56,12 +56,12 @@ def _contains_every_byte(tokenizer: Tokenizer) -> bool:
 
 
 def _decoder_types(decoder: dict[str, Any]) -> set[str]:
-    """The types of a decoder and of the decoders it consists of."""
+    """The types of a decoder and of all decoders that it consists of."""
     return {str(decoder.get("type"))}.union(*map(_decoder_types, decoder.get("decoders", [])))
 
 
 def _check_vocabulary_size(tokenizer: Tokenizer, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError when the probe texts use ids beyond the model's embeddings. Unused ids beyond them are accepted."""
+    """Raise CheckpointError when the probe texts use ids beyond the model's embeddings. Unused ids may exceed them."""
     rows = checkpoint.config.get("vocab_size")
     highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     used = max((max(tokenizer.encode(text).ids, default=0) for text in PROBE_TEXTS), default=0)
@@ -71,7 +71,7 @@ def _check_vocabulary_size(tokenizer: Tokenizer, checkpoint: Checkpoint) -> None
 
 
 def _read_directory(path: Path, trust_remote_code: bool) -> tuple[Tokenizer, dict[str, Any]]:
-    """(tokenizer, tokenizer_config) of a checkpoint directory: special tokens as strings, and the chat template included."""
+    """(tokenizer, content of tokenizer_config.json) of a directory, with special tokens as strings and the chat template."""
     config = read_json_object(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
     file = path / "tokenizer.json"
     tokenizer, defaults = (_load_tokenizer(file), {}) if file.is_file() else _convert(path, config, trust_remote_code)
@@ -86,6 +86,7 @@ def _read_directory(path: Path, trust_remote_code: bool) -> tuple[Tokenizer, dic
 
 
 def _load_tokenizer(file: Path) -> Tokenizer:
+    """The tokenizer in a tokenizer.json. Raises CheckpointError for a damaged file."""
     try:
         return Tokenizer.from_file(str(file))
     except Exception as problem:  # the library raises bare Exception for every defect
@@ -115,6 +116,7 @@ def _convert(path: Path, config: dict[str, Any], trust_remote_code: bool) -> tup
 
 
 def _convert_with_transformers(path: Path, trust_remote_code: bool) -> Tokenizer:
+    """The tokenizer as transformers converts it. Raises CheckpointError if it cannot."""
     from transformers import AutoTokenizer
 
     try:
@@ -130,7 +132,7 @@ def _convert_with_transformers(path: Path, trust_remote_code: bool) -> Tokenizer
 
 
 def _chat_template(path: Path, config: dict[str, Any]) -> str | list[dict[str, str]] | None:
-    """The chat template: chat_template.jinja before chat_template.json before tokenizer_config.json.
+    """The chat template: chat_template.jinja before chat_template.json before tokenizer_config.json; None if there is none.
 
     Several named templates are a list of {name, template}.
     """
@@ -149,6 +151,7 @@ def _chat_template(path: Path, config: dict[str, Any]) -> str | list[dict[str, s
 
 
 def _read_text(file: Path) -> str:
+    """The text of a UTF-8 file. Raises CheckpointError for another encoding."""
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as problem:

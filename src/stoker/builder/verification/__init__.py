@@ -1,1 +1,1 @@
-"""Checks of a written engine: its files, its greedy tokens beside the checkpoint's, and what quantization cost in accuracy."""
+"""Checks of a written engine: its files, its greedy tokens compared with the checkpoint's, and its loss of accuracy."""

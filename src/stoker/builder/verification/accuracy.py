@@ -1,4 +1,4 @@
-"""Measures what quantization costs: perplexity before and after on held-out text, and how often the most likely token changes."""
+"""Measures the loss of accuracy by quantization: perplexity before and after on held-out text, and changes of the most likely token."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WholeTensorSource(TensorSource):
-    """The stored tensors of an engine of several ranks before they are split, converted again one linear at a time."""
+    """The stored tensors of an engine of several ranks, not divided. They are converted again, one linear at a time."""
 
     def __init__(self, plan: BuildPlan, calibrated: PrecomputedTensors | None) -> None:
         self._converter = plan.converter(calibrated=calibrated)
@@ -55,7 +55,7 @@ class WholeTensorSource(TensorSource):
         self._converted: dict[str, Tensor] = {}
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A stored tensor. The tensors of the last linear are retained, because a loader requests them one after the other."""
+        """The stored tensor called `name`. The tensors of the last linear are cached, because a loader reads them in sequence."""
         if name not in self._converted:
             self._converted = dict(self._converter.convert(self._spec_by_tensor[name]))
         return TensorTable(self._converted).get(name, shape, dtype).to(self._device)
@@ -69,10 +69,10 @@ def check_accuracy(
     progress: Callable[[str, int, int], None],
     calibrated: PrecomputedTensors | None = None,
 ) -> Accuracy:
-    """Compare the engine in `work` with its checkpoint. `calibrated`: the layers that calibration quantized, for several ranks.
+    """Compare the accuracy of the engine in `work` with that of its checkpoint.
 
-    Large models are measured only on a GPU, or if `even_if_slow`. Raises EngineError when perplexity increased by more than the settings
-    or the recipe allow.
+    `calibrated`: the layers that calibration quantized, for several ranks. Large models are measured only on a GPU, or if `even_if_slow`.
+    Raises EngineError when perplexity increased by more than the settings or the recipe allow.
     """
     if reason := _reason_to_skip(plan, work, even_if_slow):
         return Accuracy(skipped=reason)
@@ -98,7 +98,7 @@ def check_accuracy(
 
 
 def _reason_to_skip(plan: BuildPlan, work: Path, even_if_slow: bool) -> str:
-    """Why nothing is measured; empty if it is possible."""
+    """The reason why nothing is measured; empty if it can be measured."""
     if plan.config.weights == "dummy":
         return "the weights are random"
     if not (work / "tokenizer.json").is_file():
@@ -110,12 +110,13 @@ def _reason_to_skip(plan: BuildPlan, work: Path, even_if_slow: bool) -> str:
 
 
 def _score(plan: BuildPlan, recipe: Recipe, source: TensorSource, tokens: list[Tensor], progress: Callable[[int, int], None]) -> Scores:
+    """The scores of the model with these tensors on windows of tokens."""
     loader = Loader(source, recipe, plan.dtype, plan.device, SINGLE)
     return LayerwiseModel(plan.config.model, tokens).run(loader, progress)
 
 
 def _check_increase(plan: BuildPlan, found: Accuracy) -> None:
-    """Raise EngineError when perplexity is not finite, or increased by more than is allowed."""
+    """Raise EngineError when perplexity is not finite, or increased by more than the settings or the recipe allow."""
     requested, name = plan.settings.max_perplexity_increase, plan.config.recipe.name
     allowed = max_perplexity_increase(name) if requested is None else requested
     if not math.isfinite(found.increase):

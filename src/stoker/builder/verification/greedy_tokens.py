@@ -32,7 +32,7 @@ TOLERANCE = 0.02  # standard deviations of the logits; float32 rounding errors o
 
 
 class GreedyComparison(msgspec.Struct, frozen=True):
-    """How the engine's greedy tokens compare with the checkpoint's."""
+    """The result of comparing the engine's greedy tokens with the checkpoint's."""
 
     tokens: int = 0  # number of compared tokens
     equal: int = 0
@@ -43,7 +43,7 @@ class GreedyComparison(msgspec.Struct, frozen=True):
 def compare_greedy_tokens(
     path: Path, checkpoint: Checkpoint, *, even_if_slow: bool, trust_remote_code: bool, progress: Callable[[int, int], None]
 ) -> GreedyComparison:
-    """Compare the engine in `path` with its checkpoint. `progress` receives (steps done, total steps).
+    """Compare greedy tokens of the engine in `path` with those of its checkpoint.
 
     The weights of the reference are rounded to the engine's dtype, so all tokens of an engine without quantization must agree, except for
     ties. Raises EngineError when they do not. Large models are compared only if `even_if_slow`.
@@ -83,7 +83,7 @@ def compare_greedy_tokens(
 
 
 def _reason_to_skip(config: EngineConfig, checkpoint: Checkpoint, even_if_slow: bool) -> str:
-    """Why nothing is compared; empty if the comparison is possible."""
+    """The reason why nothing is compared; empty if a comparison is possible."""
     if config.weights == "dummy":
         return "the weights are random"
     if config.mapping.world_size > 1:
@@ -99,7 +99,7 @@ def _reason_to_skip(config: EngineConfig, checkpoint: Checkpoint, even_if_slow: 
 
 
 def _make_prompts(config: EngineConfig, path: Path) -> list[list[int]]:
-    """Random ids from the whole vocabulary, and a sentence when the engine has a tokenizer."""
+    """The prompts: random ids from the whole vocabulary, and a sentence if the engine has a tokenizer."""
     generator = torch.Generator().manual_seed(0)
     length = max(1, min(PROMPT_TOKENS, config.limits.max_seq_len - NUM_TOKENS))
     prompts = [torch.randint(0, config.model.vocab_size, (length,), generator=generator).tolist()]
@@ -112,7 +112,7 @@ def _make_prompts(config: EngineConfig, path: Path) -> list[list[int]]:
 
 
 def _generate(engine: Engine, prompt: list[int], advance: Callable[[], None]) -> tuple[list[int], Tensor]:
-    """(NUM_TOKENS greedy tokens, their logits as float32 [tokens, vocab]). `advance` is called after each token."""
+    """(NUM_TOKENS greedy tokens, their logits as float32 [tokens, vocab]) of the engine for one prompt."""
     model, length = engine.config.model, len(prompt) + NUM_TOKENS
     source = Float32Source(FileTensorSource(engine.path / rank_file_name(0), CPU))
     loader = Loader(source, engine.config.recipe, torch.float32, CPU, SINGLE)
@@ -137,10 +137,11 @@ def _make_cache(heads: int, key_size: int, value_size: int, length: int) -> KVCa
 
 
 def _single_row_batch(tokens: list[int], start: int) -> ForwardBatch:
-    """The tokens at positions `start` and up of one sequence, whose only block is block 0."""
+    """The batch with the tokens at positions `start` and up of one sequence, whose only KV cache block is block 0."""
     count, stop = len(tokens), start + len(tokens)
 
     def int32(values: Iterable[int] | list[list[int]]) -> Tensor:
+        """An int32 tensor of these values."""
         return torch.tensor(list(values), dtype=torch.int32)
 
     positions = int32(range(start, stop))
@@ -158,19 +159,20 @@ def _single_row_batch(tokens: list[int], start: int) -> ForwardBatch:
 
 
 class Float32Source(TensorSource):
-    """The tensors of a file, with floating-point ones converted to float32 where float32 is requested."""
+    """The tensors of a file, where floating-point tensors are converted to float32 on request."""
 
     def __init__(self, source: FileTensorSource) -> None:
         self.source = source
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor in `dtype`."""
+        """The tensor called `name` in `dtype`."""
         entry = self.source.entries.get(name)
         is_converted = entry is not None and entry.dtype.is_floating_point and dtype == torch.float32
         return self.source.get(name, shape, entry.dtype if entry is not None and is_converted else dtype).to(dtype)
 
 
 def _compare(generated: list[tuple[list[int], Tensor]], expected: list[Tensor]) -> GreedyComparison:
+    """Compare generated tokens and logits with the logits `expected` of the reference, both per prompt."""
     num_tokens = num_equal = 0
     error = 0.0
     for (tokens, logits), reference in zip(generated, expected, strict=True):

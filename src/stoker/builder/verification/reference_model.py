@@ -1,4 +1,4 @@
-"""The model of transformers that an engine is compared with."""
+"""The model in transformers with which an engine is compared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stoker.builder.checkpoint.checkpoint import Checkpoint
 
 
 def load_reference_model(checkpoint: Checkpoint, dtype: str, trust_remote_code: bool) -> torch.nn.Module:
-    """The checkpoint's model in float32, with weights rounded to `dtype`."""
+    """The checkpoint's model in transformers, in float32, with weights rounded to `dtype`."""
     rounded = getattr(torch, dtype)
     with contextlib.redirect_stderr(io.StringIO()):  # transformers draws progress bars
         if checkpoint.gguf is not None:
@@ -25,7 +25,7 @@ def load_reference_model(checkpoint: Checkpoint, dtype: str, trust_remote_code: 
 
 
 def _from_gguf(checkpoint: Checkpoint, rounded: torch.dtype) -> torch.nn.Module:
-    """The model with the tensors that Stoker read: transformers' own GGUF reader requires the accelerate package."""
+    """The model with the tensors that Stoker read, because transformers' own GGUF reader requires the accelerate package."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**checkpoint.config)

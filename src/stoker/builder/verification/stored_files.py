@@ -1,4 +1,4 @@
-"""Reads the files of an engine back."""
+"""Reads the files of an engine back, and compares them with what was planned."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from stoker.engine.tensor_source import FileTensorSource
 
 
 def verify_files(path: Path, layouts: list[TensorLayouts], progress: Callable[[int, int], None]) -> None:
-    """Raise EngineError unless every file has its digest, and the file of each rank holds exactly the tensors in `layouts`.
-
-    `progress` receives (bytes read, total bytes).
-    """
+    """Raise EngineError unless every file has its digest, and each rank's file contains exactly the tensors in its `layouts`."""
     engine = Engine.open(path, verify=True, progress=progress)
     for rank, planned in enumerate(layouts if engine.config.weights == "files" else []):
         file = path / rank_file_name(rank)

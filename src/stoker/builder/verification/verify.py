@@ -36,6 +36,7 @@ def verify_engine(plan: BuildPlan, work: Path, verify: str, progress: Progress) 
 
 
 def _compare_with_checkpoint(plan: BuildPlan, work: Path, even_if_slow: bool, progress: Progress) -> dict[str, Any]:
+    """The results of comparing tokens and accuracy with the checkpoint, for config.json."""
     config = plan.config
     checks: dict[str, Any] = {"greedy": msgspec.to_builtins(_compare_greedy_tokens(plan, work, even_if_slow, progress))}
     if changes_values(config.recipe):
@@ -47,6 +48,7 @@ def _compare_with_checkpoint(plan: BuildPlan, work: Path, even_if_slow: bool, pr
 
 
 def _compare_greedy_tokens(plan: BuildPlan, work: Path, even_if_slow: bool, progress: Progress) -> GreedyComparison:
+    """The comparison of greedy tokens, or the reason why it is skipped."""
     if plan.settings.changes_positions:
         return GreedyComparison(skipped="the rotary settings differ from the checkpoint's")
     return compare_greedy_tokens(

@@ -114,6 +114,10 @@ def infer(client: Any, model: str, inputs: list[Any]) -> Any:
 
 
 def _infer_input(tritonclient: Any, name: str, dtype: str, array: Any) -> Any:
+    """An `InferInput` with the content of a numpy array.
+
+    `tritonclient` is tritonclient.http or .grpc; `dtype` is Triton's name, such as INT32.
+    """
     tensor = tritonclient.InferInput(name, list(array.shape), dtype)
     tensor.set_data_from_numpy(array)
     return tensor

@@ -66,6 +66,7 @@ def _default_rows(config: ServerSettings | RuntimeConfig | None, listed: set[str
 
 
 def _format_value(value: object) -> str:
+    """A setting as text: fields of a struct as name=value, items of a tuple separated by commas, everything else by str()."""
     if isinstance(value, msgspec.Struct):
         return ", ".join(f"{name}={getattr(value, name)}" for name in value.__struct_fields__)
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -31,15 +31,17 @@ class StoredObject(msgspec.Struct, frozen=True):
     etag: str
 
 
-def fetch(rest: str, store: Store, client: Any = None) -> Path:
-    """The directory of BUCKET/PREFIX: the objects under PREFIX/, or the archive with the key PREFIX, stored by the ETags of the objects.
+def fetch(location: str, store: Store, client: Any = None) -> Path:
+    """Download the objects under BUCKET/PREFIX/, or unpack the archive with the key PREFIX, into `store`. Returns the directory.
 
-    Credentials, region and endpoint are those of boto3. Raises CheckpointError for an object that is missing, refused or truncated.
+    `location` is "BUCKET/PREFIX", the URL without s3://. The directory is keyed by the objects' ETags, so unchanged objects are not
+    downloaded again. Credentials, region and endpoint are boto3's defaults, unless `client` is given. Raises CheckpointError for an object
+    that is missing, forbidden or truncated.
     """
-    bucket, _, prefix = rest.partition("/")
+    bucket, _, prefix = location.partition("/")
     prefix = prefix.strip("/")
     if not bucket:
-        raise ConfigError(f"s3://{rest} names no bucket.", cure="Write s3://BUCKET/PREFIX.")
+        raise ConfigError(f"s3://{location} names no bucket.", cure="Write s3://BUCKET/PREFIX.")
     source = _Source(client or _client(), bucket, prefix, store)
     objects = source.objects()
     identity = json.dumps([bucket, prefix, [(o.key, o.size, o.etag) for o in objects]])

@@ -118,7 +118,11 @@ class CollectedParameters:
 
 
 def load_repository(path: Path, environment: Mapping[str, str]) -> Deployment:
-    """The deployment of a repository. `environment` decides which GPUs are visible. Raises ConfigError with file, line, key and cure."""
+    """Read the model repository at `path` and convert it to a Deployment.
+
+    `environment` is that of the process: CUDA_VISIBLE_DEVICES limits the GPUs. Raises ConfigError, which names the file, line and key, and
+    the fix.
+    """
     collected = CollectedParameters()
     files = _by_kind(read_models(path), collected.notes)
     if LLM not in files:

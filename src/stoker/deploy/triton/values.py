@@ -59,9 +59,10 @@ class AttentionWindow(msgspec.Struct, frozen=True):
 
 
 class DeviceIndices(msgspec.Struct, frozen=True):
-    """The device indices of one instance, separated by commas."""
+    """Indices of the visible devices that one model instance uses, separated by commas, such as "0,1"."""
 
     def check(self, value: Any) -> tuple[int, ...]:
+        """The indices as a tuple. Raises InvalidValueError for text that is not a list of different indices below MAX_DEVICES."""
         text = str(value)
         if ";" in text:
             cure = "Name the devices of one instance, and start a server for each further one."
@@ -72,6 +73,7 @@ class DeviceIndices(msgspec.Struct, frozen=True):
         return ids
 
     def parse(self, text: str) -> tuple[int, ...]:
+        """The indices in the text, as `check` returns them."""
         return self.check(text)
 
 

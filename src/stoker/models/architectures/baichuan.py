@@ -15,12 +15,12 @@ from stoker.models.tensor_transforms import normalize_rows
 
 
 def is_baichuan2(hf: dict[str, Any]) -> bool:
-    """Both generations use the same architecture names; these keys tell them apart."""
+    """Whether the model is of the second generation. Both use the same architecture names and differ in these keys."""
     return "z_loss_weight" in hf or hf.get("vocab_size") == 125696
 
 
 def has_alibi(hf: dict[str, Any]) -> bool:
-    """Whether this is a 13B model: those have model_max_length in place of max_position_embeddings."""
+    """Whether this is a 13B model, which uses ALiBi and has model_max_length in place of max_position_embeddings."""
     return "max_position_embeddings" not in hf
 
 
@@ -31,6 +31,7 @@ def model_versions(hf: dict[str, Any]) -> tuple[str, ...]:
 
 @with_defaults(vocab_size=64000, model_max_length=4096)
 def baichuan_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a Baichuan 1 or 2 checkpoint, from `hf`, the data of its config.json."""
     name = "BaichuanForCausalLM" if is_baichuan2(hf) else "BaiChuanForCausalLM"
     if not has_alibi(hf):
         return llama_config(hf, architecture=name)
@@ -38,10 +39,12 @@ def baichuan_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def baichuan_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of Baichuan 1 or 2 that make each engine tensor, by engine name."""
     return llama_names(config) | {"layers.{i}.attention.qkv": "model.layers.{i}.self_attn.W_pack"}
 
 
 def baichuan2_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of Baichuan 2 that make each engine tensor, by engine name."""
     return baichuan_names(config) | {"head": Transformed(("lm_head",), normalize_rows)}
 
 

@@ -15,6 +15,7 @@ from stoker.models.tensor_transforms import ungroup_qkv
     vocab_size=250880, hidden_size=64, n_layer=2, n_head=8, layer_norm_epsilon=1e-5, seq_length=2048, tie_word_embeddings=True,
 )  # fmt: skip
 def bloom_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a BLOOM checkpoint, from `hf`, the data of its config.json."""
     require_values(hf, slow_but_exact=False)
     hidden, heads = hf["hidden_size"], hf["n_head"]
     norm = NormConfig(kind="layer", eps=hf["layer_norm_epsilon"], bias=True)
@@ -34,6 +35,7 @@ def bloom_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def bloom_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of BLOOM that make each engine tensor, by engine name."""
     layer = "transformer.h.{i}"
     return {
         "embed": "transformer.word_embeddings",

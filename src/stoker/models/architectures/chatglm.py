@@ -17,7 +17,7 @@ from stoker.models.tensor_transforms import ungroup_qkv
 
 
 def is_chatglm2(hf: dict[str, Any]) -> bool:
-    """Whether the model is ChatGLM 2 rather than ChatGLM 3 or GLM-4, which only the version option or `_name_or_path` tells."""
+    """Whether the model is ChatGLM 2 rather than ChatGLM 3 or GLM-4: only the version option or `_name_or_path` contains this."""
     return "chatglm2" in (str(hf.get("chatglm_model_version", "")) or str(hf.get("_name_or_path", "")))
 
 
@@ -27,6 +27,7 @@ def is_chatglm2(hf: dict[str, Any]) -> bool:
     add_bias_linear=False, add_qkv_bias=False, multi_query_attention=False, multi_query_group_num=1, rope_ratio=1,
 )  # fmt: skip
 def chatglm_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a ChatGLM 2, 3 or GLM-4 checkpoint, from `hf`, the data of its config.json."""
     require_values(hf, original_rope=True)
     heads, size, bias = hf["num_attention_heads"], hf["kv_channels"], bool(hf["add_bias_linear"])
     norm = NormConfig(kind="rms" if hf["rmsnorm"] else "layer", eps=hf["layernorm_epsilon"], bias=not hf["rmsnorm"])
@@ -56,7 +57,7 @@ def chatglm_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def half_rotary(hf: dict[str, Any], dim: int) -> RopeConfig:
-    """Rotary settings of the first `dim` features. ChatGLM 2 divides positions by rope_ratio; its successors multiply the base by it."""
+    """Rotary settings for the first `dim` features. ChatGLM 2 divides positions by rope_ratio; its successors multiply the base by it."""
     ratio = float(hf["rope_ratio"])
     if ratio != 1 and is_chatglm2(hf):
         return RopeConfig(dim=dim, interleaved=True, scaling="linear", factor=ratio, original_max_positions=hf["seq_length"])
@@ -64,6 +65,7 @@ def half_rotary(hf: dict[str, Any], dim: int) -> RopeConfig:
 
 
 def chatglm_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of ChatGLM 2, 3 or GLM-4 that make each engine tensor, by engine name."""
     layer = "transformer.encoder.layers.{i}"
     attention = config.layers[0].attention
     fused = f"{layer}.self_attention.query_key_value"
@@ -96,19 +98,23 @@ def model_versions(hf: dict[str, Any]) -> tuple[str, ...]:
     max_position_embeddings=131072, rms_norm_eps=1.5625e-07, attention_bias=True,
 )  # fmt: skip
 def glm_config(hf: dict[str, Any], *, architecture: str = "GlmForCausalLM") -> ModelConfig:
+    """The ModelConfig of a GLM-4 in transformers' layout checkpoint, from `hf`, the data of its config.json."""
     rope = read_rope(hf, dim=read_head_size(hf), interleaved=True, partial=0.5)
     return llama_config(hf, architecture=architecture, rope=rope, qkv_bias=bool(hf["attention_bias"]), out_bias=False)
 
 
 def glm4_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a GLM-4-0414 checkpoint, from `hf`, the data of its config.json."""
     return replace_fields(glm_config(hf, architecture="Glm4ForCausalLM"), layer={"layout": "sandwich"})
 
 
 def glm_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of GLM-4 in transformers' layout that make each engine tensor, by engine name."""
     return llama_names(config) | {"layers.{i}.mlp.up": "model.layers.{i}.mlp.gate_up_proj"}
 
 
 def glm4_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of GLM-4-0414 that make each engine tensor, by engine name."""
     return glm_names(config) | {
         "layers.{i}.attention_post_norm": "model.layers.{i}.post_self_attn_layernorm",
         "layers.{i}.mlp_post_norm": "model.layers.{i}.post_mlp_layernorm",

@@ -16,6 +16,7 @@ from stoker.models.tensor_transforms import flatten
     max_position_embeddings=8192, layer_norm_eps=1e-5, logit_scale=0.0625, tie_word_embeddings=True,
 )  # fmt: skip
 def cohere_config(hf: dict[str, Any], *, architecture: str = "CohereForCausalLM", theta: float = 500000.0) -> ModelConfig:
+    """The ModelConfig of a Command-R checkpoint, from `hf`, the data of its config.json."""
     norm = NormConfig(kind="layer", eps=hf["layer_norm_eps"])
     rope = read_rope(hf, dim=read_head_size(hf), interleaved=True, theta=theta)
     qk_norm = norm if hf.get("use_qk_norm") else None
@@ -25,7 +26,7 @@ def cohere_config(hf: dict[str, Any], *, architecture: str = "CohereForCausalLM"
 
 @with_defaults(num_hidden_layers=40, sliding_window=4096, sliding_window_pattern=4)
 def cohere2_config(hf: dict[str, Any]) -> ModelConfig:
-    """Sliding-window layers have rotary embeddings; full-attention layers have no positional encoding."""
+    """The ModelConfig of Command-R7B: sliding-window layers have rotary embeddings, full-attention layers no positional encoding."""
     require_values(
         hf, order_of_interleaved_layers="local_attn_first", position_embedding_type="rope_gptj", rotary_pct=1.0, layer_switch=4,
         use_embedding_sharing=True, use_gated_activation=True, use_parallel_block=True,
@@ -37,6 +38,7 @@ def cohere2_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def cohere_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of Command-R that make each engine tensor, by engine name."""
     attention = "model.layers.{i}.self_attn"
     return llama_names(config) | {
         "layers.{i}.attention.q_norm": Transformed((f"{attention}.q_norm",), flatten),

@@ -19,7 +19,10 @@ from stoker.models.config_fields import read_activation, read_max_positions, rea
 
 
 def with_experts(config: ModelConfig, hf: dict[str, Any], **moe: Any) -> ModelConfig:
-    """`config` with experts in every moe_layer_freq-th layer from first_k_dense_replace on. `moe`: further fields of MoEConfig."""
+    """A copy of `config` with experts in every moe_layer_freq-th layer from first_k_dense_replace on.
+
+    `moe` are further fields of MoEConfig.
+    """
     size, act = hf["moe_intermediate_size"], read_activation(hf)
     shared = hf.get("n_shared_experts")
     mlp = MoEConfig(
@@ -38,6 +41,7 @@ def with_experts(config: ModelConfig, hf: dict[str, Any], **moe: Any) -> ModelCo
     scoring_func="softmax",
 )  # fmt: skip
 def deepseek_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a DeepSeek MoE checkpoint, from `hf`, the data of its config.json."""
     config = llama_config(hf, architecture="DeepseekForCausalLM")
     if hf["n_routed_experts"] is None:
         return config
@@ -50,6 +54,7 @@ def deepseek_config(hf: dict[str, Any]) -> ModelConfig:
     topk_method="greedy", norm_topk_prob=False,
 )  # fmt: skip
 def deepseek2_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a DeepSeek V2 checkpoint, from `hf`, the data of its config.json."""
     require_values(hf, rope_interleave=True)
     limited = hf["topk_method"] == "group_limited_greedy"
     require_values(hf, scoring_func="softmax", topk_method="group_limited_greedy" if limited else "greedy")
@@ -66,6 +71,7 @@ def deepseek2_config(hf: dict[str, Any]) -> ModelConfig:
     first_k_dense_replace=3, norm_topk_prob=True, max_position_embeddings=4096, rope_interleave=True,
 )  # fmt: skip
 def deepseek3_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a DeepSeek V3 or R1 checkpoint, from `hf`, the data of its config.json."""
     require_values(hf, scoring_func="sigmoid", topk_method="noaux_tc")
     return with_experts(
         latent_attention_config(hf, "DeepseekV3ForCausalLM"),
@@ -81,7 +87,7 @@ def deepseek3_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def latent_attention_config(hf: dict[str, Any], architecture: str) -> ModelConfig:
-    """Llama with multi-head latent attention in every layer, and dense MLPs."""
+    """The ModelConfig of Llama with multi-head latent attention in every layer, and dense MLPs."""
     # Some files set head_dim to qk_rope_head_dim, and others leave it out. Latent attention uses the keys below instead.
     config = llama_config(hf | {"head_dim": hf["qk_rope_head_dim"], "num_key_value_heads": None}, architecture=architecture)
     size, bias = hf["qk_rope_head_dim"], bool(hf.get("attention_bias", False))
@@ -107,6 +113,7 @@ def latent_attention_config(hf: dict[str, Any], architecture: str) -> ModelConfi
 
 
 def deepseek_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of DeepSeek MoE that make each engine tensor, by engine name."""
     mlp = "model.layers.{i}.mlp"
     return llama_names(config) | {
         "layers.{i}.mlp.router": f"{mlp}.gate",
@@ -119,6 +126,7 @@ def deepseek_names(config: ModelConfig) -> TensorNames:
 
 
 def latent_attention_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of DeepSeek V2, V3 or R1 that make each engine tensor, by engine name."""
     attention = "model.layers.{i}.self_attn"
     no_query_rank = config.layers[0].attention.q_rank is None  # type: ignore[union-attr]
     kv_down = f"{attention}.kv_a_proj_with_mqa"
@@ -133,12 +141,12 @@ def latent_attention_names(config: ModelConfig) -> TensorNames:
 
 
 def _k_up(tensors: list[Tensor], config: ModelConfig) -> Tensor:
-    """The rows of kv_b_proj that make keys, [heads, nope_size, kv_rank]."""
+    """The rows of kv_b_proj that compute keys: [heads, nope_size, kv_rank]."""
     return _by_head(tensors[0], config)[:, : config.layers[0].attention.nope_size]  # type: ignore[union-attr]
 
 
 def _v_up(tensors: list[Tensor], config: ModelConfig) -> Tensor:
-    """The rows of kv_b_proj that make values, [heads, v_size, kv_rank]."""
+    """The rows of kv_b_proj that compute values: [heads, v_size, kv_rank]."""
     return _by_head(tensors[0], config)[:, config.layers[0].attention.nope_size :]  # type: ignore[union-attr]
 
 

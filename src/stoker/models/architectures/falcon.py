@@ -19,6 +19,7 @@ from stoker.models.tensor_transforms import ungroup_qkv
     new_decoder_architecture=False, multi_query=True, parallel_attn=True, bias=False, activation="gelu", tie_word_embeddings=True,
 )  # fmt: skip
 def falcon_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a Falcon checkpoint, from `hf`, the data of its config.json."""
     require_values(hf, apply_residual_connection_post_layernorm=False)
     hidden, heads, bias, grouped = hf["hidden_size"], hf["num_attention_heads"], bool(hf["bias"]), hf["new_decoder_architecture"]
     size = hidden // heads
@@ -52,6 +53,7 @@ def falcon_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def falcon_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of Falcon that make each engine tensor, by engine name."""
     layer = "transformer.h.{i}"
     two_norms = config.layers[0].parallel_norms == 2
     return {

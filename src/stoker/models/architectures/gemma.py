@@ -31,7 +31,10 @@ from stoker.models.tensor_transforms import add_one
 def gemma_config(
     hf: dict[str, Any], *, architecture: str = "GemmaForCausalLM", activation_key: str = "hidden_act", **attention: Any
 ) -> ModelConfig:
-    """`activation_key`: Gemma 2 and 3 read hidden_activation, and the other key has no effect."""
+    """The ModelConfig of Gemma 1. `attention` are further fields of AttentionConfig.
+
+    `activation_key` is the key of the activation: Gemma 2 and 3 read hidden_activation, and hidden_act has no effect there.
+    """
     require_values(hf, use_bidirectional_attention=False)
     activation = hf.get(activation_key) or "gelu_pytorch_tanh"
     # Early files have gelu, but the models were trained with the tanh form.
@@ -52,6 +55,7 @@ _GEMMA2_DEFAULTS: dict[str, Any] = {
 
 @with_defaults(**_GEMMA2_DEFAULTS, final_logit_softcapping=30.0, attn_logit_softcapping=50.0, sliding_window_pattern=2)
 def gemma2_config(hf: dict[str, Any], *, architecture: str = "Gemma2ForCausalLM", **attention: Any) -> ModelConfig:
+    """The ModelConfig of a Gemma 2 checkpoint, from `hf`, the data of its config.json."""
     scale = hf["query_pre_attn_scalar"] ** -0.5
     softcap = hf["attn_logit_softcapping"]
     config = gemma_config(hf, architecture=architecture, activation_key="hidden_activation", scale=scale, softcap=softcap, **attention)
@@ -71,6 +75,7 @@ def gemma2_config(hf: dict[str, Any], *, architecture: str = "Gemma2ForCausalLM"
     head_dim=256, rms_norm_eps=1e-6, sliding_window_pattern=6, rope_local_base_freq=10000.0,
 )  # fmt: skip
 def gemma3_config(hf: dict[str, Any], *, architecture: str = "Gemma3ForCausalLM") -> ModelConfig:
+    """The ModelConfig of a Gemma 3 checkpoint, from `hf`, the data of its config.json."""
     norm = NormConfig(eps=hf["rms_norm_eps"], wide=True)
     global_rope = read_rope(hf, dim=hf["head_dim"], theta=1e6, kind="full_attention")
     local = (hf.get("rope_parameters") or {}).get("sliding_attention") or {}
@@ -83,16 +88,18 @@ def gemma3_config(hf: dict[str, Any], *, architecture: str = "Gemma3ForCausalLM"
 
 
 def gemma3_text_config(hf: dict[str, Any]) -> ModelConfig:
-    """The language model of a multimodal checkpoint."""
+    """The ModelConfig of the language model in a multimodal Gemma 3 checkpoint."""
     text = value_or(hf, "text_config", {})
     return gemma3_config({"tie_word_embeddings": hf.get("tie_word_embeddings", True)} | text, architecture="Gemma3ForConditionalGeneration")
 
 
 def gemma_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of Gemma 1 that make each engine tensor, by engine name."""
     return _with_one_plus_norms(llama_names(config))
 
 
 def gemma2_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of Gemma 2 that make each engine tensor, by engine name."""
     layer = "model.layers.{i}"
     names = llama_names(config) | {
         "layers.{i}.attention_post_norm": f"{layer}.post_attention_layernorm",
@@ -103,7 +110,7 @@ def gemma2_names(config: ModelConfig) -> TensorNames:
 
 
 def _with_one_plus_norms(names: TensorNames) -> TensorNames:
-    """`names` with every norm weight w stored as 1 + w."""
+    """`names` with every norm weight w replaced by 1 + w."""
     return {
         key: Transformed((source,), add_one) if key.endswith("norm") and isinstance(source, str) else source
         for key, source in names.items()

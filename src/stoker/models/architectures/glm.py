@@ -28,7 +28,7 @@ def is_chatglm1(hf: dict[str, Any]) -> bool:
     mask_token_id=150000, gmask_token_id=150001, max_sequence_length=2048, inner_hidden_size=16384, position_encoding_2d=True,
 )  # fmt: skip
 def chatglm1_config(hf: dict[str, Any]) -> ModelConfig:
-    """The residual stream is the normed input of each block, multiplied by √(2 × num_layers)."""
+    """The ModelConfig of ChatGLM 1. Its residual stream is the normed input of each block, multiplied by √(2 × num_layers)."""
     require_values(hf, position_encoding_2d=True)
     rope = RopeConfig(dim=hf["hidden_size"] // hf["num_attention_heads"], two_axes=True)
     layer = _layer_fields(hf, hf["inner_hidden_size"], rope=rope)
@@ -49,7 +49,7 @@ def chatglm1_config(hf: dict[str, Any]) -> ModelConfig:
     attention_scale=1.0, layernorm_epsilon=1e-5, sop_token_id=50257, mask_token_id=50260, gmask_token_id=50263, smask_token_id=50264,
 )  # fmt: skip
 def glm_config(hf: dict[str, Any]) -> ModelConfig:
-    """The default token ids are those of the vocabulary of glm-10b."""
+    """The ModelConfig of GLM. The default token ids are those of the vocabulary of glm-10b."""
     require_values(hf, block_position_encoding=True, relative_encoding=False, attention_scale=1.0)
     rows = hf["max_sequence_length"] + 1
     layer = _layer_fields(hf, 4 * hf["hidden_size"])
@@ -69,7 +69,7 @@ def glm_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def _layer_fields(hf: dict[str, Any], width: int, **attention: Any) -> dict[str, Any]:
-    """Fields of LayerConfig that both models share. `width`: the size of the MLP; `attention`: further fields of AttentionConfig."""
+    """Fields of LayerConfig that both models share. `width` is the size of the MLP; `attention` are further fields of AttentionConfig."""
     heads = hf["num_attention_heads"]
     size = hf["hidden_size"] // heads
     return {
@@ -80,6 +80,7 @@ def _layer_fields(hf: dict[str, Any], width: int, **attention: Any) -> dict[str,
 
 
 def glm_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of GLM that make each engine tensor, by engine name."""
     layer = "transformer.layers.{i}"
     return {
         "embed": "word_embeddings",
@@ -96,6 +97,7 @@ def glm_names(config: ModelConfig) -> TensorNames:
 
 
 def chatglm1_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of ChatGLM 1 that make each engine tensor, by engine name."""
     return glm_names(config) | {
         "embed": "transformer.word_embeddings",
         "head": "lm_head",
@@ -104,9 +106,10 @@ def chatglm1_names(config: ModelConfig) -> TensorNames:
 
 
 def _paired_halves(tensors: list[Tensor], config: ModelConfig) -> Tensor:
-    """Rows fused head by head → all q, all k, all v, with the quarters (a, b, c, d) of each q and k head reordered to (a, c, b, d).
+    """The QKV weight with all q rows, all k rows, all v rows, and the quarters (a, b, c, d) of each q and k head as (a, c, b, d).
 
-    ChatGLM 1 rotates a with b by the position, and c with d by the block position. The engine rotates features i and i + size / 2.
+    In the checkpoint, q, k and v are fused head by head. ChatGLM 1 rotates a with b by the position, and c with d by the block position.
+    The engine rotates features i and i + size / 2.
     """
     q, k, v = split_qkv_groups(tensors[0], config)
     q, k = (torch.cat([x.chunk(4, dim=1)[part] for part in (0, 2, 1, 3)], dim=1) for x in (q, k))

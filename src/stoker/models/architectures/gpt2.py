@@ -21,6 +21,7 @@ from stoker.models.tensor_transforms import transpose_conv1d, ungroup_qkv
     scale_attn_weights=True, tie_word_embeddings=True, activation_function="gelu_new",
 )  # fmt: skip
 def gpt2_config(hf: dict[str, Any], *, architecture: str = "GPT2LMHeadModel", kv_heads: int | None = None) -> ModelConfig:
+    """The ModelConfig of a GPT-2 checkpoint, from `hf`, the data of its config.json."""
     heads, size = hf["n_head"], hf["n_embd"] // hf["n_head"]
     scale = size**-0.5 if hf["scale_attn_weights"] else 1.0
     norm = NormConfig(kind="layer", eps=hf["layer_norm_epsilon"], bias=True)
@@ -44,17 +45,20 @@ def gpt2_config(hf: dict[str, Any], *, architecture: str = "GPT2LMHeadModel", kv
 
 @with_defaults(aliases=GPT_KEY_ALIASES, multi_query=True, activation_function="gelu_pytorch_tanh")
 def bigcode_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a StarCoder checkpoint, from `hf`, the data of its config.json."""
     require_values(hf, scale_attn_by_inverse_layer_idx=False)
     return gpt2_config(hf, architecture="GPTBigCodeForCausalLM", kv_heads=1 if hf["multi_query"] else None)
 
 
 @with_defaults(aliases=GPT_KEY_ALIASES, attention_head_type="multihead")
 def santacoder_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a SantaCoder checkpoint, from `hf`, the data of its config.json."""
     require_values(hf, attention_head_type="multiquery")
     return msgspec.structs.replace(gpt2_config(hf, kv_heads=1), architecture="GPT2LMHeadCustomModel")
 
 
 def bigcode_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of StarCoder that make each engine tensor, by engine name."""
     layer = "transformer.h.{i}"
     return {
         "embed": "transformer.wte",
@@ -71,6 +75,7 @@ def bigcode_names(config: ModelConfig) -> TensorNames:
 
 
 def gpt2_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of GPT-2 that make each engine tensor, by engine name."""
     layer = "transformer.h.{i}"
     return bigcode_names(config) | {
         "layers.{i}.attention.qkv": Transformed((f"{layer}.attn.c_attn",), transpose_conv1d),
@@ -81,6 +86,7 @@ def gpt2_names(config: ModelConfig) -> TensorNames:
 
 
 def santacoder_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of SantaCoder that make each engine tensor, by engine name."""
     attention = "transformer.h.{i}.attn"
     return gpt2_names(config) | {"layers.{i}.attention.qkv": Transformed((f"{attention}.q_attn", f"{attention}.kv_attn"), transpose_conv1d)}
 

@@ -16,6 +16,7 @@ from stoker.models.tensor_transforms import ungroup_qkv
     layer_norm_eps=1e-5, use_parallel_residual=True, attention_bias=True,
 )  # fmt: skip
 def gpt_neox_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a GPT-NeoX or Pythia checkpoint, from `hf`, the data of its config.json."""
     heads, bias = hf["num_attention_heads"], bool(hf["attention_bias"])
     size = hf["hidden_size"] // heads
     norm = NormConfig(kind="layer", eps=hf["layer_norm_eps"], bias=True)
@@ -38,6 +39,7 @@ def gpt_neox_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def gpt_neox_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of GPT-NeoX or Pythia that make each engine tensor, by engine name."""
     layer = "gpt_neox.layers.{i}"
     return {
         "embed": "gpt_neox.embed_in",

@@ -21,6 +21,7 @@ _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_p
     num_experts_per_tok=4, attention_bias=True, swiglu_limit=7.0, swiglu_alpha=1.702, rope_parameters=_YARN,
 )  # fmt: skip
 def gpt_oss_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a gpt-oss checkpoint, from `hf`, the data of its config.json."""
     config = llama_config(hf, architecture="GptOssForCausalLM", sinks=True)
     mlp = MoEConfig(
         num_experts=hf["num_local_experts"],
@@ -37,6 +38,7 @@ def gpt_oss_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def gpt_oss_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of gpt-oss that make each engine tensor, by engine name."""
     layer = "model.layers.{i}"
     experts = f"{layer}.mlp.experts"
     return llama_names(config) | {
@@ -50,12 +52,15 @@ def gpt_oss_names(config: ModelConfig) -> TensorNames:
 
 
 def _in_features_last(tensors: list[Tensor], config: ModelConfig) -> Tensor:
-    """Weights [experts, in, out] or biases [experts, out] with outputs gate, up, gate, up, … → all gates, then all ups."""
+    """Weights [experts, out, in] from [experts, in, out]; biases [experts, out] unchanged."""
     return tensors[0].transpose(1, 2) if tensors[0].dim() == 3 else tensors[0]
 
 
 def _gates_then_ups(tensors: list[Tensor], config: ModelConfig) -> Tensor:
-    """Weights [experts, in, out] or biases [experts, out] with outputs gate, up, gate, up, … → all gates, then all ups."""
+    """Weights [experts, out, in] or biases [experts, out] with all gates, then all ups.
+
+    The checkpoint has weights [experts, in, out], and their outputs in the order gate, up, gate, up, …
+    """
     rows = _in_features_last(tensors, config)
     return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1)
 

@@ -15,6 +15,7 @@ from stoker.models.config_fields import GPT_KEY_ALIASES, read_activation, requir
     layer_norm_epsilon=1e-5,
 )  # fmt: skip
 def gptj_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a GPT-J checkpoint, from `hf`, the data of its config.json."""
     require_values(hf, rotary=True, scale_attn_weights=True)
     heads, size = hf["n_head"], hf["n_embd"] // hf["n_head"]
     norm = NormConfig(kind="layer", eps=hf["layer_norm_epsilon"], bias=True)
@@ -35,6 +36,7 @@ def gptj_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def gptj_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of GPT-J that make each engine tensor, by engine name."""
     layer = "transformer.h.{i}"
     return {
         "embed": "transformer.wte",

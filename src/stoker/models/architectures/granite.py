@@ -12,6 +12,7 @@ from stoker.models.config_fields import replace_fields, with_defaults
 
 @with_defaults(embedding_multiplier=1.0, logits_scaling=1.0, residual_multiplier=1.0, attention_multiplier=1.0)
 def granite_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a Granite 3 checkpoint, from `hf`, the data of its config.json."""
     config = llama_config(hf, architecture="GraniteForCausalLM", scale=float(hf["attention_multiplier"]))
     return replace_fields(
         config,

@@ -13,6 +13,7 @@ from stoker.models.tensor_transforms import ungroup_qkv
 
 @with_defaults(vocab_size=103168, bias=True, max_position_embeddings=2048)
 def internlm_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a InternLM 1 checkpoint, from `hf`, the data of its config.json."""
     rotary = value_or(hf, "rotary", {})
     scaling = {"type": "dynamic", "factor": rotary.get("scaling_factor", 1.0)} if rotary.get("type") == "dynamic" else None
     hf = {"rope_theta": rotary.get("base", 10000), "rope_scaling": scaling} | hf
@@ -21,10 +22,12 @@ def internlm_config(hf: dict[str, Any]) -> ModelConfig:
 
 @with_defaults(vocab_size=103168, bias=True, max_position_embeddings=2048)
 def internlm2_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a InternLM 2 checkpoint, from `hf`, the data of its config.json."""
     return llama_config(hf, architecture="InternLM2ForCausalLM", qkv_bias=bool(hf["bias"]), out_bias=bool(hf["bias"]))
 
 
 def internlm2_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of InternLM 2 that make each engine tensor, by engine name."""
     layer = "model.layers.{i}"
     return {
         "embed": "model.tok_embeddings",
@@ -44,7 +47,10 @@ def internlm2_names(config: ModelConfig) -> TensorNames:
     max_position_embeddings=32768, rms_norm_eps=1e-5,
 )  # fmt: skip
 def internlm3_config(hf: dict[str, Any]) -> ModelConfig:
-    """The publisher writes qkv_bias and bias, transformers attention_bias and mlp_bias. `bias` applies to the output projection too."""
+    """The ModelConfig of InternLM 3. The publisher's keys are qkv_bias and bias, transformers' are attention_bias and mlp_bias.
+
+    `bias` applies to the output projection, too.
+    """
     bias = bool(hf.get("bias", hf.get("mlp_bias", False)))
     qkv_bias = bool(hf.get("qkv_bias", hf.get("attention_bias", False)))
     return llama_config(hf | {"mlp_bias": bias}, architecture="InternLM3ForCausalLM", qkv_bias=qkv_bias, out_bias=bias)

@@ -21,7 +21,7 @@ IGNORED = ("*.rotary_emb.inv_freq",)
 
 @with_defaults(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32)
 def llama_config(hf: dict[str, Any], *, architecture: str = "LlamaForCausalLM", **attention: Any) -> ModelConfig:
-    """The config of a Llama-like model. `attention` replaces fields of every layer's AttentionConfig."""
+    """The ModelConfig of a Llama-like model. `attention` are fields that replace those of every layer's AttentionConfig."""
     require_values(hf, rope_interleaved=False)
     norm = NormConfig(eps=hf.get("rms_norm_eps", 1e-6))
     size = read_head_size(hf)
@@ -50,6 +50,7 @@ def llama_config(hf: dict[str, Any], *, architecture: str = "LlamaForCausalLM", 
 
 
 def llama_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of Llama that make each engine tensor, by engine name."""
     attention, mlp = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
     return {
         "embed": "model.embed_tokens",

@@ -12,6 +12,7 @@ from stoker.models.config_fields import read_activation, replace_fields, with_de
 
 @with_defaults(intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096)
 def mistral_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a Mistral checkpoint, from `hf`, the data of its config.json."""
     return llama_config(hf, architecture="MistralForCausalLM", window=hf["sliding_window"])
 
 
@@ -20,6 +21,7 @@ def mistral_config(hf: dict[str, Any]) -> ModelConfig:
     num_local_experts=8, num_experts_per_tok=2,
 )  # fmt: skip
 def mixtral_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a Mixtral checkpoint, from `hf`, the data of its config.json."""
     config = llama_config(hf, architecture="MixtralForCausalLM", window=hf.get("sliding_window"))
     moe = MoEConfig(
         num_experts=hf["num_local_experts"],
@@ -30,6 +32,7 @@ def mixtral_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def mixtral_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of Mixtral that make each engine tensor, by engine name."""
     moe = "model.layers.{i}.block_sparse_moe"
     return llama_names(config) | {
         "layers.{i}.mlp.router": f"{moe}.gate",

@@ -15,6 +15,7 @@ from stoker.models.config_fields import require_values, value_or, with_defaults
     tie_word_embeddings=True,
 )  # fmt: skip
 def mpt_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a MPT checkpoint, from `hf`, the data of its config.json."""
     inner = value_or(hf, "attn_config", {})
     require_values(hf, no_bias=True, embedding_fraction=1.0, logit_scale=None)
     require_values(
@@ -53,6 +54,7 @@ def mpt_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def mpt_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of MPT that make each engine tensor, by engine name."""
     layer = "transformer.blocks.{i}"
     return {
         "embed": "transformer.wte",

@@ -12,11 +12,13 @@ from stoker.models.config_fields import replace_fields, with_defaults
 
 @with_defaults(vocab_size=50304, rms_norm_eps=1e-5)
 def olmo2_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a OLMo 2 checkpoint, from `hf`, the data of its config.json."""
     config = llama_config(hf, architecture="Olmo2ForCausalLM", qk_norm=NormConfig(eps=hf["rms_norm_eps"]), qk_norm_full=True)
     return replace_fields(config, layer={"layout": "post"})
 
 
 def olmo2_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of OLMo 2 that make each engine tensor, by engine name."""
     return llama_names(config) | {
         "layers.{i}.attention_post_norm": "model.layers.{i}.post_attention_layernorm",
         "layers.{i}.mlp_post_norm": "model.layers.{i}.post_feedforward_layernorm",

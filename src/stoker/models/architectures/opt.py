@@ -19,6 +19,7 @@ OFFSET = 2  # the first two rows of the position table were used for padding
     num_attention_heads=12, activation_function="relu", enable_bias=True, layer_norm_elementwise_affine=True, tie_word_embeddings=True,
 )  # fmt: skip
 def opt_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a OPT checkpoint, from `hf`, the data of its config.json."""
     hidden, heads, bias, norm_first = hf["hidden_size"], hf["num_attention_heads"], bool(hf["enable_bias"]), hf["do_layer_norm_before"]
     affine, no_last_norm = bool(hf["layer_norm_elementwise_affine"]), bool(hf.get("_remove_final_layer_norm"))
     norm = NormConfig(kind="layer", eps=1e-5, weight=affine, bias=affine)
@@ -40,6 +41,7 @@ def opt_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def opt_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of OPT that make each engine tensor, by engine name."""
     decoder, layer = "model.decoder", "model.decoder.layers.{i}"
     return {
         "embed": f"{decoder}.embed_tokens",

@@ -15,6 +15,7 @@ from stoker.models.config_fields import read_activation, read_head_size, read_ro
     layer_norm_eps=1e-5, qk_layernorm=False,
 )  # fmt: skip
 def phi_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a Phi-1 or 2 checkpoint, from `hf`, the data of its config.json."""
     norm = NormConfig(kind="layer", eps=hf["layer_norm_eps"], bias=True)
     mlp = MLPConfig(size=hf["intermediate_size"], activation=read_activation(hf), gated=False, up_bias=True, down_bias=True)
     config = llama_config(
@@ -29,6 +30,7 @@ def phi_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def phi_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of Phi-1 or 2 that make each engine tensor, by engine name."""
     layer = "model.layers.{i}"
     return llama_names(config) | {
         "norm": "model.final_layernorm",

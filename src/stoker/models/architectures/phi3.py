@@ -15,12 +15,14 @@ from stoker.models.config_fields import read_head_size, read_rope, require_value
     original_max_position_embeddings=4096, rms_norm_eps=1e-5,
 )  # fmt: skip
 def phi3_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a Phi-3 or Phi-4 checkpoint, from `hf`, the data of its config.json."""
     require_values(hf, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1)  # in files of Phi-4-mini
     rope = read_rope(hf, dim=read_head_size(hf), partial=1.0)
     return llama_config(hf, architecture="Phi3ForCausalLM", window=hf.get("sliding_window"), rope=rope)
 
 
 def phi3_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of Phi-3 or Phi-4 that make each engine tensor, by engine name."""
     layer = "model.layers.{i}"
     return llama_names(config) | {
         "layers.{i}.attention.qkv": f"{layer}.self_attn.qkv_proj",

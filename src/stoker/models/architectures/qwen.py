@@ -18,6 +18,7 @@ from stoker.models.config_fields import require_values, with_defaults
     use_dynamic_ntk=True, use_logn_attn=True, no_bias=True, scale_attn_weights=True,
 )  # fmt: skip
 def qwen_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a Qwen 1 checkpoint, from `hf`, the data of its config.json."""
     require_values(hf, scale_attn_weights=True)
     size, trained = hf["kv_channels"], hf["seq_length"]
     rope = RopeConfig(dim=int(size * hf["rotary_pct"]), theta=float(hf["rotary_emb_base"]))
@@ -35,6 +36,7 @@ def qwen_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def qwen_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of Qwen 1 that make each engine tensor, by engine name."""
     return {
         "embed": "transformer.wte",
         "norm": "transformer.ln_f",

@@ -12,11 +12,15 @@ from stoker.models.config_fields import read_activation, replace_fields, require
 
 @with_defaults(vocab_size=151936, intermediate_size=22016, max_position_embeddings=32768, max_window_layers=28, sliding_window=4096)
 def qwen2_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a Qwen 2 checkpoint, from `hf`, the data of its config.json."""
     return with_sliding_window(llama_config(hf, architecture="Qwen2ForCausalLM", qkv_bias=True, out_bias=False), hf)
 
 
 def with_sliding_window(config: ModelConfig, hf: dict[str, Any]) -> ModelConfig:
-    """`config` with the sliding window of use_sliding_window: in the layers that layer_types lists, or else from max_window_layers on."""
+    """A copy of `config` with a sliding window if use_sliding_window is set.
+
+    It applies to the layers that layer_types lists, or else to those from max_window_layers on.
+    """
     require_values(hf, use_mrope=False)
     if not hf.get("use_sliding_window") or not hf.get("sliding_window"):
         return config
@@ -31,6 +35,7 @@ def with_sliding_window(config: ModelConfig, hf: dict[str, Any]) -> ModelConfig:
     num_experts=60, num_experts_per_tok=4, qkv_bias=True, max_window_layers=28, sliding_window=4096,
 )  # fmt: skip
 def qwen2_moe_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a Qwen2-MoE checkpoint, from `hf`, the data of its config.json."""
     config = llama_config(hf, architecture="Qwen2MoeForCausalLM", qkv_bias=bool(hf["qkv_bias"]), out_bias=False)
     if hf.get("use_sliding_window") and not hf.get("layer_types"):
         layer_types = [
@@ -42,7 +47,10 @@ def qwen2_moe_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def with_experts(config: ModelConfig, hf: dict[str, Any], *, num_experts: int, **moe: Any) -> ModelConfig:
-    """`config` with experts in every decoder_sparse_step-th layer, except those in mlp_only_layers. `moe`: further fields of MoEConfig."""
+    """A copy of `config` with experts in every decoder_sparse_step-th layer, except those in mlp_only_layers.
+
+    `moe` are further fields of MoEConfig.
+    """
     mlp = MoEConfig(
         num_experts=num_experts,
         top_k=hf["num_experts_per_tok"],
@@ -55,6 +63,7 @@ def with_experts(config: ModelConfig, hf: dict[str, Any], *, num_experts: int, *
 
 
 def qwen2_moe_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of Qwen2-MoE that make each engine tensor, by engine name."""
     moe = "model.layers.{i}.mlp"
     return llama_names(config) | {
         "layers.{i}.mlp.router": f"{moe}.gate",

@@ -16,6 +16,7 @@ from stoker.models.config_fields import replace_fields, with_defaults
     max_window_layers=28, sliding_window=4096,
 )  # fmt: skip
 def qwen3_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a Qwen 3 checkpoint, from `hf`, the data of its config.json."""
     norm = NormConfig(eps=hf.get("rms_norm_eps", 1e-6))
     return with_sliding_window(llama_config(hf, architecture="Qwen3ForCausalLM", qk_norm=norm), hf)
 
@@ -26,6 +27,7 @@ def qwen3_config(hf: dict[str, Any]) -> ModelConfig:
     sliding_window=4096,
 )  # fmt: skip
 def qwen3_moe_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a Qwen3-MoE checkpoint, from `hf`, the data of its config.json."""
     norm = NormConfig(eps=hf.get("rms_norm_eps", 1e-6))
     config = llama_config(hf, architecture="Qwen3MoeForCausalLM", qk_norm=norm)
     if hf.get("use_sliding_window"):

@@ -18,6 +18,7 @@ from stoker.models.config_fields import read_activation, replace_fields, require
     tie_word_embeddings=True,
 )  # fmt: skip
 def starcoder2_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a StarCoder 2 checkpoint, from `hf`, the data of its config.json."""
     require_values(hf, mlp_type="default", norm_type="layer_norm")
     bias = bool(hf["use_bias"])
     norm = NormConfig(kind="layer", eps=hf["norm_epsilon"], bias=True)
@@ -27,6 +28,7 @@ def starcoder2_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def starcoder2_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint tensors of StarCoder 2 that make each engine tensor, by engine name."""
     mlp = "model.layers.{i}.mlp"
     return llama_names(config) | {"layers.{i}.mlp.up": f"{mlp}.c_fc", "layers.{i}.mlp.down": f"{mlp}.c_proj"}
 

@@ -43,14 +43,14 @@ MIN_KEYS = 32  # smallest length of the longest row that is traced
 
 
 class MetaTensors(TensorSource):
-    """Tensors on the meta device."""
+    """A source of tensors on the meta device, which have a shape and no content."""
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=META)
 
 
 class MetaGroup(Group):
-    """A group without other ranks: collectives return a tensor of the right shape."""
+    """A group that simulates `size` ranks: collectives return a tensor of the right shape."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -62,7 +62,7 @@ class MetaGroup(Group):
 
 
 class MetaStage(Stage):
-    """A stage without neighbours: received tensors have the right shape."""
+    """A pipeline stage without neighbours: received tensors have the right shape, and sent ones are dropped."""
 
     def __init__(self, index: int, num_stages: int) -> None:
         self.index, self.num_stages = index, num_stages
@@ -75,7 +75,7 @@ class MetaStage(Stage):
 
 
 def kernels_of(engine: Engine, capability: int, config: RuntimeConfig = RuntimeConfig()) -> dict[str, CompileJob]:
-    """The kernels that `engine` launches on a device of `capability` (90: sm_90), by their folder in Triton's cache.
+    """The kernels that `engine` launches on a device of `capability` (90: sm_90). Keys are their folders in Triton's cache.
 
     The process must not launch or interpret kernels in other threads.
     """
@@ -89,6 +89,7 @@ def kernels_of(engine: Engine, capability: int, config: RuntimeConfig = RuntimeC
 
 
 def _runner(engine: Engine, config: RuntimeConfig, rank: int) -> ModelRunner:
+    """A runner of one rank on the meta device, which has only the layers that differ from each other."""
     settings = engine.config
     mapping, limits = settings.mapping, settings.limits
     capacity = Capacity.of(limits, settings.model.max_positions, config)
@@ -113,7 +114,7 @@ def _runner(engine: Engine, config: RuntimeConfig, rank: int) -> ModelRunner:
 
 
 def _distinct_layers(engine: Engine, layers: Sequence[int], fused_layers: FusedLayers | None) -> list[int]:
-    """Indices of the layers of a stage that launch different kernels than the layers before them.
+    """Indices of the layers of a stage that launch other kernels than all layers before them.
 
     A fused layer computes the queries, keys and values of the next layer, so no layer can be left out where their widths differ.
     """
@@ -126,14 +127,14 @@ def _distinct_layers(engine: Engine, layers: Sequence[int], fused_layers: FusedL
 
 
 def _kind(engine: Engine, layer: int) -> tuple[Any, ...]:
-    """The properties that determine the launches of a layer. One layer of each kind is traced."""
+    """The properties that determine which kernels a layer launches. One layer of each kind is traced."""
     model, recipe = engine.config.model, engine.config.recipe
     formats = [recipe.format_for(spec) for spec in layer_specs(model, layer).values() if isinstance(spec, LinearSpec)]
     return model.layers[layer], formats
 
 
 def _trace(runner: ModelRunner) -> None:
-    """Everything that a rank launches, including the check of its inboxes."""
+    """Run all steps of a rank that launch different kernels, and the check of its inboxes."""
     if (inboxes := runner.world.tensor.inboxes) is not None:
         check_sums(inboxes, META, 0)
     if runner.graphs is not None:
@@ -144,6 +145,7 @@ def _trace(runner: ModelRunner) -> None:
 
 
 def _captured(graphs: Graphs) -> Iterator[Shape]:
+    """The shapes of all steps that are captured as graphs."""
     for rows in graphs.row_buckets:
         yield Shape(rows, rows, is_decode=True)
     for tokens, rows in itertools.product(graphs.token_buckets, graphs.mixed_rows):
@@ -151,7 +153,10 @@ def _captured(graphs: Graphs) -> Iterator[Shape]:
 
 
 def _eager(runner: ModelRunner) -> Iterator[tuple[Shape, Bounds]]:
-    """Decodes with sampling features, their prompts, and prompts that are longer than captured ones."""
+    """(shape, bounds) of steps that run without a graph.
+
+    These are decodes with sampling features, their prompts, and prompts that are longer than captured ones.
+    """
     max_rows, max_tokens, longest = runner.max_batch_size, runner.max_num_tokens, runner.max_seq_len
     lengths = sorted({min(1 << i, longest) for i in range(MIN_KEYS.bit_length() - 1, longest.bit_length() + 1)})
     for rows, length in itertools.product(sorted({min(r, max_rows) for r in (*EAGER_ROWS, max_rows)}), lengths):

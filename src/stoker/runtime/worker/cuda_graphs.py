@@ -34,7 +34,7 @@ Forward = Callable[[ForwardBatch, Tensor, Tensor, bool], Tensor]
 
 @dataclass(slots=True)
 class CapturedStep:
-    """A graph and the tensor of its results."""
+    """A graph, and the tensor to which it writes the sampled token ids."""
 
     graph: torch.cuda.CUDAGraph
     token_ids: Tensor
@@ -42,7 +42,7 @@ class CapturedStep:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """The garbage collector may destroy a graph of another engine at any time, and a capture fails when that happens during it."""
+    """Disable the garbage collector in the block. It may destroy a graph of another engine, which would make a capture fail."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -53,14 +53,17 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def _free_bytes() -> int:
-    """Free memory of the device, after the allocator's cached memory is returned, from which graphs may also allocate."""
+    """Free memory of the device in bytes, after the allocator has returned its cached memory."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
 
 
 def row_buckets(max_rows: int) -> list[int]:
-    """1 to 4 (the fused layer kernel has a variant for each), 8, and then sizes with at most a fifth of padding."""
+    """The numbers of rows for which graphs are captured, up to `max_rows`.
+
+    They are 1 to 4 (the fused layer kernel has a variant for each), 8, and then sizes with at most a fifth of padding.
+    """
     buckets = [1, 2, 3, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024]
     while buckets[-1] < max_rows:
         buckets.append(buckets[-1] + 256)
@@ -68,7 +71,7 @@ def row_buckets(max_rows: int) -> list[int]:
 
 
 class Graphs:
-    """The graphs of one device."""
+    """The captured graphs of one device."""
 
     def __init__(
         self, forward: Forward, inputs: InputBuilder, *, max_rows: int, max_seq_len: int, max_tokens: int, device: torch.device
@@ -88,7 +91,7 @@ class Graphs:
         self._stream: torch.cuda.Stream | None = None
 
     def shape_for(self, plan: StepPlan) -> Shape | None:
-        """The padded shape of the graph that runs `plan`; None: it runs without a graph."""
+        """The padded shape of the graph that runs `plan`. None: the step runs without a graph."""
         num_rows = len(plan)
         if num_rows == plan.num_decodes:
             bucket = self.row_buckets[bisect.bisect_left(self.row_buckets, num_rows)]
@@ -108,7 +111,7 @@ class Graphs:
         return captured.token_ids
 
     def capture(self, shape: Shape, all_greedy: bool) -> CapturedStep:
-        """Capture the step of a shape. A run before the capture compiles kernels and allocates workspaces of libraries."""
+        """Capture the step of a shape. It is run once before, which compiles kernels and allocates workspaces of libraries."""
         step = self._dummy_step(shape)
         batch = step.batch
         # One stream for all captures, because libraries keep a workspace per stream.
@@ -141,7 +144,7 @@ class Graphs:
         return num_bytes
 
     def footprint(self) -> int:
-        """Estimate the bytes that `warm_up` will allocate: those of the largest graphs, plus those of the smallest for each other graph.
+        """Estimate the bytes that `warm_up` will allocate: the size of the largest graphs, plus that of the smallest for each other graph.
 
         The graphs are captured for the measurement and discarded.
         """
@@ -155,10 +158,11 @@ class Graphs:
         return num_bytes
 
     def _decodes(self) -> list[Shape]:
-        """The largest first, because later graphs reuse its memory."""
+        """The shapes of decodes, the largest first, because later graphs reuse its memory."""
         return [Shape(rows, rows, is_decode=True) for rows in reversed(self.row_buckets)]
 
     def _prefills(self) -> list[Shape]:
+        """The shapes of short prefills, the largest first."""
         return [Shape(tokens, self.mixed_rows[0], is_decode=False) for tokens in reversed(self.token_buckets)]
 
     def _capture_all(self, shapes: list[Shape]) -> int:
@@ -170,5 +174,5 @@ class Graphs:
         return max(before - _free_bytes(), 0)
 
     def _dummy_step(self, shape: Shape) -> StepInputs:
-        """A dummy step in the static buffers."""
+        """A dummy step of this shape in the static buffers."""
         return fill_dummy_step(self._static, self._tables, shape, Bounds.of_graph(shape, self.max_seq_len), self.inputs.num_rows)

@@ -13,7 +13,7 @@ from stoker.runtime.worker.inputs import InputBuilder, PackedStep, Shape, StepIn
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Values that select kernels and tiles, besides the shape of the step."""
+    """The properties of a step, besides its shape, by which kernels and tiles are selected."""
 
     num_decodes: int
     max_query_len: int
@@ -21,17 +21,17 @@ class Bounds:
 
     @staticmethod
     def of_graph(shape: Shape, max_seq_len: int) -> Bounds:
-        """Those of a captured step, which must be valid for every step that is padded to its shape."""
+        """The bounds of a captured step. They must be valid for every step that is padded to its shape."""
         return Bounds(shape.rows, 1, max_seq_len) if shape.is_decode else Bounds(0, shape.tokens, max_seq_len)
 
 
 def static_buffer_size(max_tokens: int, max_rows: int, width: int) -> int:
-    """int32 of a buffer for the inputs of any padded step, including the block tables."""
+    """The number of int32 elements of a buffer for the inputs of any padded step, including block tables of `width` columns."""
     return buffer_size((*_sizes(Shape(max_tokens, max_rows, False)), max_rows * width))
 
 
 def fill_dummy_step(static: Tensor, tables: Tensor, shape: Shape, bounds: Bounds, padding_row: int) -> StepInputs:
-    """A step of padding in the buffer `static`, int32, with the layout of InputBuilder. It stores no token and reads no key."""
+    """Write a dummy step to the buffer `static` (int32), in the layout of InputBuilder. It stores no token and reads no key."""
     parts = split_buffer(static, _sizes(shape))
     for part, value in zip(parts, (0, 0, -1, 0, 0, 0, padding_row, 0), strict=True):
         part.fill_(value)
@@ -66,7 +66,7 @@ def allocate_dummy_step(
 
 
 def pack_dummy_step(inputs: InputBuilder, shape: Shape, *, is_prefix_lm: bool = False) -> PackedStep:
-    """A dummy step of prompts within one block, in the form in which it is published to followers."""
+    """A dummy step whose prompts lie within one block, in the form in which it is published to followers."""
     packed = PackedStep(
         torch.empty(0), shape, width=1, num_logits=shape.rows, num_sampled=shape.rows, num_decodes=0, max_query_len=shape.tokens,
         max_seq_len=inputs.block_size, is_padded=False, sampled=[], is_prefix_lm=is_prefix_lm,
@@ -80,4 +80,5 @@ def pack_dummy_step(inputs: InputBuilder, shape: Shape, *, is_prefix_lm: bool = 
 
 
 def _sizes(shape: Shape) -> tuple[int, ...]:
+    """The sizes of the parts of a step's buffer, in int32 elements, without block tables."""
     return (*[shape.tokens] * 3, shape.rows + 1, *[shape.rows] * 4)

@@ -32,7 +32,7 @@ class Shape:
 
 @dataclass(slots=True)
 class PackedStep:
-    """The inputs of a step in one int32 buffer on the host, and the sizes of its parts. A follower needs nothing else to run the step."""
+    """The inputs of a step in one int32 buffer on the host, and the sizes of its parts: everything that a follower needs to run it."""
 
     host: Tensor
     shape: Shape
@@ -50,6 +50,7 @@ class PackedStep:
 
     @property
     def sizes(self) -> tuple[int, ...]:
+        """The sizes of the buffer's parts, in int32 elements, in their order."""
         tokens, rows = self.shape.tokens, self.shape.rows
         sizes: tuple[int, ...] = (tokens, tokens, tokens, rows + 1, rows)
         sizes = (*sizes, self.num_logits, self.num_sampled, self.num_sampled, rows * self.width)
@@ -59,7 +60,7 @@ class PackedStep:
 
     @property
     def buffer_size(self) -> int:
-        """int32 of the buffer, including the gaps between its parts."""
+        """The size of the buffer in int32 elements, including the gaps between its parts."""
         return buffer_size(self.sizes)
 
 
@@ -73,7 +74,7 @@ class StepInputs:
 
 
 class HostBlockTables:
-    """The block tables of all rows on the host, updated when sequences grow."""
+    """The block tables of all rows on the host."""
 
     def __init__(self, num_rows: int, max_blocks: int) -> None:
         self.table = np.zeros((num_rows + 1, max_blocks), dtype=np.int32)
@@ -81,7 +82,7 @@ class HostBlockTables:
         self._owners = [(-1, 0)] * num_rows
 
     def update(self, seq: Sequence) -> None:
-        """Copy the blocks that `seq` was given since the last call. After a preemption it has different blocks."""
+        """Copy the blocks that were assigned to `seq` since the last call. After a preemption it has different blocks."""
         row, blocks = seq.row, seq.blocks
         owner = (seq.seq_id, seq.num_preemptions)
         known = self._lengths[row]
@@ -94,7 +95,7 @@ class HostBlockTables:
 
 
 class InputBuilder:
-    """Builds the inputs of one step after another."""
+    """Builds the inputs of steps, one after another."""
 
     def __init__(self, num_rows: int, max_blocks: int, block_size: int, device: torch.device, num_in_flight: int = 2) -> None:
         self.tables = HostBlockTables(num_rows, max_blocks)
@@ -104,7 +105,7 @@ class InputBuilder:
         self._buffers = StagingBuffers(device, num_in_flight)
 
     def pack(self, plan: StepPlan, shape: Shape | None = None) -> PackedStep:
-        """The inputs of `plan`, padded to `shape` for a captured graph."""
+        """The inputs of `plan`, padded to `shape` if a captured graph runs it."""
         sequences = plan.sequences
         num_rows, num_tokens = len(sequences), plan.num_tokens
         is_padded = shape is not None
@@ -163,7 +164,7 @@ class InputBuilder:
         return packed
 
     def unpack(self, packed: PackedStep, static: Tensor | None = None, tables: Tensor | None = None) -> StepInputs:
-        """Start the copy to the device, and return the tensors. For a captured graph, they are its buffers.
+        """Start to copy a packed step to the device. Returns its tensors, which for a captured graph are views of the graph's buffers.
 
         `static` int32 holds everything except the block tables, at offsets that depend only on the shape; `tables` is [rows, max_blocks].
         """
@@ -186,14 +187,14 @@ class InputBuilder:
         return StepInputs(batch, views[6], views[7])
 
     def buffer(self, size: int) -> Tensor:
-        """int32 [size] on the host, valid for one step."""
+        """A host buffer, int32 [size], that is valid for one step."""
         return self._buffers.next_buffer(size * _NOTHING.itemsize).view(torch.int32)
 
     def _fill_positions(
         self, plan: StepPlan, starts: np.ndarray, counts: np.ndarray, query_starts: np.ndarray, tables: np.ndarray,
         positions: np.ndarray, slots: np.ndarray,
     ) -> None:  # fmt: skip
-        """Fill the positions of the tokens, and the slots of their keys and values."""
+        """Write the position of each token to `positions`, and the slot of its key and value to `slots`."""
         num_rows, num_tokens, size = len(starts), plan.num_tokens, self.block_size
         owner = np.arange(num_rows) if num_rows == num_tokens else np.repeat(np.arange(num_rows), counts)
         if num_rows == num_tokens:
@@ -207,6 +208,10 @@ class InputBuilder:
         self, sampled: list[int], extra: list[int], rows: np.ndarray, query_starts: np.ndarray, seq_lens: np.ndarray,
         logits_idx: np.ndarray, sampled_rows: np.ndarray, counters: np.ndarray,
     ) -> None:  # fmt: skip
+        """Write the indices of the tokens whose logits are computed, the rows that sample, and their counters.
+
+        `sampled` are the rows of the plan that sample; `extra` are further tokens that need logits.
+        """
         picked = np.array(sampled, dtype=np.int32)
         count = len(sampled)
         logits_idx[:count] = query_starts[1:][picked] - 1
@@ -218,6 +223,7 @@ class InputBuilder:
         counters[count:] = 0
 
     def _views(self, packed: PackedStep, static: Tensor | None, tables: Tensor | None) -> list[Tensor]:
+        """The parts of the buffer as tensors on the device, in the order of `sizes`."""
         host, sizes = packed.host, packed.sizes
         if static is None or tables is None:
             return split_buffer(host.to(self.device, non_blocking=True), sizes)
@@ -231,7 +237,7 @@ class InputBuilder:
 
 
 def _fill_tokens(plan: StepPlan, token_ids: np.ndarray) -> None:
-    """Write the token ids of the step. An id that only the device knows is written as -1 - row."""
+    """Write the token ids of the step. An id that only the device has is written as -1 - row."""
     at = 0
     for seq, start, count in zip(plan.sequences, plan.starts, plan.num_new, strict=True):
         tokens = seq.tokens
@@ -246,12 +252,12 @@ def _fill_tokens(plan: StepPlan, token_ids: np.ndarray) -> None:
 
 
 def buffer_size(sizes: tuple[int, ...]) -> int:
-    """int32 of a buffer with parts of these sizes, each of which starts at a multiple of 16 bytes."""
+    """The number of int32 elements of a buffer with parts of these sizes, each of which starts at a multiple of 16 bytes."""
     return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
 
 
 def split_buffer(buffer: Buffer, sizes: tuple[int, ...]) -> list[Buffer]:
-    """Views of the parts of a buffer."""
+    """Views of the parts of a buffer with these sizes (see `buffer_size`)."""
     views, at = [], 0
     for size in sizes:
         views.append(buffer[at : at + size])

@@ -1,4 +1,4 @@
-"""The memory budget of a device: computes the size of the KV cache and logs what the memory is used for."""
+"""The memory budget of a device: computes the size of the KV cache and logs how the memory is used."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class MemoryBudget:
 
     @property
     def left_over(self) -> int:
+        """The bytes that remain unused."""
         return self.free - (self.activations or 0) - self.graphs - self.kv
 
     def table(self) -> str:
@@ -53,13 +54,13 @@ class MemoryBudget:
 
 
 def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype, layers: range | None = None, tensor_parallel: int = 1) -> int:
-    """Bytes of one block in all layers of a rank."""
+    """The number of bytes of one block in all `layers` of a rank."""
     layers = range(model.num_layers) if layers is None else layers
     return sum(kv_width(model, layer, tensor_parallel) for layer in layers) * block_size * dtype.itemsize
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes of the device."""
+    """(free, total) memory of the device in bytes. Free memory includes what PyTorch's allocator has reserved but does not use."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         # Memory that the allocator has cached is available too.
@@ -69,7 +70,10 @@ def free_memory(device: torch.device) -> tuple[int, int]:
 
 
 def num_kv_blocks(free: int, bytes_per_block: int, limits: Limits, config: RuntimeConfig, device: str) -> int:
-    """Blocks for the token count and the fraction of `free` in `config`, whichever is smaller, and at most what all sequences can use."""
+    """The number of KV cache blocks that `config` requests and that fit, at most what all sequences can use.
+
+    It is the smaller one of the requested token count and the fraction of `free` bytes. Raises ConfigError if not enough blocks fit.
+    """
     size = limits.tokens_per_block
     fraction = config.kv_cache_fraction if config.kv_cache_fraction is not None else _DEFAULT_FRACTION[device]
     fitting = int(free * fraction) // bytes_per_block
@@ -98,7 +102,7 @@ def make_caches(
     model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
     layers: range | None = None, tensor_parallel: int = 1,
 ) -> list[KVCache]:  # fmt: skip
-    """One zeroed cache per layer of a rank. Unwritten slots must be finite, because attention multiplies masked values by zero."""
+    """A zeroed cache for each layer of a rank. Unwritten slots must be finite, because attention multiplies masked values by zero."""
     caches = []
     for layer in range(model.num_layers) if layers is None else layers:
         heads, key, value = local_kv_shapes(model, layer, tensor_parallel)
@@ -109,8 +113,11 @@ def make_caches(
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros. On the CPU, zero pages of the operating system, which use memory only when they are written. torch.zeros writes all pages,
-    which takes 70 s for 12 GB on a small machine."""
+    """A tensor of zeros.
+
+    On the CPU it consists of zero pages of the operating system, which use memory only when they are written. torch.zeros writes all pages,
+    which takes 70 s for 12 GB on a small machine.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize

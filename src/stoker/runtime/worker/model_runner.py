@@ -61,6 +61,7 @@ class StepHandle:
             self._event.record()
 
     def wait(self) -> StepResult:
+        """Block until the step has ended, and return its results."""
         if self._event is not None:
             self._event.synchronize()
         logprobs: list[list[TokenLogprobs] | None] = []
@@ -80,14 +81,18 @@ class LazyHandle:
 
     @torch.inference_mode()
     def wait(self) -> StepResult:
+        """Run the step now, and return its results."""
         return self._start().wait()
 
 
 class StepPublisher(Protocol):
-    """Sends steps, and blocks to zero, to the followers."""
+    """Sends the leader's commands to the followers."""
 
-    def publish_step(self, packed: PackedStep, all_greedy: bool) -> None: ...
-    def publish_zero_blocks(self, blocks: list[int]) -> None: ...
+    def publish_step(self, packed: PackedStep, all_greedy: bool) -> None:
+        """Make the followers run a step. `all_greedy`: no row draws at random."""
+
+    def publish_zero_blocks(self, blocks: list[int]) -> None:
+        """Make the followers zero blocks of their KV cache."""
 
 
 class ModelRunner:
@@ -123,7 +128,7 @@ class ModelRunner:
             )
 
     def prepare(self, request: TokenRequest) -> Future[Any] | None:
-        """Start to compile the guide of the request in another thread. Raises DependencyError."""
+        """Start to compile the guide of the request in another thread; None without a guide. Raises DependencyError or RequestError."""
         return self.sampler.prepare(request)
 
     def add(self, seq: Sequence) -> None:
@@ -143,17 +148,20 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> int:
-        """Capture the common steps, so that no request waits for it. Returns the bytes of the graphs."""
+        """Capture the common steps, so that no request waits for it. Returns the bytes that the graphs allocated; 0 without graphs."""
         return 0 if self.graphs is None else self.graphs.warm_up()
 
     @torch.inference_mode()
     def graph_footprint(self) -> int:
-        """Bytes that `warm_up` will allocate."""
+        """An estimate of the bytes that `warm_up` will allocate."""
         return 0 if self.graphs is None else self.graphs.footprint()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle | LazyHandle:
-        """Start a step. It stores the sampled ids in `last_ids`, so that the next step can start before they are copied to the host."""
+        """Start a step, and return a handle to wait for it.
+
+        The sampled ids are stored in `last_ids` on the device, so that the next step can start before they are copied to the host.
+        """
         assert not plan.transfers
         table = self.sampler.table
         table.update(plan.sequences)
@@ -165,6 +173,7 @@ class ModelRunner:
         return LazyHandle(lambda: self._start(plan, packed, all_greedy)) if self._is_lazy else self._start(plan, packed, all_greedy)
 
     def _start(self, plan: StepPlan, packed: PackedStep, all_greedy: bool) -> StepHandle:
+        """Launch the model and the sampler, or replay the graph."""
         if packed.is_padded:
             assert self.graphs is not None
             with self._fatal_error(self.world.size > 1):
@@ -182,8 +191,10 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def _fatal_error(self, is_fatal: bool) -> Iterator[None]:
-        """Convert errors to RankError if `is_fatal`: when other ranks wait in a collective of the step. They would take the collectives of
-        the next step for those of this one, and results would be wrong."""
+        """Convert errors in the block to RankError if `is_fatal`: if other ranks wait in a collective of the step.
+
+        They would otherwise match the collectives of the next step with those of this one, and results would be wrong.
+        """
         try:
             yield
         except Exception as error:
@@ -195,7 +206,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def follow(self, packed: PackedStep, all_greedy: bool) -> None:
-        """Run a step that the leader published."""
+        """Run a step that the leader published, without using its results."""
         if packed.is_padded:
             assert self.graphs is not None
             self.graphs.run(packed, all_greedy)
@@ -235,7 +246,7 @@ class ModelRunner:
         self._store_last_ids(step.rows, token_ids)
 
     def zero_blocks(self, blocks: list[int]) -> None:
-        """Zero blocks that may contain NaN, before other sequences use them."""
+        """Zero blocks that may contain NaN on all ranks, before other sequences use them."""
         if self.publisher is not None:
             self.publisher.publish_zero_blocks(blocks)
         index = torch.tensor(blocks, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
@@ -245,7 +256,7 @@ class ModelRunner:
                     pages.view(torch.uint8).index_fill_(0, index, 0)  # index_fill_ does not support float8
 
     def _forward(self, batch: ForwardBatch, rows: Tensor, counters: Tensor, all_greedy: bool) -> Tensor:
-        """Model and sampling without features: the step that a graph captures."""
+        """Run the model and the sampler without features: the step that a graph captures. Returns token ids [L]."""
         logits = self._logits(batch)
         if self.world.is_leader:
             token_ids = ops.sample(logits, self.sampler.table.gather(rows, counters, all_greedy))
@@ -255,6 +266,7 @@ class ModelRunner:
         return token_ids
 
     def _logits(self, batch: ForwardBatch) -> Tensor:
+        """The logits [L, V] of a step, after ids that only the device has were resolved."""
         if self.device.type != "cpu":
             batch = dataclasses.replace(batch, token_ids=ops.resolve(batch.token_ids, self.last_ids))
         return self.model(batch, self.caches)

@@ -1,4 +1,4 @@
-"""Positions of the tokens of prefix LMs: `core.prefix_lm.BidirectionalPrefix` for all tokens of a step."""
+"""Positions of tokens in prefix LMs: `core.prefix_lm.BidirectionalPrefix` for all tokens of a step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from stoker.core.prefix_lm import BidirectionalPrefix
 def fill_prefix_lm_positions(
     prefixes: list[BidirectionalPrefix], counts: np.ndarray, positions: np.ndarray, block_positions: np.ndarray, prefix_lens: np.ndarray
 ) -> None:
-    """Fill block_positions [T] and prefix_lens [R]. Change positions [T] from indices in the sequence to rotary positions.
+    """Fill block_positions [T] and prefix_lens [R], and change positions [T] from sequence indices to rotary positions.
 
-    prefixes: one per row. counts [R]: the number of tokens of each row.
+    `prefixes`: one per row; `counts` [R]: the number of tokens of each row.
     """
     lengths, masks = np.array(prefixes, dtype=np.int32).T
     prefix_lens[:] = lengths

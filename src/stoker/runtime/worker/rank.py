@@ -60,9 +60,9 @@ class LoadedRank:
     activations: int | None = None
 
     def num_blocks(self) -> int:
-        """The number of KV blocks that fit beside the activations of the largest step and the graphs.
+        """The number of KV cache blocks that fit beside the activations of the largest step and the graphs.
 
-        Every rank must call it, because it runs steps.
+        Every rank must call it at the same time, because it runs steps.
         """
         graphs = 0
         if self.device.type == "cuda":
@@ -74,12 +74,15 @@ class LoadedRank:
         return num_kv_blocks(room, self._block_bytes(), self.engine.config.limits, self.config, self.device.type)
 
     def _free(self) -> int:
-        """Bytes that are available to this rank. Ranks on a CPU divide the memory of the machine."""
+        """The free memory of this rank in bytes. Ranks on a CPU divide the memory of the machine."""
         free = free_memory(self.device)[0]
         return free // self.world.size if self.device.type == "cpu" else free
 
     def _largest_step(self) -> int:
-        """Peak bytes of steps at the limits, without weights and cache. They also load kernels and allocate workspaces of libraries."""
+        """The peak memory in bytes of steps at the limits, without weights and cache.
+
+        Running these steps also loads kernels and allocates workspaces of libraries.
+        """
         runner = self._runner(1, self.capacity.max_seq_len, use_graphs=False)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -90,24 +93,26 @@ class LoadedRank:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def _block_bytes(self) -> int:
+        """The number of bytes of one KV cache block on this rank."""
         config = self.engine.config
         layers = self.world.stage.layers(config.model.num_layers)
         return block_bytes(config.model, config.limits.tokens_per_block, self.engine.kv_dtype, layers, config.mapping.tensor_parallel)
 
     def budget(self, num_blocks: int, graphs: int) -> MemoryBudget:
-        """The memory budget; `graphs` in bytes."""
+        """The memory budget for a cache of `num_blocks` blocks and graphs of `graphs` bytes."""
         size, total = self.engine.config.limits.tokens_per_block, free_memory(self.device)[1]
         kv = num_blocks * self._block_bytes()
         return MemoryBudget(str(self.device), total, self.weights, self.free, self.activations, graphs, kv, num_blocks, size)
 
     def runner(self, num_blocks: int, publisher: StepPublisher | None = None) -> ModelRunner:
-        """Allocate the cache and create the runner."""
+        """Allocate the cache with `num_blocks` blocks, and create the runner."""
         max_seq_len = min(self.capacity.max_seq_len, num_blocks * self.engine.config.limits.tokens_per_block)
         grammars = Grammars(self.engine.path, self.engine.config.model.vocab_size) if self.world.is_leader else None
         return self._runner(num_blocks, max_seq_len, use_graphs=self._use_graphs, publisher=publisher, grammars=grammars)
 
     @property
     def _use_graphs(self) -> bool:
+        """Whether the runner captures steps as CUDA graphs."""
         return captures_steps(self.config, self.engine.config.model)
 
     def _runner(
@@ -119,6 +124,7 @@ class LoadedRank:
         publisher: StepPublisher | None = None,
         grammars: Grammars | None = None,
     ) -> ModelRunner:
+        """Allocate a cache and create a runner, either the final one or one for measuring memory."""
         config, capacity = self.engine.config, self.capacity
         size, tensor = config.limits.tokens_per_block, config.mapping.tensor_parallel
         layers = self.world.stage.layers(config.model.num_layers)
@@ -141,12 +147,12 @@ class LoadedRank:
 
 
 def captures_steps(config: RuntimeConfig, model: ModelConfig) -> bool:
-    """Whether steps are captured as CUDA graphs. Not for prefix LMs: a captured step has no second positions."""
+    """Whether steps are captured as CUDA graphs. Prefix LMs are excluded, because a captured step has no block positions."""
     return config.cuda_graphs and not model.requires_whole_prompt
 
 
 def largest_steps(capacity: Capacity) -> list[tuple[Shape, Bounds]]:
-    """Steps at the limits: only decodes, decodes with one prompt, and only prompts."""
+    """(shape, bounds) of the steps at the limits: only decodes, decodes with one prompt, and only prompts."""
     rows, tokens, longest = capacity.max_batch_size, max(capacity.max_num_tokens, capacity.max_batch_size), capacity.max_seq_len
     steps = [(Shape(rows, rows, is_decode=True), Bounds(rows, 1, longest))]
     if tokens > rows:
@@ -179,13 +185,13 @@ def load_rank(engine: Engine, config: RuntimeConfig, device: torch.device, world
 
 
 def _windowed(model: ModelConfig, config: RuntimeConfig, capacity: Capacity) -> ModelConfig:
-    """The model with `attention_window`, unless the window is longer than every sequence."""
+    """The model with the `attention_window` of `config`, unless the window is at least as long as every sequence."""
     window = config.attention_window
     return model if window is None or window >= capacity.max_seq_len else model.windowed(window)
 
 
 def _use_kernels(engine: Engine) -> None:
-    """Use the tuning file and the compiled kernels of the engine, and the kernels that earlier starts compiled."""
+    """Install the engine's tuning file and compiled kernels, and use the cache with kernels that earlier starts compiled."""
     from stoker.kernels.triton.aot import kernel_cache as cache
     from stoker.kernels.tuning.devices import use_engine_tuning
 

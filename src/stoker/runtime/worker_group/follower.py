@@ -43,6 +43,7 @@ class FollowTask(msgspec.Struct):
 
 
 def main() -> int:
+    """Run the follower process whose task is on standard input. Returns the exit status."""
     configure()
     task = msgspec.msgpack.decode(_read_task(), type=FollowTask)
     _end_with_leader()
@@ -55,7 +56,7 @@ def main() -> int:
 
 
 def follow(task: FollowTask) -> None:
-    """Load this rank, report the states to the leader, and run steps until the end."""
+    """Load this rank, report its progress to the leader, and run the published steps until the leader ends them."""
     import torch
     import torch.distributed as dist
 
@@ -79,6 +80,7 @@ def follow(task: FollowTask) -> None:
 
 
 def _run_steps(channel: PlanReader, runner: ModelRunner, spin_s: float) -> None:
+    """Process the leader's records until the END record."""
     from stoker.runtime.worker_group.records import END, ZERO_BLOCKS, decode_record
 
     while True:
@@ -94,12 +96,14 @@ def _run_steps(channel: PlanReader, runner: ModelRunner, spin_s: float) -> None:
 
 
 def _beat(channel: PlanReader) -> None:
+    """Send heartbeats to the leader for ever, in a thread."""
     while True:
         channel.beat()
         threading.Event().wait(HEARTBEAT_S)
 
 
 def _read_task() -> bytes:
+    """The bytes of the task: standard input has an 8-byte little-endian size, then the task."""
     size = int.from_bytes(os.read(0, 8), "little")
     data = b""
     while len(data) < size and (chunk := os.read(0, size - len(data))):
@@ -108,9 +112,10 @@ def _read_task() -> bytes:
 
 
 def _end_with_leader() -> None:
-    """End this process when standard input is closed: the leader holds the other end, and has ended."""
+    """Start a thread that ends this process when standard input is closed, because the leader holds its other end."""
 
     def watch() -> None:
+        """Wait until standard input is closed, and end the process."""
         while os.read(0, 1):
             pass
         os._exit(0)

@@ -1,4 +1,4 @@
-"""The process of a follower, for the leader: start, reported states, log and end."""
+"""The leader's view of a follower process: starting and ending it, its reported states, and its log."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ class FollowerProcess:
         return bool(ready) and os.read(self._status, 1) != b""
 
     def kill(self) -> None:
+        """Kill the process, wait for it, and close its files."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -59,21 +60,22 @@ class FollowerProcess:
         self._log.close()
 
     def save_log(self, folder: Path) -> None:
-        """Write the end of its output to a file in `folder`."""
+        """Write the end of the process's output to a file in `folder`."""
         (folder / f"rank{self.rank}.log").write_bytes(self._read_log())
 
     def describe_failure(self, reason: str, folder: Path) -> str:
-        """The message of a RankError, with the last line of the log."""
+        """The message of a RankError: the reason, the path of the log, and its last line."""
         lines = self._read_log().decode(errors="replace").strip().splitlines()
         last = f" It ends with: {lines[-1]}" if lines else ""
         return f"rank {self.rank} on {self.device} {reason}; its log is {folder / f'rank{self.rank}.log'}.{last}"
 
     def _read_log(self) -> bytes:
-        """With pread, because the process writes at the file's own position."""
+        """The last MAX_LOG_BYTES of the output, read with pread, because the process writes at the file's own position."""
         log = self._log.fileno()
         return os.pread(log, MAX_LOG_BYTES, max(0, os.fstat(log).st_size - MAX_LOG_BYTES))
 
     @property
     def exit_reason(self) -> str:
+        """How the process ended: by a signal or with a status."""
         code = self.process.returncode
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"

@@ -34,7 +34,7 @@ GRACE_S = 2.0  # time for this process to raise the error of a failed rank, afte
 
 
 def rank_devices(engine: Engine, config: RuntimeConfig) -> list[torch.device]:
-    """The device of each rank. Raises ConfigError if there are not as many devices as ranks. Called before anything is loaded."""
+    """The device of each rank. Raises ConfigError unless there are as many devices as ranks. Called before anything is loaded."""
     kind, size = config.device or engine.config.target.device, engine.world_size
     mapping = engine.config.mapping
     built = f"{engine.path} is built for {size} ranks (tensor {mapping.tensor_parallel} × pipeline {mapping.pipeline_parallel})"
@@ -53,7 +53,7 @@ def rank_devices(engine: Engine, config: RuntimeConfig) -> list[torch.device]:
 
 
 class WorkerGroup:
-    """The follower ranks of an engine, for the leader, which is this process."""
+    """The follower ranks of an engine, as the leader sees them. The leader is this process."""
 
     def __init__(
         self, engine: Engine, config: RuntimeConfig, capacity: Capacity, devices: list[torch.device], hosts: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ class WorkerGroup:
         self._watcher.start()
 
     def join(self) -> World:
-        """Join the world when all followers are ready to. Raises RuntimeError if one of them ends before."""
+        """Join the world when all followers are ready for it. Raises RankError if one of them ends before."""
         self.wait()
         return join(
             self._store, self._leader, self._engine.config.mapping, self._device, hosts=self._hosts,
@@ -110,9 +110,11 @@ class WorkerGroup:
     # StepPublisher, for the model runner.
 
     def publish_step(self, packed: PackedStep, all_greedy: bool) -> None:
+        """Make all followers run a step."""
         self._channel.publish(encode_step(packed, all_greedy), packed.host.numpy(), self.check)
 
     def publish_zero_blocks(self, blocks: list[int]) -> None:
+        """Make all followers zero blocks of their KV cache."""
         size = self._channel.address.record_size
         for start in range(0, len(blocks), size):
             chunk = np.array(blocks[start : start + size], dtype=np.int32)
@@ -127,14 +129,14 @@ class WorkerGroup:
             raise self._failure
 
     def check_after_error(self) -> None:
-        """After an error of a step: raise RankError if the failure of a rank is the cause."""
+        """Called after an error of a step: raise RankError if the failure of a rank is the cause."""
         deadline = time.monotonic() + 4 * WATCH_INTERVAL_S
         while self._failure is None and time.monotonic() < deadline:
             time.sleep(WATCH_INTERVAL_S / 4)
         self.check()
 
     def close(self) -> None:
-        """End the followers. Their logs remain if one of them failed."""
+        """End the followers. Their logs are retained if one of them failed."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -142,6 +144,7 @@ class WorkerGroup:
         deadline = time.monotonic() + GRACE_S
 
         def give_up() -> None:
+            """Raise TimeoutError after the deadline."""
             if time.monotonic() > deadline:
                 raise TimeoutError
 
@@ -155,6 +158,7 @@ class WorkerGroup:
         self._kill_followers()
 
     def _kill_followers(self) -> None:
+        """Kill all followers, and close the channel."""
         for follower in self._followers:
             follower.kill()
         self._channel.close()
@@ -162,6 +166,7 @@ class WorkerGroup:
     # The watch thread.
 
     def _watch(self) -> None:
+        """The loop of a thread: when a follower fails, kill all followers and store the failure, which `check` raises."""
         while not self._closing.wait(WATCH_INTERVAL_S):
             found = self._find_failure()
             if found is None:
@@ -177,7 +182,7 @@ class WorkerGroup:
             return
 
     def _describe_failure(self, failed: FollowerProcess, reason: str) -> str:
-        """Save the logs of all ranks, and return the error message."""
+        """Save the logs of all ranks in a new folder, and return the error message."""
         folder = Path(tempfile.gettempdir())
         with contextlib.suppress(OSError):  # the failure is reported even if the disk is full
             folder = Path(tempfile.mkdtemp(prefix="stoker-ranks-"))
@@ -186,6 +191,7 @@ class WorkerGroup:
         return failed.describe_failure(reason, folder)
 
     def _find_failure(self) -> tuple[FollowerProcess, str] | None:
+        """(follower, reason) of the first follower that has ended, sends no heartbeats or does not proceed; None if all are well."""
         now = time.monotonic_ns()
         heartbeats, lags, positions = self._channel.heartbeats_ns(), self._channel.lags(), self._channel.positions()
         for reader, follower in enumerate(self._followers):
@@ -198,7 +204,7 @@ class WorkerGroup:
         return None
 
     def _stalled_s(self, reader: int, position: int, lag: int) -> float:
-        """How long a reader has been at `position` although it has further records to read."""
+        """The seconds for which a reader has been at `position` although it has further records to read."""
         now = time.monotonic()
         known = self._positions.get(reader)
         if known is None or known[0] != position or lag == 0:

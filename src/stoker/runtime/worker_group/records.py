@@ -14,7 +14,7 @@ STEP, ZERO_BLOCKS, END = 1, 2, 3
 
 
 class Record(NamedTuple):
-    """`packed` and `all_greedy` are those of a STEP, `blocks` those of ZERO_BLOCKS."""
+    """A decoded record. `packed` and `all_greedy` are those of a STEP, `blocks` those of ZERO_BLOCKS."""
 
     kind: int
     packed: PackedStep | None
@@ -23,12 +23,12 @@ class Record(NamedTuple):
 
 
 def max_step_size(max_num_tokens: int, max_rows: int, max_blocks: int) -> int:
-    """The largest number of int32 of a step: five per token, six per row, and the block tables."""
+    """The largest number of int32 values of a step: five per token, six per row, and the block tables."""
     return buffer_size((*[max_num_tokens] * 5, max_rows + 1, *[max_rows] * 5, max_rows * max_blocks))
 
 
 def encode_step(packed: PackedStep, all_greedy: bool) -> tuple[int, ...]:
-    """The header of a step. Its numbers are `packed.host`."""
+    """The header of a step's record. The record's numbers are `packed.host`."""
     shape = packed.shape
     return (
         STEP, shape.tokens, shape.rows, shape.is_decode, packed.width, packed.num_logits, packed.num_sampled, packed.num_decodes,
@@ -37,7 +37,7 @@ def encode_step(packed: PackedStep, all_greedy: bool) -> tuple[int, ...]:
 
 
 def decode_record(record: Numbers, buffer: Callable[[int], torch.Tensor]) -> Record:
-    """Copy a record. The numbers of a step are copied to `buffer(size)`, int32 [size]."""
+    """A copy of a record's content. The numbers of a step are copied to `buffer(size)`, int32 [size]."""
     kind, *fields = (int(value) for value in record[:14])
     if kind == ZERO_BLOCKS:
         return Record(kind, None, False, record[HEADER_SIZE : HEADER_SIZE + fields[0]].tolist())

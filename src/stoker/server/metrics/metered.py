@@ -156,7 +156,7 @@ class _TimedStream(AsyncGenerator[list[SequenceOutput], None]):
 
 
 class _Outcome:
-    """The outcome of one request for the metrics."""
+    """How one request ended, for the counters of requests and tokens."""
 
     def __init__(self) -> None:
         self.reason: FinishReason | None = None
@@ -166,6 +166,7 @@ class _Outcome:
 
     @property
     def name(self) -> str:
+        """The label of the outcome: a finish reason, or the label of an error (`_outcome_of`), or "cancelled"."""
         return self.reason or self.failure or FinishReason.CANCELLED
 
 

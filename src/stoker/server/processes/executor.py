@@ -43,10 +43,11 @@ def main() -> int:
 
 
 def run(task: ExecutorTask, report_ready: Callable[[], Any]) -> None:
-    """Load the engine, report readiness, and run the executor until it is shut down.
+    """Load the engine, call `report_ready`, and run the executor until it is shut down.
 
-    SIGTERM has its default action, which ends the process at once, until the mailbox exists. No request can be lost before that. A
-    handler that raised an exception during an import or the clean-up of a library would surface as a different exception.
+    Once the mailbox (the executor's end of the ZeroMQ connection) exists, SIGTERM ends all requests and the executor in an orderly way.
+    Before that, SIGTERM ends the process immediately, which is its default action: no request can be lost, and the exception of a handler
+    could be swallowed by an import.
     """
     from stoker.runtime.load import load_executor  # imports torch, which takes seconds; SIGTERM must work during that time
 

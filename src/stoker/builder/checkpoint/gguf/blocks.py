@@ -1,4 +1,4 @@
-"""GGUF block types that a format of `quant/` holds without a change.
+"""GGUF block types that a format of `quant/` can store without changing a value.
 
 Layouts: ggml-common.h of github.com/ggml-org/ggml. In each function, `raw` is uint8 [rows, row_bytes], and a field is uint8
 [rows, blocks, bytes], with the name that it has in that header: `d` and `m` or `dmin` are float16 scales and offsets of a block, `qs`
@@ -23,19 +23,19 @@ Kind = gguf.GGMLQuantizationType
 
 
 class BlockFormat(NamedTuple):
-    """The format of one block type, and the function from raw uint8 [rows, row_bytes] to its stored tensors by suffix."""
+    """The format that stores one block type, and the function from raw uint8 [rows, row_bytes] to its stored tensors by suffix."""
 
     format: Format
     repack: Callable[[Tensor], dict[str, Tensor]]
 
 
 def _split_fields(raw: Tensor, *sizes: int) -> list[Tensor]:
-    """The fields of each block, in order. `sizes` are in bytes."""
+    """The fields of each block of `raw`, each [rows, blocks, size]. `sizes` are in bytes."""
     return list(raw.unflatten(-1, (-1, sum(sizes))).split(sizes, dim=-1))
 
 
 def _float16(field: Tensor) -> Tensor:
-    """A field of two bytes as float16 [rows, blocks]."""
+    """A field [rows, blocks, 2] of bytes as float16 [rows, blocks]."""
     return field.contiguous().view(torch.float16).squeeze(-1)
 
 
@@ -50,26 +50,31 @@ def _bits(field: Tensor) -> Tensor:
 
 
 def _q4_0(raw: Tensor) -> dict[str, Tensor]:
+    """Stored tensors of Q4_0: 32 values of 4 bits with a scale."""
     d, qs = _split_fields(raw, 2, 16)
     return {"weight": groups.pack(_nibbles(qs).flatten(-2)), "scale": _float16(d)}
 
 
 def _q4_1(raw: Tensor) -> dict[str, Tensor]:
+    """Stored tensors of Q4_1: 32 values of 4 bits with a scale and an offset."""
     d, m, qs = _split_fields(raw, 2, 2, 16)
     return {"weight": groups.pack(_nibbles(qs).flatten(-2)), "scale": _float16(d), "offset": _float16(m)}
 
 
 def _q5_0(raw: Tensor) -> dict[str, Tensor]:
+    """Stored tensors of Q5_0: 32 values of 5 bits with a scale."""
     d, qh, qs = _split_fields(raw, 2, 4, 16)
     return {"weight": (_nibbles(qs) | _bits(qh) << 4).to(torch.int8).sub(16).flatten(-2), "scale": _float16(d)}
 
 
 def _q5_1(raw: Tensor) -> dict[str, Tensor]:
+    """Stored tensors of Q5_1: 32 values of 5 bits with a scale and an offset."""
     d, m, qh, qs = _split_fields(raw, 2, 2, 4, 16)
     return {"weight": (_nibbles(qs) | _bits(qh) << 4).to(torch.int8).flatten(-2), "scale": _float16(d), "offset": _float16(m)}
 
 
 def _q8_0(raw: Tensor) -> dict[str, Tensor]:
+    """Stored tensors of Q8_0: 32 values of 8 bits with a scale."""
     d, qs = _split_fields(raw, 2, 32)
     return {"weight": qs.contiguous().view(torch.int8).flatten(-2), "scale": _float16(d)}
 
@@ -90,12 +95,14 @@ def _scale_and_offset(d: Tensor, dmin: Tensor, scales: Tensor) -> dict[str, Tens
 
 
 def _q4_k(raw: Tensor) -> dict[str, Tensor]:
+    """Stored tensors of Q4_K: 8 groups of 32 values of 4 bits with 6-bit scales and minima."""
     d, dmin, scales, qs = _split_fields(raw, 2, 2, 12, 128)
     values = _nibbles(qs.unflatten(-1, (4, 32))).flatten(-3)
     return {"weight": groups.pack(values)} | _scale_and_offset(d, dmin, scales)
 
 
 def _q5_k(raw: Tensor) -> dict[str, Tensor]:
+    """Stored tensors of Q5_K: 8 groups of 32 values of 5 bits with 6-bit scales and minima."""
     d, dmin, scales, qh, qs = _split_fields(raw, 2, 2, 12, 32, 128)
     low_bits = _nibbles(qs.unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)  # [rows, blocks, 8, 32]
     high_bit = (qh.unsqueeze(-2) >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
@@ -103,6 +110,7 @@ def _q5_k(raw: Tensor) -> dict[str, Tensor]:
 
 
 def _q6_k(raw: Tensor) -> dict[str, Tensor]:
+    """Stored tensors of Q6_K: 16 groups of 16 values of 6 bits with 8-bit scales."""
     ql, qh, scales, d = _split_fields(raw, 128, 64, 16, 2)
     low_bits = _nibbles(ql.unflatten(-1, (2, 64))).unflatten(-1, (4, 32))  # [rows, blocks, 2, 4, 32]
     high_bits = (qh.unflatten(-1, (2, 1, 32)) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]) & 3

@@ -55,7 +55,10 @@ _END_TOKENS = frozenset({
 
 
 def hugging_face_name(name: str) -> str:
-    """blk.3.attn_q.weight → model.layers.3.self_attn.q_proj.weight. Unknown names do not change; the build refuses them as unused."""
+    """The Hugging Face name of a GGUF tensor: blk.3.attn_q.weight → model.layers.3.self_attn.q_proj.weight.
+
+    Unknown names do not change; the build rejects them later as unused.
+    """
     module, _, suffix = name.rpartition(".")
     if found := re.fullmatch(r"blk\.(\d+)\.(\w+)", module):
         layer, part = found.groups()
@@ -64,7 +67,7 @@ def hugging_face_name(name: str) -> str:
 
 
 def read_architecture(file: GGUFFile) -> str:
-    """The GGUF architecture. Raises CheckpointError when it is not supported."""
+    """The name of the GGUF architecture. Raises CheckpointError when it is not supported."""
     architecture: str = file.get("general.architecture", str, "")
     if architecture not in ARCHITECTURES:
         near = nearest(architecture, list(ARCHITECTURES)) or list(ARCHITECTURES)
@@ -103,7 +106,10 @@ def read_config(file: GGUFFile, tensors: Mapping[str, TensorInfo], rope_factors:
 
 
 def _end_ids(file: GGUFFile) -> list[int]:
-    """All tokens that end a generation, eos first: those that the metadata names, and those that llama.cpp recognizes by their text."""
+    """The ids of all tokens that end a generation, eos first.
+
+    They are those that the metadata names, and those that llama.cpp recognizes by their text.
+    """
     named = [file.get(f"tokenizer.ggml.{key}_token_id", int) for key in ("eos", "eot", "eom")]
     by_text = [i for i, token in enumerate(file.get("tokenizer.ggml.tokens", [str], [])) if token in _END_TOKENS]
     return list(dict.fromkeys(i for i in (*named, *by_text) if i is not None))
@@ -119,7 +125,7 @@ def _check_unsupported(file: GGUFFile, architecture: str, config: dict[str, Any]
 
 
 def _original_dtype(file: GGUFFile) -> str:
-    """The dtype of the matrices. Quantized ones were converted from a 16-bit model, whose range bfloat16 covers."""
+    """The dtype of the model before quantization: float32, float16, or bfloat16, whose range covers all 16-bit models."""
     kinds = {tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1}
     if kinds == {gguf.GGMLQuantizationType.F32}:
         return "float32"
@@ -127,6 +133,7 @@ def _original_dtype(file: GGUFFile) -> str:
 
 
 def _rope_scaling(file: GGUFFile, architecture: str, rope_factors: Tensor | None) -> dict[str, Any] | None:
+    """The rope_scaling of config.json. None without scaling."""
     if rope_factors is not None:
         # Llama 3.1's scaling, stored as one divisor per frequency.
         factors = rope_factors.tolist()

@@ -45,6 +45,7 @@ class GGUFFile:
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    """(metadata, tensors) of a file. Raises CheckpointError for a damaged file."""
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
@@ -62,7 +63,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
 
 
 def _located(raw: RawTensor, data_start: int, file_size: int) -> GGUFTensor:
-    """The place of a tensor in the file. Raises ValueError when its bytes are not there."""
+    """The location and type of a tensor record. Raises ValueError when its bytes are not in the file or its type is unknown."""
     try:
         kind = gguf.GGMLQuantizationType(raw.kind)
     except ValueError:

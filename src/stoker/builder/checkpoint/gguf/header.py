@@ -36,9 +36,10 @@ class RawTensor:
 
 
 class Header:
-    """`metadata` by key, `tensors` in the order of the file, and `data_start`, the offset of the data section.
+    """The parsed header: `metadata` by key, `tensors` in file order, and `data_start`, the offset of the data section.
 
-    Raises ValueError for a file that is not GGUF, is truncated, or contradicts itself. `data` is the whole file, such as a memory map.
+    Raises ValueError for a file that is not GGUF, is truncated, or contradicts itself. `data` is the whole file, such as a memory map. The
+    methods parse the next value.
     """
 
     def __init__(self, data: bytes | mmap.mmap) -> None:
@@ -70,12 +71,14 @@ class Header:
         return RawTensor(name, dims, self._u32(), self._u64())
 
     def _aligned(self, at: int) -> int:
+        """`at` rounded up to the file's alignment. Raises ValueError for an invalid alignment."""
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 1 <= alignment <= 1 << 20:
             raise ValueError(f"general.alignment={alignment!r} is not a number of bytes")
         return -(-at // alignment) * alignment
 
     def _value(self, kind: int) -> Any:
+        """A metadata value of type number `kind`."""
         if kind == _STRING:
             return self._string(len(self._data))
         if kind == _ARRAY:
@@ -92,7 +95,7 @@ class Header:
         return self._strings(count)
 
     def _strings(self, count: int) -> list[str]:
-        """A loop of its own, because a vocabulary has hundreds of thousands of strings."""
+        """`count` strings. This loop is fast, because a vocabulary has hundreds of thousands of strings."""
         data, at, size_of, end = self._data, self._at, _U64.unpack_from, len(self._data)
         strings = []
         for _ in range(count):
@@ -107,7 +110,7 @@ class Header:
         return strings
 
     def _numbers(self, kind: int, count: int) -> list[Any]:
-        """`count` values. A float32 becomes the shortest decimal that rounds to it: 1e-05 instead of 9.999999747378752e-06."""
+        """`count` numbers or booleans. A float32 becomes the shortest decimal that rounds to it: 1e-05 instead of 9.999999747378752e-06."""
         if kind not in _NUMBERS:
             raise ValueError(f"{kind} is not a type of metadata")
         dtype = _NUMBERS[kind]
@@ -121,6 +124,7 @@ class Header:
         return plain
 
     def _check_count(self, count: int, min_bytes: int, what: str) -> None:
+        """Raise ValueError if `count` values of at least `min_bytes` bytes do not fit into the rest of the file."""
         if count > (len(self._data) - self._at) // min_bytes:
             raise ValueError(f"it claims {count} {what}, which do not fit into its {len(self._data)} bytes")
 
@@ -131,6 +135,7 @@ class Header:
         return str(self._take(size), "utf-8")
 
     def _take(self, size: int) -> memoryview:
+        """The next `size` bytes. Raises ValueError at the end of the file."""
         start, self._at = self._at, self._at + size
         if self._at > len(self._data):
             raise ValueError(f"it ends within its header, at byte {len(self._data)}")

@@ -28,7 +28,7 @@ _FLOAT_DTYPES = {
 
 
 class GGUFWeights(CheckpointWeights):
-    """The tensors of a GGUF file. Quantized blocks are read as float32, or imported without a change (`prequantized`)."""
+    """The tensors of a GGUF file. Quantized blocks are dequantized to float32, or imported unchanged (`prequantized`)."""
 
     def __init__(self, path: Path) -> None:
         self.files = [path]
@@ -65,7 +65,7 @@ class GGUFWeights(CheckpointWeights):
         return PREQUANTIZED_BLOCKS[tensor.kind].repack(raw if head_rows is None else _reverse_permutation(raw, head_rows))
 
     def _permuted_head_rows(self, name: str) -> int | None:
-        """Rows per head of the weights that llama.cpp permutes for interleaved rotary pairs; None for all others."""
+        """The rows per head of a weight that llama.cpp permutes for interleaved rotary pairs; None for all other weights."""
         if self.architecture != "llama" or not re.search(r"\.self_attn\.[qk]_proj\.", name):
             return None
         heads: int = self.config["num_attention_heads"]
@@ -75,12 +75,12 @@ class GGUFWeights(CheckpointWeights):
 
 
 def _dequantize_rows(raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> Tensor:
-    """uint8 [rows, row_bytes] → [rows, columns] in the dtype of the tensor, or float32 for quantized blocks."""
+    """Convert raw rows uint8 [rows, row_bytes] to [rows, columns], in the tensor's dtype or, for quantized blocks, float32."""
     if kind in _FLOAT_DTYPES:
         return torch.from_numpy(raw).view(_FLOAT_DTYPES[kind])
     return torch.from_numpy(gguf.quants.dequantize(raw, kind))
 
 
 def _reverse_permutation(rows: Tensor, head_rows: int) -> Tensor:
-    """Moves rows (2i, 2i + 1) of each head back to (i, i + head_rows / 2)."""
+    """Move rows (2i, 2i + 1) of each head back to (i, i + head_rows / 2)."""
     return rows.view(-1, head_rows // 2, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)

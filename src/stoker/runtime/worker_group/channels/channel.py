@@ -19,7 +19,7 @@ Numbers = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class ChannelAddress(msgspec.Struct, frozen=True):
-    """What a follower needs to open its end."""
+    """The data with which a follower opens its end of a channel."""
 
     kind: str  # row of the table of channels
     num_readers: int
@@ -42,7 +42,7 @@ class PlanChannel(ABC):
 
     @abstractmethod
     def positions(self) -> list[int]:
-        """The number of records that each follower has released."""
+        """The number of records that each follower has released so far."""
 
     @abstractmethod
     def lags(self) -> list[int]:
@@ -58,14 +58,14 @@ class PlanReader(ABC):
 
     @abstractmethod
     def receive(self, spin_s: float) -> Numbers:
-        """Wait for the next record and return it: HEADER_SIZE int32, then its numbers. Valid until `release`.
+        """Wait for the next record and return it: HEADER_SIZE int32, then its numbers. The array is valid until `release`.
 
         Spins for `spin_s` seconds and sleeps between checks after that.
         """
 
     @abstractmethod
     def release(self) -> None:
-        """The record that `receive` returned has been processed."""
+        """Declare that the record which `receive` returned has been processed, so that its memory can be reused."""
 
     @abstractmethod
     def beat(self) -> None:

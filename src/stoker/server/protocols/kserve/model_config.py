@@ -1,4 +1,4 @@
-"""The models of a Triton repository as plain data. Metadata, config and the checks of requests are derived from it."""
+"""The models of a Triton repository as plain data, from which metadata, configs and the validation of requests are derived."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Tensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def data_type(self) -> str:
-        """The name of the dtype in model_config.proto."""
+        """The tensor's dtype as an enum name of model_config.proto, such as TYPE_INT32."""
         return f"TYPE_{self.dtype}"
 
 

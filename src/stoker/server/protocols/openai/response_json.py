@@ -73,7 +73,10 @@ def update_usage(usage: Usage, delta: Delta) -> None:
 
 
 class CompletionLogprobs:
-    """`logprobs` objects of one completion choice. text_offset counts characters from the start of its text, over all its chunks."""
+    """Creates the `logprobs` objects of one completion choice, one per chunk of a stream.
+
+    text_offset counts characters from the start of the choice's text, so it continues from chunk to chunk.
+    """
 
     def __init__(self, service: Service, echo: str = "") -> None:
         self._service = service
@@ -81,7 +84,10 @@ class CompletionLogprobs:
         self._offset = 0
 
     def object(self, entries: list[TokenLogprobs | None], first_id: int = 0) -> dict[str, Any]:
-        """The object for these tokens. None stands for the first token of a prompt, `first_id`, which has no log-probability."""
+        """The `logprobs` object for the tokens of the next chunk, or of the whole choice.
+
+        An entry of None is the first token of an echoed prompt, which has the id `first_id` and no log-probability.
+        """
         lists: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for entry in entries:
             text = token_text(self._service, first_id if entry is None else entry.token_id)

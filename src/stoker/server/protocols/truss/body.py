@@ -1,4 +1,4 @@
-"""Request bodies of the Truss server: JSON as Python's json module reads it, or msgpack. Errors have the Truss server's text."""
+"""Request bodies of the Truss server: JSON with the rules of Python's json module, or msgpack. Error messages are the Truss server's."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ async def read_object(http: RequestContext) -> dict[str, Any]:
 
 
 def _decode_json(data: bytes) -> Any:
+    """The value of a JSON body. Accepts NaN, Infinity and UTF-8, 16 or 32, as Python's json module does. Raises BodyError."""
     try:
         return msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -134,6 +134,7 @@ def _runner(
 
 
 def _is_ready(service: Callable[[], Service]) -> bool:
+    """Whether the model accepts requests. `service` returns its service, and raises StokerError while it is not loaded."""
     try:
         return service().ready
     except StokerError:
