@@ -17,12 +17,13 @@ from stoker.deploy.truss import keys as truss_keys
 from stoker.server.protocols.anthropic import fields as anthropic
 from stoker.server.protocols.ollama import fields as ollama
 from stoker.server.protocols.openai import fields
+from stoker.server.protocols.openai.batches import fields as batches
 from stoker.server.protocols.openai.responses import fields as responses
 from stoker.server.protocols.sagemaker import parameters as sagemaker
 from stoker.server.protocols.truss import parameters as truss
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = ("anthropic.md", "sagemaker.md", "ollama.md", "openai.md", "responses.md", "truss.md")
+PAGES = ("anthropic.md", "batches.md", "sagemaker.md", "ollama.md", "openai.md", "responses.md", "truss.md")
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -96,6 +97,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ollama_chat": lambda: _fields("field", (*ollama.CHAT_ONLY, *ollama.BOTH)),
     "ollama_generate": lambda: _fields("field", ollama.GENERATE_ONLY),
     "ollama_options": lambda: _fields("option", ollama.OPTION_ROWS),
+    "batches": lambda: _fields("field", batches.TABLE),
     "chat": lambda: _fields("field", fields.CHAT_ONLY),
 }
 

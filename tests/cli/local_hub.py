@@ -20,8 +20,7 @@ class Handler(BaseHTTPRequestHandler):
     server: LocalHub
 
     def do_GET(self) -> None:
-        if self.path.endswith(".safetensors") and self.command == "GET":
-            self.server.weights_may_be_sent.wait(50)
+        self.server.requests.append(f"{self.command} {self.path}")
         status, headers, body = self._reply(self.path.partition("?")[0])
         self.send_response(status)
         for name, value in ({"Content-Length": str(len(body)), "Content-Type": "application/json"} | headers).items():
@@ -54,13 +53,12 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class LocalHub(ThreadingHTTPServer):
-    """`repositories`: ORG/NAME → folder. While `weights_may_be_sent` is not set, downloads of weights wait."""
+    """`repositories`: ORG/NAME → folder. `requests`: the requests so far."""
 
     def __init__(self, repositories: dict[str, Path]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.repositories = repositories
-        self.weights_may_be_sent = threading.Event()
-        self.weights_may_be_sent.set()
+        self.requests: list[str] = []
 
     @property
     def url(self) -> str:

@@ -65,6 +65,13 @@ EXCHANGES: list[tuple[str, str, Any]] = [
     ("GET", "/v1/responses/{response_id}", None),
     ("GET", "/v1/responses/{response_id}/input_items", None),
     ("DELETE", "/v1/responses/{response_id}", None),
+    ("GET", "/v1/files", None),
+    ("GET", "/v1/files/{file_id}", None),
+    ("GET", "/v1/files/{file_id}/content", None),
+    ("POST", "/v1/batches", {"input_file_id": "{file_id}", "endpoint": "/v1/completions", "completion_window": "24h"}),
+    ("GET", "/v1/batches", None),
+    ("GET", "/v1/batches/{batch_id}", None),
+    ("DELETE", "/v1/files/{file_id}", None),
     ("POST", "/v1/messages", {"messages": USER, "max_tokens": 200, "tools": [{"name": "weather", "input_schema": {"type": "object"}}]}),
     (
         "POST",
@@ -131,8 +138,10 @@ EXCHANGES: list[tuple[str, str, Any]] = [
     ("POST", "/v1/models/{model}:predict", {"prompt": "hi"}),
     ("POST", "/v1/models/{model}:predict_binary", {"prompt": "hi", "stream": False, "max_tokens": 5}),
 ]
+BATCH = b'{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "hi"}}'
 # Routes that have no success in this test, because they need a repository in explicit mode or shared memory, or do not exist for the model.
 REFUSING = {
+    ("POST", "/v1/batches/{batch_id}/cancel"): {},
     ("POST", "/v2/repository/models/{model}/load"): {},
     ("POST", "/v2/repository/models/{model}/unload"): {},
     ("POST", "/v2/systemsharedmemory/region/{region}/register"): {"key": "/k", "byte_size": 4},
@@ -191,7 +200,7 @@ def request_schema(document: dict[str, Any], method: str, path: str) -> dict[str
 
 
 def filled(path: str, **values: str) -> str:
-    known = {"model": "tiny", "version": "1", "endpoint": "e", "region": "r", "response_id": "resp_1", **values}
+    known = {"model": "tiny", "version": "1", "endpoint": "e", "region": "r", "response_id": "resp_1", "batch_id": "batch_1", **values}
     return re.sub(r"\{(\w+)\}", lambda match: known[match[1]], path)
 
 
@@ -238,10 +247,13 @@ async def test_every_route_is_described(protocols: tuple[str, ...]) -> None:
 
 
 async def test_exchanges_are_valid(server: httpx.AsyncClient, document: dict[str, Any]) -> None:
-    seen = set()
+    uploaded = await server.post("/v1/files", files={"file": ("a.jsonl", BATCH)}, data={"purpose": "batch"})
+    check_response(document, "POST", "/v1/files", uploaded)
+    seen, file_id, batch_id = {("POST", "/v1/files")}, uploaded.json()["id"], "batch_0"
     for method, path, body in EXCHANGES:
         seen.add((method, path))
-        names = {}
+        names = {"file_id": file_id, "batch_id": batch_id}
+        body = {**body, "input_file_id": file_id} if path == "/v1/batches" and body else body
         if "{response_id}" in path:
             stored = await server.post("/v1/responses", json={"input": "hi", "background": "cancel" in path})
             names["response_id"] = stored.json()["id"]
@@ -250,6 +262,7 @@ async def test_exchanges_are_valid(server: httpx.AsyncClient, document: dict[str
         response = await server.request(method, filled(path, **names), json=body)
         assert response.status_code == 200, (method, path, response.text)
         check_response(document, method, path, response)
+        batch_id = response.json()["id"] if (method, path) == ("POST", "/v1/batches") else batch_id
     for (method, path), body in REFUSING.items():
         seen.add((method, path))
         if body:

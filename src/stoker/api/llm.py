@@ -7,15 +7,13 @@ import inspect
 import itertools
 import random
 import typing
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Unpack, overload
+from typing import Any, ClassVar, TypeVar, Unpack, overload
 
 import msgspec
 
 from stoker.api.prepare import prepare_model
-from stoker.api.progress import shown_progress
 from stoker.api.prompts import Conversation, Prompt, as_conversations, as_params, as_prompts
 from stoker.api.settings import LLMSettings, read_settings
 from stoker.base.types import Delta, GenerationRequest, SamplingParams
@@ -37,6 +35,9 @@ def _signature() -> inspect.Signature:
     return inspect.Signature([*own, *settings])
 
 
+T = TypeVar("T")
+
+
 class LLM:
     """A model loaded in this process. Usable as a context manager.
 
@@ -49,8 +50,7 @@ class LLM:
         model: An engine, a checkpoint folder, a .gguf file, a Triton, LMI or Truss folder, a hub id, an archive, or an s3:// or https://
             address. The engine of a checkpoint is built once and cached.
         tokenizer: A folder or hub id with the tokenizer. Default: that of the model.
-        progress: Whether progress is shown on stderr while files are fetched and the engine is built. A function receives (stage, done,
-            total or None) instead, from several threads.
+        progress: Called with (stage, done, total or None) while files are fetched and the engine is built, from several threads.
         settings: `help(stoker.LLMSettings)` describes all keyword arguments. vLLM's names are accepted where they mean the same.
 
     Raises:
@@ -65,12 +65,11 @@ class LLM:
         model: str | Path,
         tokenizer: str | Path | None = None,
         *,
-        progress: Progress | bool = True,
+        progress: Progress | None = None,
         **settings: Unpack[LLMSettings],
     ) -> None:
         choices = read_settings(settings)
-        with shown_progress("preparing") if progress is True else nullcontext(progress or None) as report:
-            prepared = prepare_model(model, tokenizer, choices, report)
+        prepared = prepare_model(model, tokenizer, choices, progress)
         self._engine = InProcessEngine(
             prepared.path, prepared.config, tokenizer=prepared.tokenizer, limits=prepared.limits, name=prepared.name
         )  # fmt: skip
@@ -156,6 +155,10 @@ class LLM:
                 yield item
         finally:
             producer.cancel()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine that uses `service`. It runs in the event loop of the service."""
+        return self._engine.call(coroutine)
 
     def stats(self) -> ExecutorStats:
         """The counters of the executor."""

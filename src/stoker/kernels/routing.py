@@ -32,5 +32,5 @@ class Routing:
 
     @property
     def top_k(self) -> int:
-        """The number k of experts per token."""
+        """k."""
         return self.weights.shape[1]

@@ -41,14 +41,11 @@ class Loader:
         self.adapters = adapters
 
     def load(self, specs: dict[str, Spec]) -> dict[str, Any]:
-        """Load the linears and tensors of `specs`. The result has the same keys."""
+        """The linears and tensors of `specs`, under the same keys."""
         return {key: self.linear(spec) if isinstance(spec, LinearSpec) else self.tensor(spec) for key, spec in specs.items()}
 
     def linear(self, spec: LinearSpec) -> LinearOp | ExpertsOp:
-        """Load the linear, or the stacked experts, that a spec declares, with its adapters.
-
-        Raises EngineError for a wrong shape or dtype.
-        """
+        """The linear, or the stacked experts, of a spec."""
         local = local_spec(spec, self.sharding)
         chosen = self.recipe.format_for(spec)
         stored = {
@@ -62,6 +59,6 @@ class Loader:
         return loaded if self.adapters is None else self.adapters.adapt(loaded, spec, self.sharding, self.group.rank)
 
     def tensor(self, spec: TensorSpec) -> Tensor:
-        """Load this rank's shard of the tensor that a spec declares. Raises EngineError for a wrong shape or dtype."""
+        """The tensor of a spec."""
         dtype = getattr(torch, spec.dtype) if spec.dtype else self.dtype
         return self.source.get(spec.name, local_shape(spec, self.sharding), dtype)

@@ -79,7 +79,7 @@ class Mailbox(ABC):
 
     @abstractmethod
     def reply_stats(self, query: StatsQuery, stats: ExecutorStats) -> None:
-        """Send `stats` as the answer to `query`."""
+        """Answer a query."""
 
     @abstractmethod
     def close(self, reason: str = "the executor stopped") -> None:
@@ -105,11 +105,11 @@ class ExecutorClient(ABC):
 
     @abstractmethod
     async def stats(self) -> ExecutorStats:
-        """The executor's current statistics. Raises UnavailableError if it has ended or does not answer."""
+        """Current statistics. Raises UnavailableError."""
 
     @abstractmethod
     def pause(self, paused: bool) -> None:
-        """Stop (True) or resume (False) the admission of waiting requests. Running requests continue."""
+        """Stop or resume admitting waiting requests. Running requests continue."""
 
     @property
     @abstractmethod

@@ -18,7 +18,6 @@ class StepTime(NamedTuple):
 
     @property
     def is_decode(self) -> bool:
-        """Whether each row had one token."""
         return self.rows == self.tokens
 
 

@@ -47,9 +47,9 @@ class ContentTypeError(StokerError):
     status = 415
     code = "unsupported_media_type"
 
-    def __init__(self, content_type: str) -> None:
+    def __init__(self, content_type: str, expected: str = "JSON with Content-Type: application/json") -> None:
         has = f"the content type {content_type[:80]!r} is" if content_type else "a request without Content-Type is"
-        super().__init__(f"{has} refused here.", cure="Send JSON with Content-Type: application/json.")
+        super().__init__(f"{has} refused here.", cure=f"Send {expected}.")
 
 
 class BodyTooLargeError(StokerError):

@@ -32,6 +32,10 @@ class Endpoint(msgspec.Struct, frozen=True):
     open: bool = False
 
 
+# Starts work that runs beside requests, and returns the function that stops it.
+StartWork = Callable[[], Callable[[], None]]
+
+
 class Context(msgspec.Struct, frozen=True):
     """The objects that all protocols of one server share."""
 
@@ -40,6 +44,7 @@ class Context(msgspec.Struct, frozen=True):
     metrics: FrontendMetrics
     coordination: Coordination = msgspec.field(default_factory=Coordinator)
     cleanup: contextlib.ExitStack = msgspec.field(default_factory=contextlib.ExitStack)  # closed when the server has stopped
+    background: list[StartWork] = []  # each is called once when the model is loaded
     shared: dict[str, Any] = {}  # objects that protocols or their transports share, by name
 
     def default_service(self) -> Service:

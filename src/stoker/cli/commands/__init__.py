@@ -14,6 +14,12 @@ COMMANDS = (
     Command("serve", f"{_HERE}.serve:serve", "Serve a model over HTTP with in-flight batching.", "stoker serve engine --port 8000"),
     Command("generate", f"{_HERE}.generate:generate", "Complete prompts in this process.", 'stoker generate engine "Once upon a time"'),
     Command("chat", f"{_HERE}.chat:chat", "Chat with a model in the terminal.", "stoker chat engine"),
+    Command(
+        "run-batch",
+        f"{_HERE}.run_batch:run_batch",
+        "Process a file of OpenAI's batch requests.",
+        "stoker run-batch engine -i requests.jsonl -o results.jsonl",
+    ),
     Command("pull", f"{_HERE}.pull:pull", "Fetch a model and build its engine.", "stoker pull HuggingFaceTB/SmolLM2-135M-Instruct"),
     Command("list", f"{_HERE}.list:list_engines", "List the cached engines.", "stoker list"),
     Command("rm", f"{_HERE}.rm:rm", "Remove engines from the cache.", "stoker rm SmolLM2-135M-Instruct"),

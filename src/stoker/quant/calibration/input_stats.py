@@ -1,4 +1,4 @@
-"""Statistics of a linear's input, measured by calibration."""
+"""The statistics of a linear's input that calibration measures."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ SAMPLE_ROWS_PER_CALL = 8
 
 @dataclass(slots=True)
 class InputStats:
-    """Sums of a linear's inputs x [T, in] over all calibration tokens.
-
-    Stacked experts share one object: it covers the rows that reached any of them.
-    """
+    """Sums over the calibration tokens of a linear's input x [T, in]. Stacked experts share those of all rows that reached any of them."""
 
     gram: Tensor  # float32 [in, in]: the sum of x xᵀ
     sum_abs: Tensor  # float32 [in]
@@ -26,7 +23,7 @@ class InputStats:
 
     @staticmethod
     def zeros(in_features: int, device: torch.device) -> InputStats:
-        """Statistics without any token."""
+        """Statistics of no tokens."""
 
         def zero(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=device)
@@ -57,12 +54,12 @@ class InputStats:
         return self.gram.diagonal() / max(self.count, 1)
 
     def divided_by(self, factors: Tensor) -> InputStats:
-        """The statistics that x ÷ factors [in] would have."""
+        """The statistics of x ÷ factors [in]."""
         gram = self.gram / factors[:, None] / factors
         return InputStats(gram, self.sum_abs / factors, self.amax / factors, self.sample / factors, self.count)
 
     def blocks(self, group_size: int) -> Tensor:
-        """[groups, group_size, group_size]: the mean of x xᵀ within each group of features. A shorter last group is filled with zeros."""
+        """[groups, group_size, group_size]: the mean of x xᵀ within each group. A shorter last group is filled with zeros."""
         size = self.gram.shape[0]
         padded = torch.nn.functional.pad(self.gram, (0, -size % group_size, 0, -size % group_size)) / max(self.count, 1)
         count = padded.shape[0] // group_size

@@ -70,8 +70,11 @@ async def serve(task: FrontendTask, report_ready: Callable[[], Any]) -> None:
         if (error := loading.exception()) is not None:
             raise error
         report_ready()
+    stops = [start() for start in context.background] if loading.done() else []
     await asyncio.gather(serving, *([end_grpc(server, grpc, task.settings)] if grpc is not None else []))
     loading.cancel()
+    for stop in stops:
+        stop()
     await model.unload()
     context.cleanup.close()
     await coordination.close()

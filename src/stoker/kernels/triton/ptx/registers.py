@@ -19,25 +19,25 @@ def ptx(*instructions: str) -> tl.constexpr:
 
 @triton.constexpr_function
 def ptx_text(*instructions):
-    """The text of an inline assembly block, one instruction per line, without the wrapper that `ptx` adds. For constexpr functions."""
+    """The same within a constexpr function, whose results need no wrapper."""
     return "\n".join(instructions)
 
 
 @triton.constexpr_function
 def int32_registers(count):
-    """Result types of an assembly block that returns `count` 32-bit registers with any content. Constexpr."""
+    """Result types of an assembly block that returns `count` 32-bit registers, of any content."""
     return (tl.int32,) * count
 
 
 @triton.constexpr_function
 def float32_registers(count):
-    """Result types of an assembly block that returns `count` float32 registers. Constexpr."""
+    """Result types of an assembly block that returns `count` float32 registers."""
     return (tl.float32,) * count
 
 
 @triton.jit
 def repeat(value, COUNT: tl.constexpr):
-    """A tuple with COUNT times `value`."""
+    """A tuple of COUNT times `value`."""
     values = ()
     for _ in tl.static_range(COUNT):
         values = values + (value,)

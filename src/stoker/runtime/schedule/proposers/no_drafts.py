@@ -1,4 +1,4 @@
-"""The draft proposer `none`: every row has one token per step."""
+"""none: one token per row and step."""
 
 from __future__ import annotations
 

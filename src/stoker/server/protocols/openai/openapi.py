@@ -18,6 +18,7 @@ from stoker.server.operation import (
     record,
 )
 from stoker.server.protocols.openai import fields
+from stoker.server.protocols.openai.batches.openapi import OPERATIONS as BATCHES
 from stoker.server.protocols.openai.responses.openapi import OPERATIONS as RESPONSES
 
 ERROR = record(
@@ -182,4 +183,5 @@ OPERATIONS = {
         response=record({"prompt": STRING}),
     ),
     **RESPONSES,
+    **BATCHES,
 }

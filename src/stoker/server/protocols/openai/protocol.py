@@ -16,10 +16,11 @@ from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.common.client_names import with_client_name
 from stoker.server.protocols.common.logprobs import token_text
 from stoker.server.protocols.common.parsers.reasoning import REASONING_PARSERS
-from stoker.server.protocols.common.parsers.selection import check_parser
 from stoker.server.protocols.common.parsers.tools import TOOL_PARSERS
 from stoker.server.protocols.openai import fields
 from stoker.server.protocols.openai import response_json as wire
+from stoker.server.protocols.openai.batches.endpoints import Batches
+from stoker.server.protocols.openai.batches.execution import Handlers
 from stoker.server.protocols.openai.call import client_error
 from stoker.server.protocols.openai.chat.response import chat
 from stoker.server.protocols.openai.completions.response import complete
@@ -43,21 +44,34 @@ class OpenAI(Protocol):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        check_parser(TOOL_PARSERS, context.settings.tool_parser)  # raises for an unknown name when the server starts
-        check_parser(REASONING_PARSERS, context.settings.reasoning_parser)
+        if (parser := context.settings.tool_parser) is not None:
+            TOOL_PARSERS.get(parser)  # raises for an unknown name when the server starts
+        if (parser := context.settings.reasoning_parser) is not None:
+            REASONING_PARSERS.get(parser)
         self._created = int(time.time())
+        self._responses = Responses(context, self._service)
+        self._batches = Batches(context, self.handlers())
 
     def endpoints(self) -> list[Endpoint]:
         return [
             Endpoint("POST", "/v1/completions", self.completions),
             Endpoint("POST", "/v1/chat/completions", self.chat_completions),
-            *Responses(self.context, self._service).endpoints(),
+            *self._responses.endpoints(),
+            *self._batches.endpoints(),
             Endpoint("GET", "/v1/models", self.models),
             Endpoint("GET", "/v1/models/{model:path}", self.model),
             Endpoint("GET", "/load", self.load),
             Endpoint("POST", "/tokenize", self.tokenize),
             Endpoint("POST", "/detokenize", self.detokenize),
         ]
+
+    def handlers(self) -> Handlers:
+        """The handlers of the routes that batches may use."""
+        return {
+            "/v1/chat/completions": self.chat_completions,
+            "/v1/completions": self.completions,
+            "/v1/responses": self._responses.create,
+        }
 
     async def completions(self, http: RequestContext) -> None:
         body = await http.json()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import urllib.parse
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
@@ -17,6 +16,7 @@ from stoker.server.protocol import Context, Endpoint
 from stoker.server.protocols.common.chat.answer import Answer
 from stoker.server.protocols.common.client_names import with_client_name
 from stoker.server.protocols.openai import response_json as wire
+from stoker.server.protocols.openai.lists import list_page, read_query
 from stoker.server.protocols.openai.responses.events import ResponseEvents, encode_event
 from stoker.server.protocols.openai.responses.fields import COUNT_TABLE, TABLE
 from stoker.server.protocols.openai.responses.objects import response_object
@@ -69,7 +69,7 @@ class Responses:
         await http.respond(200, wire.encode({"object": "response.input_tokens", "input_tokens": len(call.turn.request.prompt)}))
 
     async def retrieve(self, http: RequestContext) -> None:
-        query = dict(urllib.parse.parse_qsl(http.query.decode("latin-1")))
+        query = read_query(http)
         if query.get("stream") == "true":
             raise RequestError("stream", True, "a stored response is not streamed", cure="Retrieve it without stream.")
         await http.respond(200, wire.encode(self._store.get(http.path["response_id"]).body))
@@ -93,7 +93,7 @@ class Responses:
     async def list_input(self, http: RequestContext) -> None:
         """The items of a response's input, and of the conversation before it: newest first, or in their order with order=asc."""
         stored = self._store.get(http.path["response_id"])
-        query = dict(urllib.parse.parse_qsl(http.query.decode("latin-1")))
+        query = read_query(http)
         await http.respond(200, wire.encode(list_page([*stored.context, *stored.input], query)))
 
     async def _create(self, http: RequestContext, values: dict[str, Any]) -> None:
@@ -180,21 +180,3 @@ class Responses:
         except Exception as error:
             events.fail(describe(error))
         self._store.finish(events.response)
-
-
-def list_page(items: list[dict[str, Any]], query: dict[str, str]) -> dict[str, Any]:
-    """One page of a list, by the query parameters order, after and limit. Raises RequestError."""
-    order, limit = query.get("order", "desc"), query.get("limit", "20")
-    if order not in ("asc", "desc"):
-        raise RequestError("order", order, "it must be asc or desc")
-    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= 100:
-        raise RequestError("limit", limit, "it must be a whole number from 1 to 100")
-    ordered = items if order == "asc" else items[::-1]
-    if (after := query.get("after")) is not None:
-        place = next((i for i, item in enumerate(ordered) if item["id"] == after), None)
-        if place is None:
-            raise RequestError("after", after, "the list has no item with this id")
-        ordered = ordered[place + 1 :]
-    page = ordered[: int(limit)]
-    ids = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-    return {"object": "list", "data": page, "has_more": len(page) < len(ordered), **ids}

@@ -1,0 +1,31 @@
+"""A request that the server makes to one of its own handlers, without a connection."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from stoker.server.http.request_context import JSON, STREAMED, Headers, RequestContext
+
+
+class InternalRequest(RequestContext):
+    """A request with `body`. The handler's whole response is `response`; a streamed one is an error."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        scope = {"method": "POST", "headers": [(b"x-request-id", uuid.uuid4().hex.encode())]}
+        super().__init__(scope, None, None, max_body_bytes=0)
+        self._body = body
+        self.response = b""
+
+    async def json(self) -> dict[str, Any]:
+        return self._body
+
+    async def respond(self, status: int, body: bytes = b"", content_type: bytes = JSON, headers: Headers = ()) -> None:
+        self.status, self.response = status, body
+
+    async def open_stream(self, content_type: bytes = JSON, status: int = 200, headers: Headers = STREAMED) -> None:
+        raise RuntimeError("an internal request is not streamed")
+
+    def on_disconnect(self, callback: Callable[[], object]) -> Callable[[], object]:
+        return lambda: None
