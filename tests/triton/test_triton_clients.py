@@ -426,6 +426,13 @@ def test_explicit_model_control() -> None:
             client.load_model("ensemble", config="{}", files={"file:1/model.py": b"x"})
         client.load_model("ensemble")
         assert client.get_model_config("ensemble")["max_batch_size"] == 256
+        with tgrpc.InferenceServerClient(server.grpc) as grpc_client:
+            grpc_client.unload_model("tensorrt_llm", unload_dependents=True)
+            assert not grpc_client.is_model_ready("tensorrt_llm") and grpc_client.is_server_ready()
+            grpc_client.load_model("tensorrt_llm", config='{"max_batch_size": 8}')
+            assert grpc_client.get_model_config("tensorrt_llm").config.max_batch_size == 8
+            with pytest.raises(InferenceServerException, match="failed to unload 'nope'"):
+                grpc_client.unload_model("nope")
         client.close()
 
 

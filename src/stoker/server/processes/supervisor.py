@@ -176,6 +176,8 @@ class Supervisor:
         try:
             await self._executor.wait_until_ready()
         except EngineError as error:
+            if self._settings.exit_on_error and executor not in self._children:
+                return  # a client has unloaded the model while it was loaded
             if self._settings.exit_on_error:
                 await asyncio.Event().wait()  # the end of the process stops the server
             log.error("%s The server stays without the model.", error)
