@@ -10,7 +10,7 @@ WORKERS ?= 2
 
 # Tests without a model that is trained or downloaded, and without processes that serve one. FAST_SKIPS are files of these folders that take long.
 FAST := tests/test_architecture.py tests/test_vocabulary.py tests/project tests/unit tests/base tests/engine tests/deploy \
-  tests/frontend tests/server tests/lmi tests/cli/test_documentation.py tests/cli/test_command_table.py
+  tests/frontend tests/server tests/lmi tests/api/test_llm_settings.py tests/cli/test_documentation.py tests/cli/test_command_table.py
 FAST_SKIPS := tests/server/test_server_processes.py tests/server/test_server_hostile_http.py tests/frontend/test_chat_template.py \
   tests/frontend/test_detokenizer.py tests/frontend/test_beam_search.py tests/frontend/test_executor_transport.py \
   tests/frontend/test_llm_start.py tests/deploy/test_triton_lint_fill.py tests/deploy/test_sources_remote.py tests/engine/test_engine_cache.py

@@ -23,7 +23,7 @@ from stoker.base.errors import (
     UnavailableError,
     UnsupportedVersionError,
 )
-from stoker.base.types import Delta, FinishReason, Guide, SamplingParams, Timings, TokenLogprobs, Usage
+from stoker.base.types import AdmissionRecord, Delta, FinishReason, Guide, SamplingParams, Timings, TokenLogprobs, Usage
 
 if TYPE_CHECKING:
     from stoker.api.llm import LLM
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AdmissionRecord",
     "CheckpointError",
     "Choice",
     "Completion",

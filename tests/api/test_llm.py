@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from local_hub import local_hub
 
 from stoker import LLM, ConfigError, EngineError, RequestError, SamplingParams
 from stoker.engine.reader import Engine
@@ -51,6 +56,28 @@ def test_a_checkpoint_is_built_once_with_the_settings_of_vllm(checkpoint: Path, 
     assert Engine.open(engine).config.limits.max_total_len == 100
     assert "weights" in stages[0] and "weights" not in stages[1]
     assert seeded[0] == seeded[1] and len(set(seeded[0])) == 3  # requests differ, runs do not
+
+
+def test_an_archive_and_no_progress(tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "cache"))
+    with tarfile.open(tmp_path / "tiny.tar", "w") as archive:
+        archive.add(tiny_engine, "tiny")
+    with LLM(tmp_path / "tiny.tar", progress=False, **KV) as llm:
+        assert llm.generate([1, 2], PARAMS).usage.completion_tokens == 6
+        assert llm.service.model_name == "tiny"
+    assert capfd.readouterr().err == ""
+
+
+def test_a_hub_id_with_a_revision(checkpoint: Path, tmp_path: Path) -> None:
+    """In a process of its own, because huggingface_hub reads its variables when it is imported. Progress is shown by default."""
+    script = "import sys; from stoker import LLM\nwith LLM('acme/tiny', revision='v1', max_num_seqs=2, kv_cache_tokens=512) as llm:\n"
+    script += "    print(llm.service.model_name, llm.generate([1, 2]).usage.prompt_tokens)"
+    with local_hub({"acme/tiny": checkpoint}) as hub:
+        environment = os.environ | hub.environment(tmp_path / "hub") | {"STOKER_CACHE": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+        ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=110)
+        assert ran.stdout == "tiny 2\n", ran.stderr
+        assert any(request.startswith("GET /api/models/acme/tiny/revision/v1") for request in hub.requests)
+    assert "stoker: weights: 100 %" in ran.stderr
 
 
 def test_a_method_of_a_quantized_checkpoint_means_as_it_is_stored(checkpoint: Path, tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ class Handler(BaseHTTPRequestHandler):
     server: LocalHub
 
     def do_GET(self) -> None:
-        self.server.requests.append(f"{self.command} {self.path}")
+        if self.path.endswith(".safetensors") and self.command == "GET":
+            self.server.weights_may_be_sent.wait(50)
         status, headers, body = self._reply(self.path.partition("?")[0])
         self.send_response(status)
         for name, value in ({"Content-Length": str(len(body)), "Content-Type": "application/json"} | headers).items():
@@ -53,12 +54,13 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class LocalHub(ThreadingHTTPServer):
-    """`repositories`: ORG/NAME → folder. `requests`: the requests so far."""
+    """`repositories`: ORG/NAME → folder. While `weights_may_be_sent` is not set, downloads of weights wait."""
 
     def __init__(self, repositories: dict[str, Path]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.repositories = repositories
-        self.requests: list[str] = []
+        self.weights_may_be_sent = threading.Event()
+        self.weights_may_be_sent.set()
 
     @property
     def url(self) -> str:

@@ -10,6 +10,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from local_hub import local_hub
 
@@ -21,6 +22,7 @@ from stoker.deploy.build_settings import BuildSettings
 from stoker.deploy.local_engine import find_engine
 from stoker.deploy.model_name import model_name_of
 from stoker.engine.reader import Engine
+from stoker.server.processes.supervisor import bind
 
 ANSWER = ["--max-tokens", "8", "--ignore-eos"]
 
@@ -92,6 +94,26 @@ def test_a_hub_id_is_fetched_and_built(checkpoint: Path, answer: str, tmp_path: 
     assert model_name_of(engine) == "tiny-llama"
     snapshot = next((tmp_path / "hub" / "models--acme--tiny-llama" / "snapshots").iterdir())
     assert model_name_of(snapshot) == "tiny-llama"
+
+
+def test_a_server_answers_while_its_model_is_fetched(checkpoint: Path, tmp_path: Path) -> None:
+    with local_hub({"acme/tiny-llama": checkpoint}) as hub:
+        hub.weights_may_be_sent.clear()
+        environment = {**os.environ, **hub.environment(tmp_path), "STOKER_CACHE": str(tmp_path / "cache")}
+        with bind("127.0.0.1", 0) as free:
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "stoker", "serve", "acme/tiny-llama", "--port", str(port)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+            assert process.stderr is not None
+            try:
+                assert any("acme/tiny-llama: " in line for line in process.stderr)  # a small file has arrived, the weights have not
+                ping = httpx.get(f"http://127.0.0.1:{port}/ping", timeout=30)
+                assert (ping.status_code, ping.json()["tiny-llama"]["status"]) == (503, "Loading")
+                assert ping.json()["tiny-llama"]["reason"].startswith("acme/tiny-llama: ")
+                assert httpx.get(f"http://127.0.0.1:{port}/health/live", timeout=30).status_code == 200
+            finally:
+                process.kill()
+                hub.weights_may_be_sent.set()
 
 
 @pytest.mark.parametrize("kind", ["archive", "gguf"])

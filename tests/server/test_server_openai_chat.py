@@ -413,3 +413,15 @@ def test_arguments_of_earlier_calls_print_as_json() -> None:
     messages = with_parsed_arguments([{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}])
     render = ChatTemplate("{{ messages[1].tool_calls[0].function.arguments | string }}", {}).render
     assert render(messages, max_chars=100) == '{"x": true}'
+
+
+@pytest.mark.parametrize("settings", [{}, {"tool_parser": "auto"}, {"reasoning_parser": "auto"}])
+async def test_parsers_are_selected_by_the_chat_template(settings: dict[str, Any]) -> None:
+    """Tools by default, reasoning with the name auto."""
+    service = ScriptedService(f"<think>hm</think>{CALL}")
+    service.chat_template = "<tool_call> </think>"
+    (choice,) = (await post(service, {"tools": TOOLS}, **settings))["choices"]
+    message = choice["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
+    assert message.get("reasoning_content") == ("hm" if "reasoning_parser" in settings else None)
+    assert message["content"] == (None if "reasoning_parser" in settings else "<think>hm</think>")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from stoker.server.protocols.common.parsers.answer import AnswerParser, AnswerParts, joined_calls
 from stoker.server.protocols.common.parsers.reasoning import REASONING_PARSERS
+from stoker.server.protocols.common.parsers.selection import parsers_of_template
 from stoker.server.protocols.common.parsers.tools import TOOL_PARSERS
 
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -293,3 +294,35 @@ def test_harmony_preambles_are_content() -> None:
         '<|start|>assistant<|channel|>commentary to=functions.time <|constrain|>json<|message|>{"zone": "CET"}'
     )
     assert without_ids(parse("gpt_oss", [*text], "gpt_oss")) == ("Let me look.", "hm", [("time", '{"zone": "CET"}')])
+
+
+# Parts of the families' chat templates: of the tools' description, and of the assistant's turn.
+TEMPLATES = [
+    ("{{'<｜tool▁sep｜>' + tool['function']['name'] + '\\n' + '```json' + '\\n'}}", "deepseek_v3", None),
+    ("{{'<｜tool▁sep｜>' + tool['function']['arguments']}} {%- if '</think>' in content -%}", "deepseek_v31", "qwen3"),
+    ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key> {{ '\\n<think></think>' }}", "glm45", "qwen3"),
+    ("{{- '<tool_call>\\n{\"name\": \"' }} {%- set content = content.split('</think>')[-1] %}", "hermes", "qwen3"),
+    ("{{- '\\n<tool_call>\\n<function=' + tool_call.name + '>\\n' }}", "qwen3_coder", None),
+    ("{{- '<minimax:tool_call>' }}<invoke name=\"tool-name-1\"> {%- if '</think>' in content %}", "minimax_m2", "qwen3"),
+    ("please respond with <tool_calls></tool_calls> XML tags", "minimax_m1", None),
+    ("<|tool_calls_section_begin|> <think>{{rc}}</think>", "kimi_k2", "kimi_k2"),
+    ("respond only with <|tool_call|> followed by a JSON list. Write your thoughts between <think></think>", "granite", "granite"),
+    ('{{- "<|channel|>analysis<|message|>" }} {{- "<|channel|>commentary " }}', "gpt_oss", "gpt_oss"),
+    ('{{- "<|action_start|><|plugin|>\\n" }}', "internlm", None),
+    ("When using tools, make calls in a single JSON array: ", "xlam", None),
+    ('formatted as functools[{"name": [function name]}]', "phi4_mini", None),
+    ("Use exact format: [func_name1(param1=value1, param2=value2), func_name2(...)]", "llama4_pythonic", None),
+    ('Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.', "llama3", None),
+    ('{{- "[TOOL_CALLS] [" }}', "mistral", None),
+    ("{{ message.content }}", None, None),
+    ("", None, None),
+]
+
+
+@pytest.mark.parametrize(("template", "tools", "reasoning"), TEMPLATES)
+def test_the_chat_template_selects_the_parsers(template: str, tools: str | None, reasoning: str | None) -> None:
+    assert parsers_of_template(template) == (tools, reasoning)
+
+
+def test_every_format_can_be_selected() -> None:
+    assert {tools for _, tools, _ in TEMPLATES if tools} == set(TOOL_PARSERS) - {"qwen"}, "which is the same as hermes"

@@ -35,7 +35,7 @@ PREFIX = f"/stoker_{uuid.uuid4().hex[:8]}_"
 EXAMPLES = pytest.mark.compatibility(
     protocol="Triton",
     client="tritonclient",
-    feature="requests of its examples: simple, simple_string, simple_identity, repeat_int32, mock_llm",
+    feature="requests of its examples: simple, simple_string, simple_identity, repeat_int32, sequences, mock_llm",
 )
 MEMORY = pytest.mark.compatibility(
     protocol="Triton", client="tritonclient", feature="system shared memory over HTTP and gRPC, with tritonclient.utils.shared_memory"
@@ -144,6 +144,57 @@ def test_a_decoupled_model_repeats_its_input(server: RunningServer) -> None:
         wrong = tensors(tgrpc, IN=values, DELAY=np.ones(2, np.uint32), WAIT=np.ones(1, np.uint32))
         connected.async_stream_infer("repeat_int32", wrong)
         assert "expected IN and DELAY shape to match" in str(results.get(timeout=10))
+
+
+VALUES = [11, 7, 5, 3, 2, 0, 1]
+
+
+@EXAMPLES
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_sequences_over_http_and_over_a_stream(server: RunningServer, dynamic: bool) -> None:
+    """The requests and results of simple_http_sequence_sync_infer_client.py and simple_grpc_sequence_stream_infer_client.py."""
+    numbers = "simple_dyna_sequence" if dynamic else "simple_sequence"
+    texts = "simple_string_dyna_sequence" if dynamic else "simple_sequence"
+    negative = [-value for value in VALUES]
+    cases = [
+        (numbers, 1000, [0, *VALUES]),
+        (numbers, 1001, [100, *negative]),
+        (texts, "1002" if dynamic else uuid.uuid4().hex, [20, *negative]),
+    ]
+    for model, sequence_id, sent in cases:
+        if model == "simple_string_dyna_sequence":
+            expected = list(np.cumsum(sent))
+        else:
+            expected = [sent[0] + 1, *sent[1:]]
+        if dynamic:
+            expected[-1] += int(sequence_id)
+        http, results = thttp.InferenceServerClient(server.http), queue.Queue()
+        stream = tgrpc.InferenceServerClient(server.grpc)
+        stream.start_stream(lambda result, error, results=results: results.put(error or result))
+        received = []
+        for i, value in enumerate(sent):
+            options = {"sequence_id": sequence_id, "sequence_start": i == 0, "sequence_end": i == len(sent) - 1}
+            tensor = np.array([[value]], np.int32)
+            received.append(http.infer(model, tensors(thttp, INPUT=tensor), **options).as_numpy("OUTPUT").item())
+        for i, value in enumerate(sent):  # all at once; a second sequence with the same id
+            options = {"sequence_id": sequence_id, "sequence_start": i == 0, "sequence_end": i == len(sent) - 1}
+            stream.async_stream_infer(model, tensors(tgrpc, INPUT=np.array([[value]], np.int32)), **options)
+        assert received == expected
+        assert [results.get(timeout=10).as_numpy("OUTPUT").item() for _ in sent] == expected
+        stream.stop_stream()
+        with pytest.raises(InferenceServerException, match="must specify the START flag on the first request"):
+            http.infer(model, tensors(thttp, INPUT=np.array([[1]], np.int32)), sequence_id=sequence_id)
+        http.close()
+        stream.close()
+
+
+def test_a_request_without_a_sequence_is_rejected(server: RunningServer) -> None:
+    with tgrpc.InferenceServerClient(server.grpc) as connected:
+        with pytest.raises(InferenceServerException, match="must specify a non-zero or non-empty correlation ID"):
+            connected.infer("simple_sequence", tensors(tgrpc, INPUT=np.array([[1]], np.int32)))
+        with pytest.raises(InferenceServerException, match="must be a whole number for this model"):
+            inputs = tensors(tgrpc, INPUT=np.array([[1]], np.int32))
+            connected.infer("simple_dyna_sequence", inputs, sequence_id="x", sequence_start=True, sequence_end=True)
 
 
 @EXAMPLES

@@ -74,6 +74,18 @@ def test_the_client(server: RunningServer, run: Run, tmp_path: Path) -> None:
         assert status and error in err and "Traceback" not in err
 
 
+def test_clients_send_the_api_key_of_the_environment(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(api_keys=("a-key-of-this-server",)) as protected:
+        for args in (("client", PROMPT, "-u", protected.grpc), ("client", PROMPT, "-u", protected.http, "-i", "http")):
+            status, _, err = run(*args)
+            assert (status, "API key" in err) == (1, True)
+        monkeypatch.setenv("STOKER_API_KEY", "a-key-of-this-server")
+        for args in (("client", PROMPT, "-u", protected.grpc), ("client", PROMPT, "-u", protected.http, "-i", "http")):
+            status, out, err = run(*args)
+            assert (status, TEXT in out) == (0, True), err
+        assert run("triton", "identity", "-u", protected.grpc, "--start_len", 4, "--output_len", 2, "--vocab-size", 500)[0] == 0
+
+
 def test_identity_input_data_and_sweep(server: RunningServer, run: Run, tmp_path: Path) -> None:
     sizes = ("--batch_size", 8, "--start_len", 128, "--output_len", 20, "--vocab-size", 500)
     status, out, err = run("triton", "identity", "-u", server.grpc, *sizes, "-n", 2, "-m", "async")
@@ -178,6 +190,7 @@ def test_a_repository_and_an_engine_are_served_on_tritons_ports(engine: Path, tm
             assert grpc.infer("ensemble", tensors(tgrpc, **body)).as_numpy("text_output").item().decode() == answer["text_output"]
         grpc.close()
         http = thttp.InferenceServerClient(addresses["HTTPService"])
+        assert http.get_server_metadata()["name"] == ("triton" if kind == "launch" else "stoker")
         assert http.get_model_config("tensorrt_llm")["parameters"]["gpt_model_path"]["string_value"] == str(engine)
         http.close()
         metrics = httpx.get(f"http://{addresses['Metrics']}/metrics").text

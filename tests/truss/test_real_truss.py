@@ -28,6 +28,8 @@ from stoker import LLM
 from stoker.base.types import SamplingParams
 from stoker.cli.main import main
 from stoker.cli.server_process import running_server
+from stoker.deploy.truss.keys import TABLE
+from stoker.deploy.truss.shape import SECTIONS
 
 pytestmark = [
     pytest.mark.truss,
@@ -66,6 +68,20 @@ def folder(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         with pytest.raises(SystemExit, match="0"):
             main()
     return out
+
+
+def test_every_field_of_a_config_is_known(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    """Each field of TrussConfig and of its models has a row, is a section of rows, or is inside a row that accepts anything."""
+    try:
+        installed = script("real_truss").RealTruss.installed()
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"truss cannot be installed (a package registry is needed): {error}")
+    program = Path(__file__).parent / "list_truss_fields.py"
+    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": ""}
+    listed = subprocess.run([installed.python, program], capture_output=True, text=True, check=True, env=environment).stdout.split()
+    assert len(listed) > 150 and "trt_llm.build.speculator.lookahead_ngram_size" in listed
+    parents = [[".".join(path.split(".")[: length + 1]) for length in range(path.count(".") + 1)] for path in listed]
+    assert [names[-1] for names in parents if names[-1] not in SECTIONS and not any(name in TABLE for name in names)] == []
 
 
 class Real:

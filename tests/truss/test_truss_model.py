@@ -93,6 +93,7 @@ async def content(response: Response) -> bytes:
 BODIES: list[Any] = [
     {"prompt": "once"}, {"prompt": "once", "max_tokens": 3, "stream": False}, {"prompt": "once", "stop_words_list": ["fox", ""]},
     {"prompt": "", "max_tokens": 2}, {"prompt": "x", "top_p": 0.5, "min_p": 0.1, "early_stopping": True, "request_id": "7"},
+    {"prompt": "x", "eos_token_id": 2},
     {"prompt": "x", "seed": -7, "top_k": -1}, {"prompt": "x", "ignore_eos": True}, {"prompt": "x", "stop": "quick"},
     {"prompt": "x", "model": "tiny", "max_tokens": 3}, {"prompt": "x", "model": "tiny", "max_tokens": "many"},
     {"messages": [{"role": "user", "content": "hi"}]}, {"messages": "hi"}, {"prompt": "x", "messages": []}, {}, [1], None, "text",

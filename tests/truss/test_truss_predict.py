@@ -70,7 +70,7 @@ FIELDS: dict[str, tuple[Any, str, Any]] = {
     "length_penalty": (0.5, "length_penalty", 0.5),
     "early_stopping": (True, "early_stopping", True),
 }
-OTHERS = {"prompt", "messages", "stream", "model", "request_id"}
+OTHERS = {"prompt", "messages", "stream", "model", "request_id", "eos_token_id"}
 
 
 def test_every_field_is_tested() -> None:

@@ -8,12 +8,14 @@ import itertools
 import random
 import typing
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, Unpack, overload
 
 import msgspec
 
 from stoker.api.prepare import prepare_model
+from stoker.api.progress import shown_progress
 from stoker.api.prompts import Conversation, Prompt, as_conversations, as_params, as_prompts
 from stoker.api.settings import LLMSettings, read_settings
 from stoker.base.types import Delta, GenerationRequest, SamplingParams
@@ -50,7 +52,8 @@ class LLM:
         model: An engine, a checkpoint folder, a .gguf file, a Triton, LMI or Truss folder, a hub id, an archive, or an s3:// or https://
             address. The engine of a checkpoint is built once and cached.
         tokenizer: A folder or hub id with the tokenizer. Default: that of the model.
-        progress: Called with (stage, done, total or None) while files are fetched and the engine is built, from several threads.
+        progress: Whether progress is shown on stderr while files are fetched and the engine is built. A function receives (stage, done,
+            total or None) instead, from several threads.
         settings: `help(stoker.LLMSettings)` describes all keyword arguments. vLLM's names are accepted where they mean the same.
 
     Raises:
@@ -65,11 +68,12 @@ class LLM:
         model: str | Path,
         tokenizer: str | Path | None = None,
         *,
-        progress: Progress | None = None,
+        progress: Progress | bool = True,
         **settings: Unpack[LLMSettings],
     ) -> None:
         choices = read_settings(settings)
-        prepared = prepare_model(model, tokenizer, choices, progress)
+        with shown_progress("preparing") if progress is True else nullcontext(progress or None) as report:
+            prepared = prepare_model(model, tokenizer, choices, report)
         self._engine = InProcessEngine(
             prepared.path, prepared.config, tokenizer=prepared.tokenizer, limits=prepared.limits, name=prepared.name
         )  # fmt: skip

@@ -12,7 +12,7 @@ from stoker.base import env
 from stoker.base.config import RequestLimits, RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.deploy.build_settings import BuildSettings, apply_build_settings
-from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource
+from stoker.deploy.deployment import BuildOptions, Deployment
 from stoker.deploy.engine import read_config
 from stoker.deploy.model_name import model_name_of
 from stoker.deploy.prepare import PreparedEngine, Progress, check_build, local_path, prepare_engine, read_deployment
@@ -51,9 +51,7 @@ def prepare_model(model: str | Path, tokenizer: str | Path | None, choices: Choi
         deployment = _with_tokenizer(deployment, local_path(tokenizer, environment, progress))
     check_runtime(deployment, environment)
     prepared = prepare_engine(deployment, environment, progress)
-    limits = prepared.deployment.server.request_limits
-    if isinstance(deployment.source, EngineSource):
-        limits = _check_built(prepared.engine, build, limits)
+    limits = _check_built(prepared.engine, build, prepared.deployment.server.request_limits)
     return PreparedModel(
         path=prepared.engine,
         config=prepared.deployment.runtime,
@@ -96,7 +94,10 @@ def _tokenizer(prepared: PreparedEngine, requested: str | Path | None) -> Path |
 
 
 def _check_built(path: Path, build: BuildSettings, limits: RequestLimits) -> RequestLimits:
-    """`limits` lowered to the lengths in `build`. Raises ConfigError for settings that a built engine does not have."""
+    """`limits` lowered to the lengths in `build`. Raises ConfigError for settings that the engine does not have.
+
+    An engine that was built now has them; a deployment that is read as a checkpoint can contain a prebuilt engine.
+    """
     engine = Engine.open(path)
     lowered = {}
     for name, value in build.chosen().items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,9 +27,9 @@ Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 
 def prepare_engine(model: str, runtime: RuntimeConfig = RuntimeConfig(), build: BuildSettings = BuildSettings()) -> Path:
     """The engine directory of `model`. Shows progress until it is ready. Raises what `deploy.local_engine.find_engine` raises."""
-    from stoker.cli.output.progress import shown_progress
+    from stoker.api.progress import shown_progress
 
-    with shown_progress("preparing", write_progress_line) as progress:
+    with shown_progress("preparing") as progress:
         from stoker.deploy.local_engine import find_engine
 
         return find_engine(model, runtime=runtime, build=build, progress=progress)
@@ -38,19 +37,19 @@ def prepare_engine(model: str, runtime: RuntimeConfig = RuntimeConfig(), build: 
 
 def prepare_files(model: str) -> Path:
     """The local path of the files of `model`, which are fetched if necessary; no engine is built. Shows progress until they are there."""
-    from stoker.cli.output.progress import shown_progress
+    from stoker.api.progress import shown_progress
     from stoker.deploy.prepare import local_path
 
-    with shown_progress("fetching", write_progress_line) as progress:
+    with shown_progress("fetching") as progress:
         return local_path(model, env.child_environment(), progress)
 
 
 @contextmanager
 def loading(model: str, runtime: RuntimeConfig, build: BuildSettings) -> Iterator[Path]:
     """The engine directory of `model`, for a block that loads it. Shows progress until the block ends."""
-    from stoker.cli.output.progress import shown_progress
+    from stoker.api.progress import shown_progress
 
-    with shown_progress("preparing", write_progress_line) as progress:
+    with shown_progress("preparing") as progress:
         from stoker.deploy.local_engine import find_engine
 
         engine = find_engine(model, runtime=runtime, build=build, progress=progress)
@@ -64,7 +63,7 @@ def running_llm(model: str, runtime: RuntimeConfig, build: BuildSettings) -> Ite
     with loading(model, runtime, build) as engine:
         from stoker.api.llm import LLM
 
-        llm = LLM(engine, **msgspec.structs.asdict(runtime))
+        llm = LLM(engine, progress=False, **msgspec.structs.asdict(runtime))
     with llm:
         yield llm
 
@@ -80,8 +79,3 @@ def fetch_checkpoint(location: str, config: BuildConfig, progress: Progress) -> 
 
     check_recipe(config.quantization, config.quantization_settings, config.kv_cache_dtype)
     return local_path(location, env.child_environment(), progress), checkpoint_name_of(location)
-
-
-def write_progress_line(line: str) -> None:
-    """Print a line of progress on stderr."""
-    print(f"stoker: {line}", file=sys.stderr, flush=True)

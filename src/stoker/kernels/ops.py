@@ -51,7 +51,7 @@ _GPU: dict[ModuleType, ModuleType] = {}
 
 
 def _by_format(package: str, prefix: str) -> dict[ModuleType, ModuleType]:
-    """The modules `prefix + format` of a package by the reference of the weight format, for the formats that the package implements."""
+    """The modules `prefix + format` of a package, for the weight formats that it implements. The key is the format's reference module."""
     names = [module.name for module in pkgutil.iter_modules(reference.__path__) if module.name.startswith("quant_")]
     formats = [name.removeprefix("quant_") for name in names]
     found = {name for module in pkgutil.iter_modules(import_module(package).__path__) if (name := module.name)}
@@ -59,7 +59,7 @@ def _by_format(package: str, prefix: str) -> dict[ModuleType, ModuleType]:
 
 
 def use_launchers() -> None:
-    """Use the Triton launchers for tensors off the CPU. Called on import when there is a GPU, and by the ahead-of-time trace."""
+    """Use the Triton launchers for all tensors except CPU tensors. Called on import if there is a GPU, and by the ahead-of-time trace."""
     from stoker.kernels.triton import activation, all_reduce, embedding, norm, rope, sampling
     from stoker.kernels.triton.attention import launch as attention
     from stoker.kernels.triton.fused_layer import launch as fused_layer_launcher
@@ -79,7 +79,7 @@ if torch.cuda.is_available():
 
 @cache
 def _cpu() -> dict[ModuleType, ModuleType]:
-    """The modules of C kernels by their reference; empty when there are none. The first op on CPU tensors compiles them if necessary."""
+    """The modules of C kernels, with their reference modules as keys; empty without a compiler. Compiles the kernels at the first call."""
     from stoker.kernels.native import attention, fused_layer, library, linear, rope
 
     if isinstance(library.kernels(), str):
@@ -110,7 +110,7 @@ def observe_ops(observer: Observer) -> Iterator[None]:
 
 
 class _ObservedModule(ModuleType):
-    """The functions of `implementation`, with a call of `observer` after each."""
+    """Wraps an implementation module: each function calls `observer(name, args, result)` after it has run."""
 
     def __init__(self, implementation: ModuleType, observer: Observer) -> None:
         super().__init__(implementation.__name__)
@@ -128,7 +128,7 @@ class _ObservedModule(ModuleType):
 
 
 def _pick(x: Tensor, reference: ModuleType) -> ModuleType:
-    """The module that implements the functions of `reference` on x's device."""
+    """The module that implements `reference` on the device of x: C or Triton where available, else `reference` itself."""
     implementation = (_cpu() if x.is_cpu else _GPU).get(reference, reference)
     return implementation if _observer is None else _ObservedModule(implementation, _observer)
 
@@ -139,15 +139,18 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind
 
 
 def all_reduce(x: Tensor, group: Group, residual: Tensor | None = None) -> Tensor:
-    """The sum of x over the ranks of the group, + `residual`. All ranks have the same bits. May overwrite x.
+    """The sum of x over the ranks of the group, plus `residual`. The result has the same bits on all ranks. May overwrite x.
 
-    On GPUs with peer access, one kernel sums the messages of decode steps and adds the residual.
+    On GPUs with peer access, one kernel sums the small tensors of decode steps and adds the residual.
     """
     return _pick(x, all_reduce_ref).all_reduce(x, group, residual)
 
 
 def check_inboxes(group: Group) -> None:
-    """Disable the peer memory of a group if all-reduces through it fail. Every rank calls this before its first all-reduce."""
+    """Test all-reduces through the peer memory of a group, and disable it if they fail.
+
+    Every rank calls this before its first all-reduce.
+    """
     if group.inboxes is not None:
         from stoker.kernels.triton import all_reduce
 
@@ -155,17 +158,23 @@ def check_inboxes(group: Group) -> None:
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """act(gate) × up [..., size] of gate_up [..., 2 × size], gate first. `activation` is one of `reference.activation.ACTIVATIONS`."""
+    """act(gate) × up [..., size]. gate_up [..., 2 × size] holds gate, then up.
+
+    `activation` is a key of `reference.activation.ACTIVATIONS`.
+    """
     return _pick(gate_up, activation_ref).gated(gate_up, activation)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """act(x), elementwise."""
+    """The activation function applied to each element of x. `activation` is a key of `reference.activation.ACTIVATIONS`."""
     return _pick(x, activation_ref).activate(x, activation)
 
 
 def resolve(token_ids: Tensor, last_ids: Tensor) -> Tensor:
-    """int32 token_ids [T] with every -1 - r replaced by last_ids[r]: a token that was sampled on the device and not read back yet."""
+    """int32 token_ids [T] in which every negative id -1 - r is replaced by last_ids[r].
+
+    A negative id stands for the token that the previous step sampled for row r, and that the host has not read yet.
+    """
     return _pick(token_ids, embedding_ref).resolve(token_ids, last_ids)
 
 
@@ -175,17 +184,20 @@ def remember(last_ids: Tensor, rows: Tensor, token_ids: Tensor) -> None:
 
 
 def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
-    """Rows of `table` [vocab, hidden] for int32 `token_ids` [T]."""
+    """The rows of `table` [vocab, hidden] for int32 `token_ids` [T]: [T, hidden]."""
     return _pick(table, embedding_ref).embedding(token_ids, table)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    """x [M, K] × weight [N, K] transposed, + bias [N], with `fusion`. Returns [M, N], or [M, N / 2] when gated."""
+    """x [M, K] × weight [N, K] transposed, + bias [N], with `fusion` applied.
+
+    Returns [M, N], or [M, N / 2] if `fusion` gates the output.
+    """
     return _pick(x, linear_ref).linear(x, weight, bias, fusion)
 
 
 def around(x: Tensor, fusion: Fusion, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """A linear without fused kernels: the input gate and the norm, `product`, then the gate and the residual, as separate ops."""
+    """A linear without fused kernels: input gate and norm, then `product`, then output gate and residual, each as a separate op."""
     if fusion.input_gate is not None:
         x = gated(x, fusion.input_gate)
     if fusion.norm_kind is not None:
@@ -197,7 +209,7 @@ def around(x: Tensor, fusion: Fusion, product: Callable[[Tensor], Tensor]) -> Te
 
 
 def prepare_weight(weight: PackedWeight) -> PackedWeight:
-    """The weight as its device's kernels read it. Called once, at load.
+    """The weight in the form that the kernels of its device read. Called once, at load.
 
     A GPU reads int4 in the layout `paired`. On a CPU, FP8 values are widened to float32, because CPUs have no e4m3 arithmetic, and int4
     weights get `device_data` where PyTorch's packed kernel is used.
@@ -208,9 +220,9 @@ def prepare_weight(weight: PackedWeight) -> PackedWeight:
 
 
 def supports_int8_groups(weight: PackedWeight) -> bool:
-    """Whether the device's kernels read an int8 weight in groups as it is stored; otherwise it is better widened once, at load.
+    """Whether the device's kernels read an int8 weight with groups as it is stored. Otherwise the weight should be widened once, at load.
 
-    Linears on a CPU do, whose C kernel widens values in registers, and stacked experts on a GPU.
+    True for linears on a CPU, whose C kernel widens values in registers, and for stacked experts on a GPU.
     """
     if weight.num_experts:
         return not weight.values.is_cpu
@@ -240,14 +252,17 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
 
 
 def packed_embedding(token_ids: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Rows of a packed weight [vocab, hidden], dense or int8, in `dtype` (dense: in its own), for int32 `token_ids` [T]."""
+    """The rows of a packed weight [vocab, hidden] for int32 `token_ids` [T].
+
+    An int8 weight is dequantized to `dtype`; rows of a dense weight keep the weight's dtype.
+    """
     if weight.format == "dense":
         return embedding(token_ids, weight.values)
     return _pick(weight.values, format_reference(weight.format)).packed_embedding(token_ids, weight, dtype)
 
 
 def supports_fused_layer(layer: FusedLayer, rows: int) -> bool:
-    """Whether `fused_layer` computes `rows` rows with these weights, on their device, in one launch."""
+    """Whether the device computes `fused_layer` for `rows` rows and these weights in one launch."""
     weight = layer.out.weight
     return weight is not None and _pick(weight.values, fused_layer_ref).supports_fused_layer(layer, rows)
 
@@ -302,35 +317,43 @@ def rope_attention(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCac
 
 
 def sample(logits: Tensor, params: DrawParams) -> Tensor:
-    """A token id for each row of logits [L, V]: int32 [L]. -1 for a row with NaN or +inf, or where every token is banned (-inf).
+    """The token id of each row of logits [L, V]: int32 [L]. -1 for a row with NaN or +inf, or where every token is banned (-inf).
 
-    Greedy, or drawn after temperature, top-k, top-p and min-p, in that order. A draw depends on the row's seed and counter alone.
+    A row is greedy, or drawn after temperature, top-k, top-p and min-p, in that order. A draw depends on the row's seed and counter alone.
     """
     return _pick(logits, sampling_ref).sample(logits, params)
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(log probability of token_ids [L], those of the num_top most probable tokens [L, num_top], their int32 ids), natural, in float32."""
+    """(log-probability of token_ids [L], log-probabilities of the num_top most probable tokens [L, num_top], their int32 ids).
+
+    Natural logarithms in float32. logits [L, V].
+    """
     return _pick(logits, sampling_ref).logprobs(logits, token_ids, num_top)
 
 
 def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> Routing:
-    """Choose experts from router logits [T, num_experts]. `correction` float32 [num_experts] affects the choice, but not the weights."""
+    """Choose the experts of each token from router logits [T, num_experts].
+
+    `correction` float32 [num_experts] is added to the scores that are ranked, but not to the weights.
+    """
     return _pick(logits, moe_ref).route(logits, correction, params)
 
 
 def expert_up(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
-    """Each token of x [T, K] through the linear of each of its experts, weight [E, N, K] and bias [E, N].
+    """Apply the linear of each chosen expert to its tokens: the first projection of a mixture of experts.
 
-    Returns [T × k, N], sorted by expert: in the order of routing.order.
+    x [T, K]; weight [E, N, K] and bias [E, N] of E experts. Returns [T × k, N], one row per token and expert, in the order of
+    `routing.order`, which is sorted by expert.
     """
     return _pick(x, moe_ref).expert_up(x, weight, routing)
 
 
 def expert_down(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
-    """Rows of x [T × k, K], in the order of routing.order, through their expert's linear, weight [E, N, K] and bias [E, N].
+    """Apply the linear of each chosen expert and add the results of each token: the last projection of a mixture of experts.
 
-    Returns [T, N]: for each token the sum of its k rows, weighted by routing.weights.
+    x [T × k, K], in the order of `routing.order`; weight [E, N, K] and bias [E, N]. Returns [T, N]: for each token, the sum of its k
+    results, weighted by `routing.weights`.
     """
     return _pick(x, moe_ref).expert_down(x, weight, routing)
 

@@ -32,5 +32,5 @@ class Routing:
 
     @property
     def top_k(self) -> int:
-        """k."""
+        """The number k of experts per token."""
         return self.weights.shape[1]

@@ -15,7 +15,7 @@ MEAN_TOKENS = 1024  # positions that share a mean; a multiple of every key tile
 
 
 def supports_key_mean(head_size: int) -> bool:
-    """Whether kernels support keys of `head_size` features that are stored less a mean."""
+    """Whether kernels support heads of `head_size` features if a mean is subtracted from keys before they are stored."""
     return head_size <= MAX_MEAN_HEAD_SIZE and head_size & (head_size - 1) == 0
 
 
@@ -85,7 +85,7 @@ class FusedLinear:
 
     @property
     def outputs(self) -> int:
-        """Output features: half of the rows of a gated weight."""
+        """The number of output features: half of the rows of a gated weight."""
         assert self.weight is not None
         return self.weight.out_features // (1 if self.fusion.gate is None else 2)
 
@@ -101,5 +101,5 @@ class FusedLayer:
 
     @property
     def linears(self) -> tuple[FusedLinear, ...]:
-        """Those that exist, in order."""
+        """The three or four linears that exist, in the order of computation."""
         return (self.out, self.up, self.down) if self.qkv is None else (self.out, self.up, self.down, self.qkv)

@@ -45,7 +45,7 @@ class Attention:
 
     @staticmethod
     def specs(config: AttentionConfig, name: str, hidden: int) -> dict[str, Spec]:
-        """The weights that the block itself loads."""
+        """The specs of the block's linears and biases, without its norms. Keys are the attributes that load them."""
         size = config.head_size
         kv_heads = config.num_kv_heads
         q, kv = config.num_heads * size, kv_heads * size
@@ -71,21 +71,21 @@ class Attention:
 
     @staticmethod
     def all_specs(config: AttentionConfig, name: str, hidden: int) -> dict[str, Spec]:
-        """The weights of the block and of its norms of queries and keys."""
+        """The specs of all weights of the block, including the norms of queries and keys."""
         specs = Attention.specs(config, name, hidden)
         for key in ("q_norm", "k_norm"):
             specs |= {f"{key}.{part}": spec for part, spec in norm_specs(config, f"{name}.{key}").items()}
         return specs
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
-        """attention(norm(x)) + residual."""
+        """attention(norm(x)) + residual, [T, hidden], summed over ranks. Stores the keys and values of the step in `cache`."""
         qkv = self.qkv(x, PLAIN if norm is None else norm.fusion)
         return linear_all_reduce(self.out, self.attend_heads(qkv, batch, cache, self.params), self.group, residual)
 
     def attend_heads(self, qkv: Tensor, batch: ForwardBatch, cache: KVCache, params: AttentionParams) -> Tensor:
-        """Attention of this rank's heads, [T, heads × head_size], before the output projection. `qkv` is the output of the qkv linear.
+        """Attention of this rank's heads before the output projection: [T, heads × head_size]. Stores keys and values in `cache`.
 
-        `params` is `self.params`, or a variant of it for the launches around attention.
+        `qkv` is the output of the QKV linear. `params` is `self.params`, or the variant for steps with fused layers.
         """
         config = self.config
         size = self.head_size
@@ -103,7 +103,7 @@ class Attention:
         return self.attend(q, k, v, Rotary(positions, cos_sin, self.interleaved), cache, batch, params)
 
     def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k [T, heads, head_size] after their norm."""
+        """q and k [T, heads, head_size] after the norm of queries and keys."""
         assert self.qk_norm is not None
         if not self.config.qk_norm_full:
             return self.qk_norm(q, k)
@@ -112,17 +112,18 @@ class Attention:
 
 
 def _logn(positions: Tensor, length: int) -> Tensor:
-    """[T, 1, 1]: the logarithm of position + 1 to the base `length`, at least 1 (Qwen 1)."""
+    """[T, 1, 1]: the factors of queries in Qwen 1, the logarithm of position + 1 to the base `length`, at least 1."""
     return (torch.log(positions.float() + 1) / math.log(length)).clamp(min=1.0)[:, None, None]
 
 
 def _alibi(config: AttentionConfig, loader: Loader) -> Tensor:
+    """float32 [heads]: the ALiBi slopes of this rank's query heads; 0 for heads of zeros."""
     slopes = (alibi_slopes(config.num_heads, config.alibi_max) * config.alibi_scale).tolist()
     return torch.tensor([0.0 if head is None else slopes[head] for head in _heads(config, loader)], device=loader.device)
 
 
 def _heads(config: AttentionConfig, loader: Loader) -> list[int | None]:
-    """The query heads of this rank."""
+    """The query heads of this rank; None stands for a head of zeros."""
     return query_heads(config.num_heads, config.num_kv_heads, loader.sharding.size, loader.group.rank)
 
 

@@ -23,9 +23,9 @@ from stoker.quant.key_spreading import has_mean, stored_means
 
 
 def declare(config: ModelConfig, kv_cache: str | None = None, stage: Stage = ALONE) -> dict[str, Spec]:
-    """The specs of all weights of a pipeline stage by engine name, in file order.
+    """The specs of all weights of a pipeline stage in file order. Keys are the names in the engine.
 
-    With a quantized `kv_cache` also the tensors of the caches, which no checkpoint contains.
+    With a quantized `kv_cache`, they include the tensors of the caches, which no checkpoint contains.
     """
     specs: list[Spec] = [*_outer_specs(config, stage).values()]
     for i in stage.layers(config.num_layers):
@@ -46,19 +46,19 @@ def kv_shapes(config: ModelConfig, layer: int) -> tuple[int, int, int]:
 
 
 def kv_width(config: ModelConfig, layer: int, tensor_parallel: int) -> int:
-    """Numbers that a rank's cache stores for one token of a layer."""
+    """The number of values that the cache of one rank stores for one token of a layer, keys and values together."""
     heads, key, value = local_kv_shapes(config, layer, tensor_parallel)
     return heads * (key + value)
 
 
 def local_kv_shapes(config: ModelConfig, layer: int, tensor_parallel: int) -> tuple[int, int, int]:
-    """`kv_shapes` of one rank."""
+    """(kv_heads, key size, value size) of a layer's cache on one rank."""
     heads, key, value = kv_shapes(config, layer)
     return num_local_kv_heads(heads, tensor_parallel) if value else heads, key, value
 
 
 def kv_cache_specs(config: ModelConfig, layer: int, kv_cache: str) -> dict[str, Spec]:
-    """The tensors of a layer's quantized cache, per head: scales, the balance of keys, and their mean before the rotary embedding."""
+    """The specs of a layer's tensors for a quantized cache, per head: scales, the balance of keys, and their mean before rotation."""
     heads, key_size, value_size = kv_shapes(config, layer)
     name = f"layers.{layer}.attention"
     if not value_size:  # one latent head, which every rank holds
@@ -71,7 +71,7 @@ def kv_cache_specs(config: ModelConfig, layer: int, kv_cache: str) -> dict[str, 
 
 
 def load_cache_fields(config: ModelConfig, layer: int, loader: Loader, tables: RopeTables) -> dict[str, Tensor]:
-    """The fields of a layer's `KVCache` besides its pages."""
+    """The fields of a layer's `KVCache` other than its pages, by field name. Empty for a cache that is not quantized."""
     if loader.recipe.kv_cache is None:
         return {}
     fields, attention = loader.load(kv_cache_specs(config, layer, loader.recipe.kv_cache)), config.layers[layer].attention
@@ -81,11 +81,12 @@ def load_cache_fields(config: ModelConfig, layer: int, loader: Loader, tables: R
 
 
 def _outer_specs(config: ModelConfig, stage: Stage) -> dict[str, Spec]:
+    """The specs of a stage's weights outside the layers: embeddings, final norm and head."""
     return (_first_specs(config) if stage.is_first else {}) | (_last_specs(config) if stage.is_last else {})
 
 
 def _embed_spec(config: ModelConfig) -> LinearSpec:
-    """Every rank holds the whole table, except when it is also the head, of which each step reads every row."""
+    """The spec of the token embedding. It is sharded only if it is also the head, because each step then reads every row."""
     width = config.embed_size or config.hidden_size
     return LinearSpec(
         name="embed", in_features=width, parts=(config.vocab_size,), split="vocab" if config.tie_head else "none", quantize=False
@@ -93,6 +94,7 @@ def _embed_spec(config: ModelConfig) -> LinearSpec:
 
 
 def _first_specs(config: ModelConfig) -> dict[str, Spec]:
+    """The specs of the weights that the first stage holds outside the layers."""
     hidden = config.hidden_size
     width = config.embed_size or hidden
     specs: dict[str, Spec] = {"embed": _embed_spec(config)}
@@ -108,6 +110,7 @@ def _first_specs(config: ModelConfig) -> dict[str, Spec]:
 
 
 def _last_specs(config: ModelConfig) -> dict[str, Spec]:
+    """The specs of the weights that the last stage holds outside the layers."""
     hidden, vocab = config.hidden_size, config.vocab_size
     width = config.embed_size or hidden
     specs: dict[str, Spec] = {}
@@ -123,7 +126,7 @@ def _last_specs(config: ModelConfig) -> dict[str, Spec]:
 
 
 def layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
-    """The specs of all weights of a layer by engine name."""
+    """The specs of all weights of layer number `index`. Keys are the names in the engine."""
     layer, name, hidden = config.layers[index], f"layers.{index}", config.hidden_size
     specs: list[Spec] = []
     for norm in LAYOUTS[layer.layout].norms(layer):
@@ -160,13 +163,13 @@ class Decoder:
         self._cache_fields = [load_cache_fields(config, i, loader, tables) for i in indices]
 
     def keep_layers(self, indices: Sequence[int]) -> None:
-        """Drop all layers of this stage except `indices`: an ahead-of-time trace needs one layer of each kind."""
+        """Drop all layers of this stage except those at `indices`, for an ahead-of-time trace, which needs one layer of each kind."""
         self.layers = [self.layers[i] for i in indices]
         if self.fused_layers is not None:
             self.fused_layers = self.fused_layers.subset(indices)
 
     def complete_caches(self, caches: list[KVCache]) -> None:
-        """Set the fields of quantized caches besides their pages."""
+        """Set the fields of quantized caches (scales, balance, mean) on the `KVCache` of each layer."""
         for cache, fields in zip(caches, self._cache_fields, strict=True):
             for field, tensor in fields.items():
                 setattr(cache, field, tensor)
@@ -198,7 +201,7 @@ class Decoder:
         return self.logits(x)
 
     def begin(self, batch: ForwardBatch) -> Tensor:
-        """The residual stream [T, hidden] before the first layer."""
+        """The residual stream [T, hidden] before the first layer: embeddings of tokens and positions."""
         config = self.config
         x = self.embed(batch.token_ids, self.dtype)
         if config.embed_scale != 1.0:
@@ -214,7 +217,7 @@ class Decoder:
         return self.embed_norm(x) if self.embed_norm is not None else x
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits [T, vocab] of the residual stream after the last layer."""
+        """Logits [T, vocab] from the residual stream [T, hidden] after the last layer."""
         config = self.config
         fusion = PLAIN if self.norm is None else self.norm.fusion
         logits = self.head(x, fusion) if self.project_out is None else self.head(self.project_out(x, fusion))

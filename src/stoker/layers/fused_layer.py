@@ -20,9 +20,9 @@ LARGE_BATCH_ROWS = 32  # fused layers are created if 1 row or this number of row
 
 
 class FusedLayers:
-    """The layers of a stage, cut after each attention into an attention and a fused layer up to the next attention.
+    """The layers of a stage, cut after each attention: an attention, then a fused layer up to the next attention, and so on.
 
-    `params` are the attention parameters of each layer for these steps, in which a fused layer follows the attention.
+    `params` are the attention parameters of each layer for steps in which a fused layer follows the attention.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
@@ -35,27 +35,30 @@ class FusedLayers:
 
     @staticmethod
     def for_layers(layers: Sequence[Layer]) -> FusedLayers | None:
-        """The fused layers. None when a layer has another layout, or the fused layer kernel supports no number of rows."""
+        """The fused layers of `layers`, or None when a layer has another layout or the kernel supports no number of rows."""
         if not layers or not all(_can_be_cut(layer) for layer in layers):
             return None
         fused = FusedLayers(layers)
         return fused if fused.supports(1) or fused.supports(LARGE_BATCH_ROWS) else None
 
     def subset(self, indices: Sequence[int]) -> FusedLayers:
-        """The layers `indices` in sequence. Used by the ahead-of-time trace."""
+        """A copy that has only the layers at `indices`, for the ahead-of-time trace."""
         fused = copy(self)
         fused.attentions, fused.layers = [self.attentions[i] for i in indices], [self.layers[i] for i in indices]
         fused.params = [self.params[i] for i in indices]
         return fused
 
     def supports(self, rows: int) -> bool:
-        """Whether the kernel computes `rows` rows of every layer."""
+        """Whether the kernel computes all layers for a step of `rows` rows. The result is cached."""
         if rows not in self._supported:
             self._supported[rows] = all(ops.supports_fused_layer(layer, rows) for layer in self.layers)
         return self._supported[rows]
 
     def __call__(self, x: Tensor, batch: ForwardBatch, caches: list[KVCache]) -> Tensor:
-        """The residual stream [T, hidden] after the last layer, for a number of rows that `supports` accepts."""
+        """The residual stream [T, hidden] after the last layer, from that before the first one.
+
+        `supports` must accept the number of rows.
+        """
         qkv: Tensor | None = self.attentions[0].qkv(x, self.first)
         for attention, params, layer, cache in zip(self.attentions, self.params, self.layers, caches, strict=True):
             assert qkv is not None
@@ -64,13 +67,14 @@ class FusedLayers:
 
 
 def _can_be_cut(layer: Layer) -> bool:
-    """Whether a layer is norm → attention → add → norm → gated MLP → add, on one rank."""
+    """Whether a layer has the form norm → attention → add → norm → gated MLP → add, without tensor parallelism."""
     attention, mlp = layer.attention, layer.mlp
     kinds = type(layer) is PreNorm and isinstance(attention, Attention) and isinstance(mlp, MLP)
     return kinds and mlp.gated and layer.residual_scale == 1.0 and mlp.group.size == 1
 
 
 def _fused_layers(layers: Sequence[Layer]) -> Iterator[FusedLayer]:
+    """For each layer, its linears after attention and the QKV linear of the next layer."""
     for layer, following in zip(layers, [*layers[1:], None], strict=True):
         qkv = None if following is None else _linear(following.attention.qkv, following.attention_norm.fusion)
         up = _linear(layer.mlp.up, layer.mlp_norm.gated_fusion(layer.mlp.activation))
@@ -78,4 +82,5 @@ def _fused_layers(layers: Sequence[Layer]) -> Iterator[FusedLayer]:
 
 
 def _linear(linear: LinearOp, fusion: Fusion) -> FusedLinear:
+    """A linear of a block as an argument of `ops.fused_layer`."""
     return FusedLinear(linear, linear.packed_weight, fusion)

@@ -31,7 +31,7 @@ class RopeTables:
         self._tables: dict[RopeConfig, Tensor] = {}
 
     def get(self, config: RopeConfig | None) -> Tensor | None:
-        """The table for a config; None for None."""
+        """The table for a config, computed at the first call, or None for a model without rotary embedding."""
         if config is None:
             return None
         if config not in self._tables:
@@ -60,7 +60,7 @@ class Layer:
 
     @staticmethod
     def norms(config: LayerConfig) -> tuple[str, ...]:
-        """The names of the layer's norms."""
+        """The names of the norms that this layout has, which are attributes and parts of weight names."""
         raise TypeError("a layout must name its norms")
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
@@ -159,5 +159,5 @@ LAYOUTS: dict[str, type[Layer]] = {
 
 
 def make_layer(config: LayerConfig, loader: Loader, name: str, hidden: int, tables: RopeTables) -> Layer:
-    """The layer of a config, with its weights."""
+    """The layer of the layout that `config` names, with its weights loaded. `name` is the prefix of weight names."""
     return LAYOUTS[config.layout](config, loader, name, hidden, tables)

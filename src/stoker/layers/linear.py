@@ -13,7 +13,7 @@ from stoker.quant.linear_ops import LinearOp
 
 
 def linear_all_reduce(linear: LinearOp, x: Tensor, group: Group, residual: Tensor | None, fusion: Fusion = PLAIN) -> Tensor:
-    """The sum of linear(x) over the ranks, + residual. On a single rank the kernel of the linear adds the residual."""
+    """linear(x) summed over the ranks of `group`, + residual. On a single rank the kernel of the linear adds the residual."""
     if group.size == 1:
         if residual is not None:  # replace() takes microseconds, which a decode step on a CPU notices
             fusion = Fusion(residual=residual) if fusion is PLAIN else replace(fusion, residual=residual)

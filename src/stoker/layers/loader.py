@@ -41,11 +41,14 @@ class Loader:
         self.adapters = adapters
 
     def load(self, specs: dict[str, Spec]) -> dict[str, Any]:
-        """The linears and tensors of `specs`, under the same keys."""
+        """Load the linears and tensors of `specs`. The result has the same keys."""
         return {key: self.linear(spec) if isinstance(spec, LinearSpec) else self.tensor(spec) for key, spec in specs.items()}
 
     def linear(self, spec: LinearSpec) -> LinearOp | ExpertsOp:
-        """The linear, or the stacked experts, of a spec."""
+        """Load the linear, or the stacked experts, that a spec declares, with its adapters.
+
+        Raises EngineError for a wrong shape or dtype.
+        """
         local = local_spec(spec, self.sharding)
         chosen = self.recipe.format_for(spec)
         stored = {
@@ -59,6 +62,6 @@ class Loader:
         return loaded if self.adapters is None else self.adapters.adapt(loaded, spec, self.sharding, self.group.rank)
 
     def tensor(self, spec: TensorSpec) -> Tensor:
-        """The tensor of a spec."""
+        """Load this rank's shard of the tensor that a spec declares. Raises EngineError for a wrong shape or dtype."""
         dtype = getattr(torch, spec.dtype) if spec.dtype else self.dtype
         return self.source.get(spec.name, local_shape(spec, self.sharding), dtype)

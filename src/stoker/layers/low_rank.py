@@ -31,9 +31,10 @@ class LowRankDelta:
     scaling: Tensor  # float32 [adapters]
 
     def __call__(self, x: Tensor, adapter_ids: Tensor) -> Tensor:
-        """scaling × B A x of each row of x [T, in_features] with its adapter, int32 [T]: [T, out_features]. Rows of adapter -1 are zeros.
+        """scaling × B A x for each row of x [T, in_features] and its adapter: [T, out_features]. Rows with adapter -1 are zeros.
 
-        All adapters' A are multiplied by all rows, so that the shapes do not depend on the ids and a step can be captured.
+        `adapter_ids` is int32 [T]. The A of all adapters are multiplied by all rows, so that the shapes do not depend on the ids and a step
+        can be captured.
         """
         num_adapters, rank, _ = self.a.shape
         inner = F.linear(x, self.a.flatten(0, 1)).unflatten(-1, (num_adapters, rank)) * self.scaling[:, None]
@@ -43,7 +44,7 @@ class LowRankDelta:
 
 
 class Adapters:
-    """The low-rank deltas of a model by the name of their linear, and the adapters of the current step.
+    """The low-rank deltas of a model, by the name of the linear that they change, and the adapters of the current step.
 
     `Decoder` sets `ids` before the first layer: `ForwardBatch.adapter_ids`, or None when no token has an adapter.
     """
@@ -53,7 +54,10 @@ class Adapters:
         self.ids: Tensor | None = None
 
     def adapt(self, linear: LinearOp | ExpertsOp, spec: LinearSpec, sharding: Sharding, rank: int) -> LinearOp | ExpertsOp:
-        """`linear` with this rank's shard of its delta, or unchanged if it has none. Raises ConfigError where deltas are not supported."""
+        """`linear` combined with this rank's shard of its delta, or `linear` itself if it has none.
+
+        Raises ConfigError for stacked experts and for linears outside the layers, which do not support deltas.
+        """
         delta = self.deltas.get(spec.name)
         if delta is None:
             return linear
@@ -95,7 +99,7 @@ class LowRankLinear(LinearOp):
 
     @property
     def packed_weight(self) -> PackedWeight | None:
-        """That of `base`: fused layers are used only in steps without adapters."""
+        """The packed weight of `base`. Fused layers use it only in steps without adapters."""
         return self.base.packed_weight
 
     @property
@@ -104,16 +108,16 @@ class LowRankLinear(LinearOp):
 
 
 def shard_delta(delta: LowRankDelta, spec: LinearSpec, sharding: Sharding, rank: int) -> LowRankDelta:
-    """One rank's shard: the columns of A that follow its input features, the rows of B that follow its output features.
+    """One rank's shard of a delta: the columns of A for the rank's input features, the rows of B for its output features.
 
-    Ranks that hold input features compute summands of B A x, which are summed with those of W x.
+    Where ranks hold different input features, their results are summands of B A x and are summed together with those of W x.
     """
     a = _cut(delta.a, 2, column_slices(spec, sharding, rank))
     return LowRankDelta(a, _cut(delta.b, 1, row_slices(spec, sharding, rank)), delta.scaling)
 
 
 def _cut(tensor: Tensor, axis: int, slices: Iterable[AxisSlice]) -> Tensor:
-    """The slices of an axis, joined. A slice from -1 consists of zeros."""
+    """The given slices of one axis, concatenated. A slice with start -1 is filled with zeros."""
     parts = []
     for start, length in slices:
         shape = list(tensor.shape)

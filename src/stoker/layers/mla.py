@@ -35,7 +35,7 @@ class MLA:
 
     @staticmethod
     def specs(config: MLAConfig, name: str, hidden: int) -> dict[str, Spec]:
-        """The weights that the block itself loads."""
+        """The specs of the block's linears, without its norms. Keys are the attributes that load them."""
         heads, q_size = config.num_heads, config.nope_size + config.rope_size
         down = (config.kv_rank, config.rope_size) if config.q_rank is None else (config.q_rank, config.kv_rank, config.rope_size)
         q_in = hidden if config.q_rank is None else config.q_rank
@@ -57,7 +57,7 @@ class MLA:
 
     @staticmethod
     def all_specs(config: MLAConfig, name: str, hidden: int) -> dict[str, Spec]:
-        """The weights of the block and of the norms of its latents."""
+        """The specs of all weights of the block, including the norms of its latents."""
         specs = MLA.specs(config, name, hidden)
         for key, size in (("q_norm", config.q_rank), ("kv_norm", config.kv_rank)):
             if size is not None:
@@ -65,7 +65,7 @@ class MLA:
         return specs
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
-        """attention(norm(x)) + residual."""
+        """attention(norm(x)) + residual, [T, hidden], summed over ranks. Stores the latents of the step in `cache`."""
         return linear_all_reduce(self.out, self._attend_heads(x, batch, cache, norm), self.group, residual)
 
     def _attend_heads(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None) -> Tensor:

@@ -28,7 +28,7 @@ class MLP:
 
     @staticmethod
     def specs(config: MLPConfig, name: str, hidden: int) -> dict[str, Spec]:
-        """The weights of the block."""
+        """The specs of the block's two linears."""
         parts = (config.size, config.size) if config.gated else (config.size,)
         up = LinearSpec(name=f"{name}.up", in_features=hidden, parts=parts, bias=config.up_bias, split="column")
         down = LinearSpec(name=f"{name}.down", in_features=config.size, parts=(hidden,), bias=config.down_bias, split="row")
@@ -37,16 +37,16 @@ class MLP:
     all_specs = specs
 
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
-        """mlp(norm(x)) + residual."""
+        """mlp(norm(x)) + residual, [T, hidden], summed over ranks."""
         inner, fusion = self._inner(x, norm)
         return linear_all_reduce(self.down, inner, self.group, residual, fusion)
 
     def partial(self, x: Tensor) -> Tensor:
-        """This rank's summand of mlp(x)."""
+        """This rank's summand of mlp(x), [T, hidden], before the all-reduce."""
         return self.down(*self._inner(x, None))
 
     def _inner(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Fusion]:
-        """The input of `down`, and what `down` must fuse before its product."""
+        """(input of the `down` linear, fusion with which `down` must be called)."""
         up_fusion = PLAIN if norm is None else norm.fusion
         if not self.gated:
             return ops.activate(self.up(x, up_fusion), self.activation), PLAIN

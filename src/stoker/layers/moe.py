@@ -41,7 +41,7 @@ class MoE:
 
     @staticmethod
     def specs(config: MoEConfig, name: str, hidden: int) -> dict[str, Spec]:
-        """The weights that the block itself loads."""
+        """The specs of the router and the routed experts, without the shared expert."""
         count, expert = config.num_experts, config.expert
         parts = (expert.size, expert.size) if expert.gated else (expert.size,)
         specs: dict[str, Spec] = {
@@ -63,18 +63,18 @@ class MoE:
 
     @staticmethod
     def all_specs(config: MoEConfig, name: str, hidden: int) -> dict[str, Spec]:
-        """The weights of the block and of its shared expert."""
+        """The specs of all weights of the block, including the shared expert."""
         specs = MoE.specs(config, name, hidden)
         if config.shared is not None:
             specs |= {f"shared.{key}": spec for key, spec in MLP.specs(config.shared, f"{name}.shared", hidden).items()}
         return specs
 
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
-        """moe(norm(x)) + residual."""
+        """moe(norm(x)) + residual, [T, hidden], summed over ranks."""
         return ops.all_reduce(self._partial(x if norm is None else norm(x)), self.group, residual)
 
     def _partial(self, x: Tensor) -> Tensor:
-        """This rank's summand of the output."""
+        """This rank's summand of moe(x), [T, hidden], before the all-reduce."""
         routing = ops.route(ops.linear(x.float(), self.router, self.router_bias), self.correction, self.params)
         if self._offset_indices is not None:
             # Choices of other ranks' experts stay in the order; their rows are zeros on this rank.
@@ -86,7 +86,10 @@ class MoE:
         return out
 
     def _local_offset_indices(self, loader: Loader) -> Tensor | None:
-        """The indices into `Routing.offsets` of this rank's experts, and of their end. None without expert parallelism."""
+        """Indices into `Routing.offsets`: the start of each of this rank's experts, and the end of the last.
+
+        None without expert parallelism.
+        """
         sharding, count = loader.sharding, self.config.num_experts
         if not sharding.by_expert or sharding.size == 1:
             return None
@@ -95,7 +98,7 @@ class MoE:
         return torch.arange(start, start + per_rank + 1, device=loader.device).clamp(max=count)
 
     def _activate(self, wide: Tensor) -> Tensor:
-        """The activation of the up projections [T × k, size, or 2 × size when gated]."""
+        """The activation function applied to the up projections `wide` [T × k, size], or [T × k, 2 × size] if gated."""
         config = self.config
         if config.glu_clip is not None:
             return ops.clipped_gate(wide, config.glu_clip, config.glu_alpha)

@@ -25,7 +25,7 @@ class Norm:
 
     @staticmethod
     def specs(config: NormConfig, name: str, size: int) -> dict[str, Spec]:
-        """The weights of the norm."""
+        """The specs of the norm's weight and bias, as far as the config has them."""
         exists = {"weight": config.weight, "bias": config.bias}
         dtype = "float32" if config.wide else None
         return {key: TensorSpec(name=f"{name}.{key}", shape=(size,), dtype=dtype) for key in exists if exists[key]}
@@ -34,10 +34,11 @@ class Norm:
         return ops.norm(x, self.weight, self.bias, self.eps, self.kind)
 
     def gated_fusion(self, activation: str) -> Fusion:
-        """For a gated linear that computes the norm of its input."""
+        """The fusion for a gated linear that computes this norm of its input. Cached for each activation."""
         if activation not in self._gated_fusions:
             self._gated_fusions[activation] = self._fusion(activation)
         return self._gated_fusions[activation]
 
     def _fusion(self, gate: str | None) -> Fusion:
+        """The fusion for a linear that computes this norm of its input and, with `gate`, gates its output."""
         return Fusion(self.kind, self.weight, self.bias, self.eps, gate)

@@ -20,7 +20,7 @@ QKNorm = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def qk_norm(config: AttentionConfig, loader: Loader, name: str) -> QKNorm | None:
-    """The norm of the config; None if it has none."""
+    """A function (q, k) → (q, k) that normalizes queries and keys as the config requires, or None if it has no such norm."""
     if config.qk_norm is None:
         return None
     if config.qk_norm_heads:
@@ -34,7 +34,7 @@ def qk_norm(config: AttentionConfig, loader: Loader, name: str) -> QKNorm | None
 
 
 def norm_specs(config: AttentionConfig, name: str) -> dict[str, Spec]:
-    """The weights of one of the two norms, whose `name` ends in q_norm or k_norm. Empty without norms."""
+    """The specs of the weights of one of the two norms. `name` ends in q_norm or k_norm. Empty without norms."""
     norm, size = config.qk_norm, config.head_size
     if norm is None:
         return {}
@@ -49,6 +49,7 @@ def norm_specs(config: AttentionConfig, name: str) -> dict[str, Spec]:
 
 
 def _pair(q_norm: Callable[[Tensor], Tensor], k_norm: Callable[[Tensor], Tensor]) -> QKNorm:
+    """Combine a norm of queries and a norm of keys into one function (q, k) → (q, k)."""
     return lambda q, k: (q_norm(q), k_norm(k))
 
 
@@ -61,7 +62,7 @@ class HeadNorm:
         self.config = config.qk_norm
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, heads, head_size]."""
+        """x [T, heads, head_size], normalized over the last axis."""
         return ops.norm(x, None, None, self.config.eps, self.config.kind) * self.weight.view(x.shape[-2:])
 
 
@@ -81,7 +82,7 @@ class ShardedNorm:
         self.counts = torch.tensor(sizes, dtype=torch.float32, device=loader.device)
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k [T, this rank's heads × head_size]."""
+        """q and k, each [T, this rank's heads × head_size], normalized over the heads of all ranks."""
         wide = [x.float() for x in (q, k)]
         sums = ops.all_reduce(torch.stack([x.square().sum(-1) for x in wide], dim=-1), self.group)
         factors = (sums / self.counts + self.eps).rsqrt().split(1, dim=-1)

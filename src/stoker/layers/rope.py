@@ -15,11 +15,11 @@ from stoker.core.model_config import RopeConfig
 
 
 def rope_table(config: RopeConfig, num_positions: int, device: torch.device | str) -> Tensor:
-    """float32 [num_positions, dim]: dim / 2 cosines, then dim / 2 sines.
+    """The rotary table, float32 [num_positions, dim]: each row holds dim / 2 cosines, then dim / 2 sines.
 
     Angles are computed in float64: at position 100,000 a float32 angle has an error of 0.004. Methods that depend on the length (dynamic,
-    qwen, longrope) use `num_positions`, that of the engine, instead of the length of each sequence: cached keys were rotated when they were
-    stored, so only a fixed table makes results independent of when tokens were computed.
+    qwen, longrope) use `num_positions`, the engine's limit, instead of the length of each sequence: cached keys were rotated when they were
+    stored, so only a fixed table makes results independent of when tokens were computed. Raises ConfigError for an unknown method.
     """
     if config.two_axes:
         config = msgspec.structs.replace(config, dim=config.dim // 2)
@@ -29,7 +29,7 @@ def rope_table(config: RopeConfig, num_positions: int, device: torch.device | st
 
 
 def _frequencies(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
-    """(radians per position [dim / 2] in float64, factor of cosines and sines)."""
+    """(radians per position, float64 [dim / 2]; factor of cosines and sines), by the scaling method of the config."""
     try:
         method = METHODS[config.scaling]
     except KeyError:
@@ -38,15 +38,17 @@ def _frequencies(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]
 
 
 def _base_frequencies(theta: float, dim: int) -> Tensor:
-    """Radians per position [dim / 2] without scaling."""
+    """Radians per position, float64 [dim / 2], without scaling."""
     return theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
 def _default(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
+    """The frequencies without scaling."""
     return _base_frequencies(config.theta, config.dim), 1.0
 
 
 def _linear(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
+    """Linear scaling: all frequencies are divided by the factor."""
     return _base_frequencies(config.theta, config.dim) / config.factor, 1.0
 
 
@@ -78,6 +80,7 @@ def _yarn(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
     dim, original = config.dim, config.original_max_positions
 
     def feature_of(turns: float) -> float:
+        """The (fractional) index of the feature pair that makes this number of turns over the original context."""
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
     low, high = feature_of(config.beta_fast), feature_of(config.beta_slow)
@@ -90,6 +93,7 @@ def _yarn(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
 
 
 def _yarn_factor(config: RopeConfig) -> float:
+    """The factor of cosines and sines in YaRN."""
     if config.attention_factor is not None:
         return config.attention_factor
     if config.mscale and config.mscale_all_dim:
@@ -115,7 +119,7 @@ def _longrope(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
 
 
 def step_table(cos_sin: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-    """(positions 0 … T − 1, a table [T, dim] for the tokens of a step): one half of the angles by position, the other by block position.
+    """(positions 0 … T - 1, table [T, dim]) for a model with two position axes: half of the angles by position, half by block position.
 
     Computed once per step. Features i and i + dim / 2 must be pairs over both halves of a head.
     """

@@ -1,4 +1,4 @@
-"""How declared weights are sharded over tensor-parallel ranks. Pure arithmetic on specs.
+"""Divides declared weights among tensor-parallel ranks. Pure arithmetic on specs.
 
 All ranks have the same shapes. Where the rows or columns of a weight do not suffice for all ranks, shards are filled with zeros, which add
 nothing to any sum.
@@ -26,7 +26,7 @@ WHOLE = Sharding()
 
 
 class AxisSlice(NamedTuple):
-    """`length` indices of an axis from `start` on; a start of -1 stands for zeros."""
+    """A range of `length` indices of an axis from `start` on. A start of -1 stands for zeros that fill the shard."""
 
     start: int
     length: int
@@ -44,7 +44,7 @@ def local_spec(spec: LinearSpec, sharding: Sharding) -> LinearSpec:
 
 
 def local_shape(spec: TensorSpec, sharding: Sharding) -> tuple[int, ...]:
-    """The shape of one rank's shard of a tensor that is no linear's weight."""
+    """The shape of one rank's shard of a tensor that is not a linear's weight."""
     return (_total(tensor_slices(spec, sharding, 0)), *spec.shape[1:])
 
 
@@ -55,12 +55,12 @@ def has_bias(spec: LinearSpec, sharding: Sharding, rank: int) -> bool:
 
 
 def expert_slices(spec: LinearSpec, sharding: Sharding, rank: int) -> list[AxisSlice]:
-    """The experts of a rank."""
+    """The slices of the expert axis that a rank holds."""
     return _even_slices(spec.num_experts, sharding.size, rank, 1) if sharding.by_expert else [AxisSlice(0, spec.num_experts)]
 
 
 def row_slices(spec: LinearSpec, sharding: Sharding, rank: int) -> list[AxisSlice]:
-    """The output rows of a rank, in its order."""
+    """The slices of the weight's output rows that a rank holds, in the order in which its shard stores them."""
     if sharding.size == 1 or spec.split in ("none", "row", "row_heads") or (spec.num_experts and sharding.by_expert):
         return [AxisSlice(0, spec.out_features)]
     slices, offset = [], 0
@@ -71,7 +71,7 @@ def row_slices(spec: LinearSpec, sharding: Sharding, rank: int) -> list[AxisSlic
 
 
 def column_slices(spec: LinearSpec, sharding: Sharding, rank: int) -> list[AxisSlice]:
-    """The input features of a rank, in its order."""
+    """The slices of the weight's input features that a rank holds, in the order in which its shard stores them."""
     if spec.split == "row_heads" and sharding.size > 1:
         num_heads = spec.in_features // spec.head_size
         return _head_slices(query_heads(num_heads, spec.num_kv_heads or num_heads, sharding.size, rank), spec.head_size)
@@ -81,7 +81,7 @@ def column_slices(spec: LinearSpec, sharding: Sharding, rank: int) -> list[AxisS
 
 
 def tensor_slices(spec: TensorSpec, sharding: Sharding, rank: int) -> list[AxisSlice]:
-    """A rank's slices of the first axis of a tensor that is no linear's weight."""
+    """The slices of the first axis that a rank holds, of a tensor that is not a linear's weight."""
     size, unit = sharding.size, spec.head_size
     if size == 1 or spec.split == "none":
         return [AxisSlice(0, spec.shape[0])]
@@ -92,23 +92,26 @@ def tensor_slices(spec: TensorSpec, sharding: Sharding, rank: int) -> list[AxisS
 
 
 def num_local_kv_heads(num_kv_heads: int, size: int) -> int:
-    """Key-value heads of each rank, heads of zeros included."""
+    """The number of key-value heads of each rank, including heads of zeros."""
     return len(kv_heads(num_kv_heads, size, 0))
 
 
 def kv_copies(num_kv_heads: int, size: int) -> int:
-    """The number of ranks that hold each key-value head. With more ranks than heads, ranks hold copies, and share its query heads."""
+    """The number of ranks that hold each key-value head: more than 1 if there are more ranks than heads.
+
+    Ranks with copies of the same head divide its query heads among themselves.
+    """
     return max(size // num_kv_heads, 1)
 
 
 def kv_heads(num_kv_heads: int, size: int, rank: int) -> list[int | None]:
-    """The key-value heads of a rank; None is a head of zeros."""
+    """The key-value heads of a rank. None stands for a head of zeros."""
     copies = kv_copies(num_kv_heads, size)
     return [None if slot is None else slot // copies for slot in _slots(num_kv_heads * copies, size, rank)]
 
 
 def query_heads(num_heads: int, num_kv_heads: int, size: int, rank: int) -> list[int | None]:
-    """The query heads of a rank, the same number for each of its key-value heads; None is a head of zeros."""
+    """The query heads of a rank, the same number for each of its key-value heads. None stands for a head of zeros."""
     copies, group = kv_copies(num_kv_heads, size), num_heads // num_kv_heads
     per_copy = -(-group // copies)
     heads: list[int | None] = []
@@ -122,13 +125,13 @@ def query_heads(num_heads: int, num_kv_heads: int, size: int, rank: int) -> list
 
 
 def _slots(count: int, size: int, rank: int) -> list[int | None]:
-    """A rank's part of `count` items, in order; None beyond the last item."""
+    """The indices of `count` items that belong to a rank, in order; None beyond the last item."""
     per_rank = -(-count // size)
     return [slot if slot < count else None for slot in range(rank * per_rank, (rank + 1) * per_rank)]
 
 
 def _part_slices(spec: LinearSpec, sharding: Sharding, rank: int) -> list[list[AxisSlice]]:
-    """A rank's rows of each part: with a split by heads of queries, keys and values, otherwise evenly."""
+    """For each part of a fused weight, the slices of its rows that a rank holds: whole heads for split "heads", otherwise equal numbers."""
     if spec.split != "heads":
         return [_even_slices(rows, sharding.size, rank, sharding.unit) for rows in spec.parts]
     heads = [rows // spec.head_size for rows in spec.parts]
@@ -139,6 +142,7 @@ def _part_slices(spec: LinearSpec, sharding: Sharding, rank: int) -> list[list[A
 
 
 def _even_slices(count: int, size: int, rank: int, unit: int) -> list[AxisSlice]:
+    """A rank's equal shard of `count` indices, in multiples of `unit`, filled with zeros where indices do not suffice."""
     if size == 1:
         return [AxisSlice(0, count)]
     per_rank = -(-count // (size * unit)) * unit
@@ -148,7 +152,7 @@ def _even_slices(count: int, size: int, rank: int, unit: int) -> list[AxisSlice]
 
 
 def _head_slices(heads: Iterable[int | None], unit: int) -> list[AxisSlice]:
-    """The slices of heads with `unit` indices each. Neighbouring heads are one slice."""
+    """The slices of heads with `unit` indices each. Slices of neighbouring heads are merged."""
     slices: list[AxisSlice] = []
     for head in heads:
         start = -1 if head is None else head * unit
@@ -161,4 +165,5 @@ def _head_slices(heads: Iterable[int | None], unit: int) -> list[AxisSlice]:
 
 
 def _total(slices: list[AxisSlice]) -> int:
+    """The number of indices in all slices."""
     return sum(part.length for part in slices)

@@ -16,7 +16,7 @@ from stoker.quant.linear_ops import LinearOp
 
 
 class Embedding:
-    """Rows of the table by token id. With a sharded table, each rank looks up its own rows, and an all-reduce adds zeros of the others."""
+    """Looks up rows of the table by token id. With a sharded table, each rank looks up its own rows, and an all-reduce combines them."""
 
     def __init__(self, table: LinearOp, spec: LinearSpec, loader: Loader) -> None:
         if not table.is_embedding:
@@ -27,7 +27,7 @@ class Embedding:
         self.num_rows = local_spec(spec, loader.sharding).out_features
 
     def __call__(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """[T, width] for int32 `token_ids` [T]."""
+        """The embeddings [T, width] of int32 `token_ids` [T], in `dtype`."""
         if not self.is_split:
             return self.table.embed(token_ids, dtype)
         local = token_ids - self.group.rank * self.num_rows
@@ -46,7 +46,7 @@ class Head:
         self.linear, self.vocab_size, self.group, self.bias = linear, vocab_size, group, bias
 
     def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
-        """Logits [T, vocab]."""
+        """Logits [T, vocab] on all ranks."""
         logits = self.linear(x, fusion)
         if self.bias is not None:
             logits = logits + self.bias

@@ -23,7 +23,7 @@ from stoker.quant.linear_ops import ExpertsOp, LinearOp, PackedExperts, PackedLi
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """One stored tensor of an unsharded linear: its shape, and which axes follow the rows and columns of the weight.
+    """One stored tensor of an unsharded linear: its shape, and which of its axes correspond to the rows and columns of the weight.
 
     An index of `row_axis` covers `row_unit` output rows, and one of `col_axis` covers `col_unit` input features, so that slicing shards any
     format. Packed int4 pairs have a col_unit of 2, and group scales one of group_size.
@@ -47,38 +47,44 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
 
     @property
     def rows_per_call(self) -> int | None:
-        """The output rows that one call of `quantize` needs when nothing was measured: those of a block, or None for the whole weight."""
+        """The number of output rows that one call of `quantize` needs if inputs were not measured. None: the whole weight."""
         return None
 
     def aligned_to(self, rows: int, columns: int) -> Format:
-        """The same format with blocks and groups that divide `rows` and `columns`, where it has a choice, so that shards can end there."""
+        """This format with blocks and groups whose sizes divide `rows` and `columns`, if it can choose them. Shards can then end there."""
         return self
 
     def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
-        """The stored tensors by suffix, unsharded, for a model that computes in `dtype`."""
+        """The stored tensors by suffix, unsharded, for a model that computes in `dtype`.
+
+        Raises ConfigError for a spec that it cannot store.
+        """
         raise TypeError(f"{type(self).__name__} declares no layout")
 
     def quantize(self, weight: Tensor, spec: LinearSpec, stats: Any = None) -> dict[str, Tensor]:
-        """The stored tensors of `weight` [(experts,) out, in] by suffix, as `layout` declares them. `stats`: `InputStats` of its input."""
+        """Quantize `weight` [(experts,) out, in]. Returns the stored tensors by suffix, as `layout` declares them.
+
+        `stats`: the `InputStats` of its input, or None.
+        """
         raise TypeError(f"{type(self).__name__} cannot quantize")
 
     def folding_factors(self, weight: Tensor, spec: LinearSpec, stats: Any) -> Tensor | None:
-        """Scale folding: positive factors [in_features] by which the columns of the weight are multiplied before `quantize`.
+        """Positive factors [in_features] for scale folding: the columns of the weight are multiplied by them before `quantize`.
 
-        The build divides the input of the linear by them, in the norm or the rows of the linear before it. None: no folding.
+        The build divides the input of the linear by them, in the preceding norm or linear. None: no folding.
         """
         return None
 
     def pack(self, tensors: dict[str, Tensor], bias: Tensor | None) -> PackedWeight:
-        """The packed weight of this rank's stored tensors. Removes them from the dict, so that they can be freed."""
+        """The packed weight for the kernels, from this rank's stored tensors by suffix, which are removed from the dict."""
         raise TypeError(f"{type(self).__name__} cannot pack")
 
     def min_input_gate_rows(self, weight: PackedWeight) -> float:
-        """See `LinearOp.min_input_gate_rows`."""
+        """The value of `LinearOp.min_input_gate_rows` for linears with this weight."""
         return math.inf
 
     def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp | ExpertsOp:
-        """The linear, or the stacked experts, of this rank's stored tensors. Removes them from the dict."""
+        """The linear, or the stacked experts, from this rank's stored tensors by suffix, which are removed from the dict."""
         weight = self.pack(tensors, bias)
         if weight.num_experts and weight.values.is_cpu and weight.format != "dense":
             return SequentialExperts([PackedLinear(ops.prepare_weight(weight.expert(i))) for i in range(weight.num_experts)])
@@ -90,7 +96,7 @@ FORMATS: Registry[type[Format]] = Registry("quantization format")
 
 
 class TensorSource(ABC):
-    """Where a rank's stored tensors come from, such as an engine's file or random numbers."""
+    """A source of a rank's stored tensors, such as an engine's file or random numbers."""
 
     @abstractmethod
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -98,7 +104,7 @@ class TensorSource(ABC):
 
 
 class TensorTable(TensorSource):
-    """Tensors of a dict by engine name."""
+    """A source that reads a dict of tensors by engine name."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors

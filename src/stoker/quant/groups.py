@@ -14,12 +14,15 @@ SCALE_DTYPES = ("float16", "bfloat16", "float32")
 
 
 def largest_group_size(sizes: tuple[int, ...], limit: int, columns: int) -> int:
-    """The largest of `sizes` up to `limit` that divides `columns`; `limit` when none does."""
+    """The largest of `sizes` that is at most `limit` and divides `columns`; `limit` if none does."""
     return max((size for size in sizes if size <= limit and columns % size == 0), default=limit)
 
 
 def split(weight: Tensor, group_size: int) -> Tensor:
-    """float32 [..., out, groups, group_size]. A shorter last group is filled with its last value, which does not change its extremes."""
+    """`weight` [..., out, in] in groups, float32 [..., out, groups, group_size].
+
+    A shorter last group is filled with its last value, which does not change its extremes.
+    """
     wide, ragged = weight.float(), -weight.shape[-1] % group_size
     if ragged:
         wide = torch.cat((wide, wide[..., -1:].expand(*wide.shape[:-1], ragged)), dim=-1)
@@ -32,7 +35,7 @@ def join(groups: Tensor, in_features: int) -> Tensor:
 
 
 def bounds(groups: Tensor, zero: Zero, shrink: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
-    """(lowest, highest) real value that each group can represent, [..., out, groups, 1]. A `shrink` below 1 clips the extremes."""
+    """(lowest, highest) real value that each group can represent, each [..., out, groups, 1]. A `shrink` below 1 clips the extremes."""
     if zero == "none":
         largest = groups.abs().amax(dim=-1, keepdim=True) * shrink
         return -largest, largest
@@ -40,7 +43,7 @@ def bounds(groups: Tensor, zero: Zero, shrink: float | Tensor = 1.0) -> tuple[Te
 
 
 def grid(low: Tensor, high: Tensor, zero: Zero, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(scale, base) in float32, rounded to the stored `dtype`.
+    """(scale, base) with which quantized values represent the range low … high, float32, rounded to the stored `dtype`.
 
     The real value of a quantized value q from 0 to 15 is (q − base) × scale, or q × scale + base when `zero` is float.
     """
@@ -56,13 +59,13 @@ def grid(low: Tensor, high: Tensor, zero: Zero, dtype: torch.dtype) -> tuple[Ten
 
 
 def quantize(values: Tensor, scale: Tensor, base: Tensor, zero: Zero) -> Tensor:
-    """The nearest quantized values, float32 from 0 to 15."""
+    """The nearest quantized values, as float32 from 0 to 15. `scale` and `base` are results of `grid`."""
     units = (values - base) / scale if zero == "float" else values / scale + base
     return units.round().clamp(0, 15)
 
 
 def dequantize(quantized: Tensor, scale: Tensor, base: Tensor, zero: Zero) -> Tensor:
-    """The real values, float32."""
+    """The real values of quantized values, float32. `scale` and `base` are results of `grid`."""
     return quantized * scale + base if zero == "float" else (quantized - base) * scale
 
 

@@ -1,4 +1,4 @@
-"""Keys transformed so that an 8-bit KV cache rounds them less, while q · k stays the same.
+"""Transforms keys so that an 8-bit KV cache rounds them less, while q · k stays the same.
 
 In a language model a few features of the keys are large and hardly vary. With one scale per head, or three mantissa bits, rounding errors
 are proportional to these. Therefore keys are multiplied by a *balance* of each feature, and queries divided by it, so that both are equally
@@ -23,7 +23,7 @@ NUM_BALANCE_WINDOWS = 4  # calibration windows from which the balance and the me
 
 
 def has_mean(attention: AttentionConfig, kv_cache: str) -> bool:
-    """Whether keys are stored less their mean.
+    """Whether a mean is subtracted from keys before they are stored in a cache of dtype `kv_cache`.
 
     int8 does not gain from it. With rotary embeddings of two axes, the index of a key does not determine its rotation. Kernels support head
     sizes that are a power of two up to MAX_MEAN_HEAD_SIZE.
@@ -32,7 +32,7 @@ def has_mean(attention: AttentionConfig, kv_cache: str) -> bool:
 
 
 def rotated_means(mean: Tensor, table: Tensor | None, num_positions: int, interleaved: bool) -> Tensor:
-    """float32 [means, kv_heads, D]: the mean [kv_heads, D], rotated on average as each MEAN_TOKENS of the positions are.
+    """float32 [means, kv_heads, D]: the mean [kv_heads, D], rotated by the average rotation of each MEAN_TOKENS consecutive positions.
 
     `table` [num_positions or more, dim]: cosines, then sines; None: no rotation.
     """
@@ -45,9 +45,9 @@ def rotated_means(mean: Tensor, table: Tensor | None, num_positions: int, interl
 
 
 def stored_means(tensors: dict[str, Tensor], attention: AttentionConfig, table: Tensor | None, num_positions: int) -> Tensor:
-    """`KVCache.key_mean` [kv_heads, means, D] from the tensors of `CacheStats.tensors`.
+    """The field `KVCache.key_mean` [kv_heads, means, D], computed from the tensors of `CacheStats.tensors`.
 
-    Rounded to bfloat16, so that 16-bit queries are multiplied by exactly what was subtracted from the keys.
+    It is rounded to bfloat16, so that 16-bit queries are multiplied by exactly what was subtracted from the keys.
     """
     dim, interleaved = rotation(attention)
     means = rotated_means(tensors["key_mean"], table, num_positions, interleaved) * tensors["key_balance"][:, 0]
@@ -56,12 +56,12 @@ def stored_means(tensors: dict[str, Tensor], attention: AttentionConfig, table: 
 
 
 def rotation(attention: AttentionConfig) -> tuple[int, bool]:
-    """(number of rotated features, whether neighbours are rotated together)."""
+    """(number of rotated features, whether neighbouring features are rotated together) of an attention block."""
     return (attention.rope.dim, attention.rope.interleaved) if attention.rope else (0, False)
 
 
 class KeyStats:
-    """The sizes of a layer's queries and keys for each head; with `less_mean`, of keys less their mean.
+    """Statistics of the magnitudes of a layer's queries and keys for each head; with `less_mean`, of keys minus their mean.
 
     `table`: the rotary table of the first MEAN_TOKENS positions, where the windows begin; None: no rotation.
     """
@@ -75,7 +75,7 @@ class KeyStats:
         self._largest: Tensor | None = None
 
     def add(self, queries: Tensor, keys: Tensor) -> None:
-        """Add a window: queries [T, heads, D] and keys [T, kv_heads, D] after the rotary embedding, before any transformation."""
+        """Add one window of T tokens: queries [T, heads, D] and keys [T, kv_heads, D] after the rotary embedding, not transformed."""
         if self._balance is not None:
             self._measure(keys)
             return
@@ -84,7 +84,7 @@ class KeyStats:
             self.balance()
 
     def balance(self) -> Tensor:
-        """float32 [kv_heads, 2, D]: the factors of keys, and of the queries that attend to them."""
+        """float32 [kv_heads, 2, D]: the factors of keys, and those of the queries that attend to them. Computed at the first call."""
         if self._balance is None:
             if self.less_mean:
                 self._mean = torch.cat([self._unrotated(keys) for _, keys in self._first_windows]).mean(0)
@@ -107,19 +107,20 @@ class KeyStats:
         return self._mean.cpu()
 
     def largest(self) -> Tensor:
-        """float32 [kv_heads]: the largest magnitude of stored keys."""
+        """float32 [kv_heads]: the largest magnitude of keys as they are stored, transformed."""
         self.balance()
         assert self._largest is not None
         return self._largest
 
     def _measure(self, keys: Tensor) -> None:
+        """Update `_largest` with one window of keys."""
         assert self._balance is not None
         stored = hadamard_transform(self._without_mean(keys) * self._balance[:, 0].to(keys.device), self.dim, self.interleaved)
         largest = stored.abs().amax((0, 2)).cpu()
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
 
     def _unrotated(self, keys: Tensor) -> Tensor:
-        """A window's keys before the rotary embedding, float32."""
+        """The keys of one window before the rotary embedding, float32."""
         if self.table is None:
             return keys.float()
         cos, sin = self.table[: len(keys), None].chunk(2, dim=-1)
@@ -127,7 +128,7 @@ class KeyStats:
         return rotate(keys.float(), cos / length, -sin / length, self.interleaved)
 
     def _without_mean(self, keys: Tensor) -> Tensor:
-        """A window's keys less their mean, before balance and transformation, float32."""
+        """The keys of one window minus their mean, before balance and transformation, float32."""
         keys = keys.float()
         if self._mean is None:
             return keys
@@ -135,7 +136,7 @@ class KeyStats:
         return torch.cat((keys[:1], keys[1:] - means[1:]))
 
     def _pair_means(self, sizes: Tensor) -> Tensor:
-        """sizes [..., D] in which two features that are rotated together have their mean."""
+        """`sizes` [..., D], in which two features that are rotated together both have their mean."""
         rotated, rest = sizes.split((self.dim, sizes.shape[-1] - self.dim), dim=-1)
         pairs = to_pairs(rotated, self.interleaved)
         means = pairs.mean(-2, keepdim=True).expand_as(pairs)

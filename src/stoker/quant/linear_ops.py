@@ -27,16 +27,16 @@ class LinearOp(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
-        """The linear with what `fusion` puts around it."""
+        """The linear applied to x, with the operations of `fusion` before and after the product."""
 
     @property
     def packed_weight(self) -> PackedWeight | None:
-        """The weight, if the linear is nothing but the product with it, so that `ops.fused_layer` may compute it. None otherwise."""
+        """The weight, if the linear consists only of the product with it, so that `ops.fused_layer` may compute it; otherwise None."""
         return None
 
     @property
     def min_input_gate_rows(self) -> float:
-        """Rows from which gating the input (`Fusion.input_gate`) is faster than gating the output of the linear before this one."""
+        """The number of rows from which gating the input (`Fusion.input_gate`) is faster than gating the preceding linear's output."""
         return math.inf
 
     @property
@@ -56,11 +56,14 @@ class ExpertsOp(ABC):
 
     @abstractmethod
     def up(self, x: Tensor, routing: Routing) -> Tensor:
-        """x [T, in_features] → [T × k, out_features] in the order of routing.order."""
+        """The first projection of each token by its experts: x [T, in_features] → [T × k, out_features], ordered by routing.order."""
 
     @abstractmethod
     def down(self, x: Tensor, routing: Routing) -> Tensor:
-        """x [T × k, in_features] in that order → [T, out_features]: the weighted sum of each token's choices."""
+        """The last projection: x [T × k, in_features], ordered by routing.order → [T, out_features].
+
+        The results of a token's experts are summed with the weights of `routing`.
+        """
 
 
 class PackedLinear(LinearOp):
@@ -125,7 +128,7 @@ class SequentialExperts(ExpertsOp):
         return (by_choice.float() * routing.weights[..., None]).sum(1).to(x.dtype)
 
     def _apply_sorted(self, x: Tensor, routing: Routing) -> Tensor:
-        """Rows of x [T × k, K], sorted by expert, each through its expert's linear."""
+        """Apply each expert's linear to its rows of x [T × k, K], which are sorted by expert."""
         out = x.new_zeros(x.shape[0], self.out_features)
         for expert, (start, stop) in enumerate(pairwise(routing.offsets.tolist())):
             if start < stop:

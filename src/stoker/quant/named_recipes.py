@@ -25,7 +25,7 @@ NARROW_HIDDEN_SIZE = 1024
 
 
 class NamedRecipe(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of RECIPES."""
+    """One row of RECIPES: the recipe of one name."""
 
     format: Format
     kv_cache: str | None = None
@@ -67,17 +67,16 @@ ALIASES = {
 
 
 def canonical_recipe_name(name: str) -> str:
-    """The name of the row for any spelling, ignoring case. Unknown names are returned unchanged."""
+    """The key of RECIPES for a name in any spelling and case, or an alias. Unknown names are returned unchanged."""
     lower = name.lower()
     return ALIASES.get(lower, next((row for row in RECIPES if row.lower() == lower), name))
 
 
 def find_recipe(name: str | None, settings: dict[str, Any] | None = None, kv_cache: str | None = None, narrow: bool = False) -> Recipe:
-    """The recipe called `name`. `settings` replace fields of its format, and `kv_cache` (auto: the engine's dtype) its own.
+    """The recipe called `name`, with `settings` for fields of its format and `kv_cache` for its cache (auto: the engine's dtype).
 
-    `narrow`: whether the model has at most NARROW_HIDDEN_SIZE features and can be calibrated.
-
-    Raises ConfigError for unknown names, settings that the format does not have, and values out of range.
+    `narrow`: whether the model has at most NARROW_HIDDEN_SIZE features and can be calibrated. Raises ConfigError for unknown names,
+    settings that the format does not have, and values out of range.
     """
     chosen = canonical_recipe_name(name or "NO_QUANT")
     row = RECIPES.get(chosen)
@@ -89,6 +88,7 @@ def find_recipe(name: str | None, settings: dict[str, Any] | None = None, kv_cac
 
 
 def _with_settings(chosen: Format, name: str, settings: dict[str, Any]) -> Format:
+    """The format `chosen` with some fields replaced. Raises ConfigError for an unknown field or a value of the wrong type."""
     fields = {f.name for f in msgspec.structs.fields(type(chosen))}
     unknown = sorted(set(settings) - fields)
     if unknown:
@@ -101,5 +101,5 @@ def _with_settings(chosen: Format, name: str, settings: dict[str, Any]) -> Forma
 
 
 def max_perplexity_increase(name: str) -> float:
-    """By how much, relatively, the perplexity of an engine may exceed that of the checkpoint, unless the build sets another limit."""
+    """The relative increase of perplexity over the checkpoint that a build with this recipe permits by default."""
     return RECIPES.get(name).max_perplexity_increase if name in RECIPES else 0.05

@@ -1,4 +1,4 @@
-"""Which format each linear of an engine has, and what its KV cache stores."""
+"""The recipe of an engine: the format of each linear, and the dtype of its KV cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     calibration: dict[str, Any] = {}  # data, size and seq_len of the calibration; empty without one
 
     def format_for(self, spec: LinearSpec) -> Format:
-        """The format of a linear."""
+        """The format of the linear that `spec` declares."""
         for pattern, chosen in self.overrides.items():
             if fnmatch.fnmatchcase(spec.name, pattern):
                 return chosen
@@ -38,7 +38,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shard_unit(self) -> int:
-        """Shards have a multiple of this number of rows and columns: of all units that a scale or a byte covers, and of a matrix tile."""
+        """The number of which the rows and columns of each shard are a multiple: it covers whole scales, bytes and matrix tiles."""
         probe = LinearSpec(name="probe", in_features=4096, parts=(4096,))
         layouts = [part for chosen in (self.default, *self.overrides.values()) for part in chosen.layout(probe, torch.float32).values()]
         return math.lcm(TILE, *(unit for part in layouts for unit in (part.row_unit, part.col_unit)))

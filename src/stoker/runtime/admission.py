@@ -19,17 +19,20 @@ class SequenceHooks(Protocol):
     """The methods of a runner that are called when requests arrive and sequences begin and end."""
 
     def prepare(self, request: TokenRequest) -> Future[Any] | None:
-        """Start to prepare the request outside the step loop. The result of the future becomes `Sequence.grammar`; None: nothing to do."""
+        """Start to prepare the request outside the step loop. The future's result becomes `Sequence.grammar`; None: nothing to prepare."""
 
     def add(self, seq: Sequence) -> None:
-        """A sequence begins. Raises RequestError for a feature that the model does not support."""
+        """Called before the first step of a sequence. Raises RequestError for a feature that the model does not support."""
 
     def remove(self, seq: Sequence) -> None:
-        """A sequence ended, or `add` raised."""
+        """Called when a sequence has ended, or when `add` raised an error for it."""
 
 
 class Admission:
-    """Sequences that are prepared count as waiting: for max_queue_size, cancellation and deadlines."""
+    """Checks requests and queues their sequences.
+
+    Sequences that are being prepared count as waiting: for max_queue_size, cancellation and deadlines.
+    """
 
     def __init__(self, runner: SequenceHooks, scheduler: Scheduler, max_queue_size: int, *, waits_for_ids: bool = False) -> None:
         self.runner = runner
@@ -41,17 +44,23 @@ class Admission:
 
     @property
     def num_preparing(self) -> int:
+        """The number of sequences whose grammar is not compiled yet."""
         return sum(len(sequences) for _, _, sequences in self._preparing.values())
 
     @property
     def num_waiting(self) -> int:
+        """The number of sequences without blocks: those in the waiting queue and those being prepared."""
         return self.scheduler.num_waiting + self.num_preparing
 
     def request_ids(self) -> list[str]:
+        """The ids of all requests that have not ended."""
         return [*self._preparing, *self.scheduler.request_ids()]
 
     def admit(self, request: TokenRequest) -> None:
-        """Queue the sequences of the request, now or when they are prepared. If it raises StokerError, the request leaves no state."""
+        """Queue the sequences of the request, now or when they are prepared.
+
+        Raises RequestError for a duplicate id or an unsupported request, and QueueFullError; the request leaves no state then.
+        """
         if request.request_id in self.scheduler or request.request_id in self._preparing:
             raise RequestError("request_id", request.request_id, "a request with this id is in flight", cure="Use a unique id.")
         waiting, now = self.num_waiting, time.monotonic()
@@ -66,7 +75,10 @@ class Admission:
             self._preparing[request.request_id] = (future, now, sequences)
 
     def advance(self) -> list[tuple[Sequence, Exception]]:
-        """Queue the sequences whose preparation is complete. Returns those whose preparation failed, with the error."""
+        """Queue the sequences whose preparation is complete.
+
+        Returns (sequence, error) for those whose preparation failed or took too long.
+        """
         failed: list[tuple[Sequence, Exception]] = []
         for request_id, (future, since, sequences) in list(self._preparing.items()):
             if not future.done() and time.monotonic() - since <= PREPARE_TIMEOUT_S:
@@ -79,11 +91,11 @@ class Admission:
         return failed
 
     def cancel(self, request_id: str, index: int | None = None) -> list[Sequence]:
-        """End the sequences of a request, or the one with `index`. Returns those that had not ended."""
+        """End the sequences of a request, or only the one with `index`. Returns those that had not ended before."""
         return self._drop(request_id, index) + self.scheduler.cancel(request_id, index)
 
     def expire(self, now: float) -> list[Sequence]:
-        """End the sequences whose deadline has passed."""
+        """End the sequences whose deadline is at or before `now` (monotonic seconds). Returns them."""
         ended = self.scheduler.expire(now)
         for request_id, (_, _, sequences) in list(self._preparing.items()):
             if (deadline := sequences[0].deadline) is not None and deadline <= now:
@@ -91,6 +103,7 @@ class Admission:
         return ended
 
     def _begin_prepared(self, sequences: list[Sequence], future: Future[Any]) -> None:
+        """Queue sequences with the grammar in `future`. Raises RequestError if it is not complete: the time-out has passed."""
         if not future.done():
             future.cancel()
             limit = f"its grammar was not compiled within {PREPARE_TIMEOUT_S:.0f} s"
@@ -100,6 +113,7 @@ class Admission:
         self._begin(sequences)
 
     def _begin(self, sequences: list[Sequence]) -> None:
+        """Report the sequences to the runner and queue them. After an error all of them are removed again, and the error is raised."""
         added: list[Sequence] = []
         try:
             for seq in sequences:
@@ -114,6 +128,7 @@ class Admission:
             self.scheduler.add(seq)
 
     def _drop(self, request_id: str, index: int | None, reason: FinishReason = FinishReason.CANCELLED) -> list[Sequence]:
+        """End sequences of a request that is being prepared. Returns those that were ended."""
         if request_id not in self._preparing:
             return []
         future, _, sequences = self._preparing[request_id]
@@ -127,5 +142,6 @@ class Admission:
 
 
 def _end(seq: Sequence, reason: FinishReason) -> Sequence:
+    """Mark a sequence as finished for `reason`, and return it."""
     seq.status, seq.finish_reason = Status.FINISHED, reason
     return seq

@@ -42,6 +42,7 @@ def compile_kernels(path: Path, progress: Progress) -> None:
 
 
 def _compile(path: Path, capability: int, progress: Progress) -> None:
+    """List the kernels, compile those that the cache does not hold, and write kernels.zip."""
     from stoker.kernels.triton.aot import kernel_cache as cache
     from stoker.kernels.triton.aot.compiler import compile_jobs
 
@@ -54,7 +55,7 @@ def _compile(path: Path, capability: int, progress: Progress) -> None:
 
 
 def target_capability(engine: Engine) -> int | None:
-    """90 for sm_90. None for a CPU, or if the engine is for any GPU and this machine has none."""
+    """The compute capability for which kernels are compiled (90: sm_90). None for a CPU, or for "any GPU" on a machine without one."""
     target = engine.config.target
     if target.device != "cuda":
         return None
@@ -69,11 +70,10 @@ def target_capability(engine: Engine) -> int | None:
 
 
 def launches(path: Path, capability: int) -> list[CompileJob]:
-    """The kernels that the engine at `path` launches.
+    """The kernels that the engine at `path` launches, as jobs of the compiler.
 
-    They are listed in a separate process, because Triton's compilation target is process-wide.
-
-    Raises RuntimeError with the last line that the process printed.
+    They are listed in a separate process, because Triton's compilation target is process-wide. Raises RuntimeError with the last line that
+    the process printed.
     """
     from stoker.kernels.triton.aot.compiler import CompileJob
 

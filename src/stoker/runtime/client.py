@@ -79,7 +79,7 @@ class Mailbox(ABC):
 
     @abstractmethod
     def reply_stats(self, query: StatsQuery, stats: ExecutorStats) -> None:
-        """Answer a query."""
+        """Send `stats` as the answer to `query`."""
 
     @abstractmethod
     def close(self, reason: str = "the executor stopped") -> None:
@@ -105,11 +105,11 @@ class ExecutorClient(ABC):
 
     @abstractmethod
     async def stats(self) -> ExecutorStats:
-        """Current statistics. Raises UnavailableError."""
+        """The executor's current statistics. Raises UnavailableError if it has ended or does not answer."""
 
     @abstractmethod
     def pause(self, paused: bool) -> None:
-        """Stop or resume admitting waiting requests. Running requests continue."""
+        """Stop (True) or resume (False) the admission of waiting requests. Running requests continue."""
 
     @property
     @abstractmethod

@@ -31,14 +31,18 @@ _PREPARING_POLL_S = 0.002  # interval at which an idle loop checks for compiled 
 class Runner(SequenceHooks, Protocol):
     """The interface of the device side. Tests and benchmarks of the executor use a stub of it."""
 
-    def launch(self, plan: StepPlan) -> Handle: ...
-    def zero_blocks(self, blocks: list[int]) -> None: ...
+    def launch(self, plan: StepPlan) -> Handle:
+        """Start the step of a plan and return at once."""
+
+    def zero_blocks(self, blocks: list[int]) -> None:
+        """Fill the keys and values of KV cache blocks with zeros."""
 
 
 class Handle(Protocol):
     """A launched step. `wait` blocks until its results are on the host."""
 
-    def wait(self) -> StepResult: ...
+    def wait(self) -> StepResult:
+        """Block until the step has ended, and return its results. Raises the error of the step."""
 
 
 class FollowerRanks(Protocol):
@@ -46,9 +50,14 @@ class FollowerRanks(Protocol):
 
     num_stages: int
 
-    def check(self) -> None: ...
-    def check_after_error(self) -> None: ...
-    def close(self) -> None: ...
+    def check(self) -> None:
+        """Raise RankError if a follower process has ended."""
+
+    def check_after_error(self) -> None:
+        """Wait shortly for a failed follower to report. Raise RankError if one has failed."""
+
+    def close(self) -> None:
+        """End the follower processes."""
 
 
 class Executor:
@@ -111,7 +120,10 @@ class Executor:
         return bool(self._in_flight) or self.scheduler.has_work or bool(self.admission.num_preparing)
 
     def turn(self, timeout_s: float) -> None:
-        """One iteration: receive messages, launch at most one step, and commit at most one."""
+        """One iteration of the loop: receive messages, launch at most one step, and commit at most one.
+
+        Waits at most `timeout_s` for a message when idle. Raises RankError.
+        """
         if self._ranks is not None:
             self._ranks.check()
         busy = bool(self._in_flight) or self.scheduler.has_work
@@ -134,6 +146,7 @@ class Executor:
     # Messages.
 
     def _receive(self, message: Message) -> None:
+        """Handle one message from a client."""
         match message:
             case Submit(request=request):
                 self._submit(request)
@@ -150,7 +163,7 @@ class Executor:
                     self._cancel_all()
 
     def _submit(self, request: TokenRequest) -> None:
-        """Admit a request. An error becomes the output of each of its sequences."""
+        """Admit a request. If that raises an error, it becomes the output of each of the request's sequences."""
         try:
             if self._shutdown is not None:
                 raise UnavailableError("the server is draining.", cure="Send the request to another replica.")
@@ -163,6 +176,7 @@ class Executor:
             ]
 
     def _cancel_all(self) -> None:
+        """End all sequences with finish_reason CANCELLED."""
         for request_id in self.admission.request_ids():
             for seq in self.admission.cancel(request_id):
                 self._finish(seq)
@@ -193,7 +207,7 @@ class Executor:
         self._count(plan)
 
     def _commit(self) -> None:
-        """Wait for the oldest step in flight, and commit its results."""
+        """Wait for the oldest step in flight and commit its results. An error of the step ends its sequences only."""
         plan, handle, launched = self._in_flight.popleft()
         try:
             with self.watchdog.step(lambda: self._describe(plan)):
@@ -208,7 +222,7 @@ class Executor:
             self._forget(seq)
 
     def _tokens(self, plan: StepPlan, result: StepResult) -> list[list[int]]:
-        """The ids that each row of the plan yielded. Ends the sequences for which no token can be sampled."""
+        """The token ids that each row of the plan yielded. Ends sequences for which no token could be sampled (NaN logits)."""
         sampled = iter(result.token_ids)
         token_ids = result.token_ids if all(plan.samples) else [next(sampled) if samples else [] for samples in plan.samples]
         for seq, ids in zip(plan.sequences, token_ids, strict=True):
@@ -234,14 +248,14 @@ class Executor:
             outputs.append(output)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
-        """The oldest step raised: its sequences end with an error, and the others continue. Raises RankError if a rank failed."""
+        """End the sequences of the oldest step, which raised `error`; other sequences continue. Raises RankError if a rank failed."""
         self._raise_rank_error(error)
         log.error("a step of %d rows failed: %r", len(plan), error, exc_info=error)
         for seq in self.scheduler.fail(plan):
             self._finish(seq, ErrorInfo("step_failed", f"the step failed: {error}"))
 
     def _raise_rank_error(self, error: Exception) -> None:
-        """Raise RankError if the failure of a rank, a follower or this one, is the cause of the error of a step."""
+        """Raise RankError if the failure of a rank, this one or a follower, is the cause of a step's error."""
         if self._ranks is not None:
             self._ranks.check_after_error()
         if isinstance(error, RankError):
@@ -250,7 +264,7 @@ class Executor:
     def _zero_poisoned_blocks(self) -> None:
         """Zero released blocks that may contain NaN, because attention multiplies masked values by zero.
 
-        Called after plan(), which may have given blocks that were released before to other sequences.
+        Called after plan(), which may have allocated blocks that were released before to other sequences.
         """
         if blocks := self.scheduler.kv_cache.pop_poisoned():
             self.runner.zero_blocks(blocks)
@@ -277,6 +291,7 @@ class Executor:
     # Statistics.
 
     def _count(self, plan: StepPlan) -> None:
+        """Add a committed step to the statistics."""
         stats = self.stats
         stats.num_steps += 1
         stats.row_steps += len(plan)
@@ -287,7 +302,7 @@ class Executor:
         stats.num_prefill_tokens += plan.num_prefill_tokens
 
     def snapshot(self) -> ExecutorStats:
-        """A copy of the current counters."""
+        """A copy of the current statistics."""
         scheduler, stats = self.scheduler, self.stats
         stats.num_waiting = self.admission.num_waiting
         stats.num_running = scheduler.num_running
@@ -300,7 +315,7 @@ class Executor:
         return msgspec.structs.replace(stats)
 
     def _describe(self, plan: StepPlan) -> str:
-        """A step and the state of the scheduler, for the log."""
+        """A text about a step and the state of the scheduler, for the log."""
         lines = [
             f"  row {seq.row}: request {seq.request_id}, sequence {seq.index}, tokens {start} to {start + count}"
             for seq, start, count in zip(plan.sequences, plan.starts, plan.num_new, strict=True)
@@ -314,7 +329,7 @@ class Executor:
 
 
 def _info(error: Exception) -> ErrorInfo:
-    """The error for the client whose request caused it."""
+    """The error in the form that is sent to the client. An unexpected error is logged."""
     if isinstance(error, RequestError):
         return ErrorInfo(error.code, str(error), error.status, None, error.field, error.limit, error.cure)
     if isinstance(error, StokerError):

@@ -61,7 +61,7 @@ def check_start(engine: Engine, config: RuntimeConfig) -> list[torch.device]:
 
 
 def _close_after_error(ranks: WorkerGroup, error: BaseException) -> None:
-    """The start failed. Raises RankError if the failure of a rank caused an error of another type."""
+    """End the follower processes after a failed start. Raises RankError if the failure of a rank caused an error of another type."""
     try:
         if isinstance(error, Exception) and not isinstance(error, StokerError):
             ranks.check_after_error()
@@ -82,6 +82,7 @@ def _check(engine: Engine, config: RuntimeConfig) -> None:
 def _load(
     engine: Engine, config: RuntimeConfig, device: torch.device, ranks: WorkerGroup | None, make_mailbox: Callable[[ExecutorInfo], Mailbox]
 ) -> Executor:
+    """Load this rank's weights, allocate the KV cache, and create the executor."""
     model_config, limits = engine.config.model, engine.config.limits
     use_device(device, config, engine.world_size)
     world = ranks.join() if ranks is not None else ALONE_WORLD
@@ -126,6 +127,7 @@ def _load(
 
 
 def _log_kernels(device: torch.device) -> None:
+    """Log how many kernels were cached and compiled, on a GPU."""
     if device.type == "cuda":
         from stoker.kernels.triton.aot.kernel_cache import counts
 

@@ -1,4 +1,4 @@
-"""Requests, sequences and outputs in token ids: the messages to and from the executor, and the state it keeps per sequence."""
+"""Requests, sequences and outputs in token ids: the messages to and from the executor, and its state of each sequence."""
 
 from __future__ import annotations
 
@@ -182,16 +182,17 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens, including those whose ids the host does not know yet."""
+        """The number of prompt and generated tokens, including those whose ids the host does not know yet."""
         return len(self.tokens) + self.num_pending
 
     @property
     def num_generated(self) -> int:
+        """The number of generated tokens, including those whose ids the host does not know yet."""
         return len(self.tokens) + self.num_pending - self.num_prompt
 
 
 def _sequence_seed(seed: int | None, index: int) -> int:
-    """Seed of one sequence as a signed 64-bit number. The sequences of a request have different seeds."""
+    """The seed of sequence `index` of a request, as a signed 64-bit number. It is random if the request has no seed."""
     if seed is None:
         seed = random.getrandbits(64)
     mixed = (seed + index * 0x9E3779B97F4A7C15) % 2**64

@@ -25,7 +25,7 @@ class StagingBuffers:
         self._current = 0
 
     def next_buffer(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], not initialized."""
+        """The next host buffer: uint8 [num_bytes], not initialized."""
         if self.device.type != "cuda":
             return torch.empty(num_bytes, dtype=torch.uint8)
         self._current = (self._current + 1) % len(self._buffers)
@@ -34,7 +34,7 @@ class StagingBuffers:
         return self._buffers[self._current][:num_bytes]
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """Copy the arrays to the device, with one copy."""
+        """Start to copy the arrays to the device with one copy. Returns tensors of the same shapes and dtypes."""
         starts = [0, *itertools.accumulate(padded(array.nbytes) for array in arrays)]
         host = self.next_buffer(starts[-1])
         for array, start in zip(arrays, starts, strict=False):
@@ -47,12 +47,12 @@ class StagingBuffers:
 
 
 def padded(num_bytes: int) -> int:
-    """`num_bytes` rounded up so that the next part of a buffer is aligned."""
+    """`num_bytes` rounded up to a multiple of ALIGN, so that the next part of a buffer is aligned."""
     return -(-num_bytes // ALIGN) * ALIGN
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """Start to copy `tensor` to the host. The result may be read after an event that is recorded after this call."""
+    """Start to copy `tensor` to pinned host memory. The result may be read after an event that is recorded after this call."""
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

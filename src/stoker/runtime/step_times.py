@@ -18,6 +18,7 @@ class StepTime(NamedTuple):
 
     @property
     def is_decode(self) -> bool:
+        """Whether each row had one token."""
         return self.rows == self.tokens
 
 

@@ -15,7 +15,10 @@ log = get_logger(__name__)
 
 
 class Watchdog:
-    """A thread that observes the step loop. It does not affect readiness: clients detect that the loop does not answer."""
+    """A thread that logs steps which do not end.
+
+    It does not affect readiness: clients detect that the loop does not answer.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -25,17 +28,19 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread = threading.Thread(target=self._watch, name="stoker-watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
+        """End the thread, and wait for it."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
 
     @contextmanager
     def step(self, describe: Callable[[], str]) -> Iterator[None]:
-        """Surrounds an operation that may hang. `describe` is called from another thread while it hangs."""
+        """Observe the operation inside the block. `describe` is called from another thread if it hangs."""
         self._step = (time.monotonic(), describe)
         try:
             yield
@@ -43,6 +48,7 @@ class Watchdog:
             self._step = None
 
     def _watch(self) -> None:
+        """The loop of the thread: log each operation that takes longer than `timeout_s`, once."""
         reported: object = None
         while not self._stop.wait(min(self.timeout_s / 4, 1.0)):
             step = self._step
@@ -53,7 +59,7 @@ class Watchdog:
 
 
 def stacks() -> str:
-    """The Python stack of every thread."""
+    """The Python stacks of all threads, as text."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -61,6 +67,7 @@ def stacks() -> str:
 
 
 def _description(describe: Callable[[], str]) -> str:
+    """The result of `describe`, or a text about the error that it raised."""
     try:
         return describe()
     except Exception as error:  # it reads state that the hung loop was changing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stoker.server.protocols.common.parsers.reasoning import REASONING_PARSERS
+from stoker.server.protocols.common.parsers.selection import check_parser
 from stoker.server.protocols.common.parsers.tools import TOOL_PARSERS
 from stoker.server.protocols.registry import PROTOCOLS
 from stoker.server.settings import ServerSettings
@@ -12,7 +13,5 @@ def check_names(settings: ServerSettings) -> None:
     """Raise ConfigError, with similar names, for a protocol, tool parser or reasoning parser that does not exist."""
     for name in settings.protocols:
         PROTOCOLS.get(name)
-    if settings.tool_parser is not None:
-        TOOL_PARSERS.get(settings.tool_parser)
-    if settings.reasoning_parser is not None:
-        REASONING_PARSERS.get(settings.reasoning_parser)
+    check_parser(TOOL_PARSERS, settings.tool_parser)
+    check_parser(REASONING_PARSERS, settings.reasoning_parser)

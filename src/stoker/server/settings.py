@@ -34,8 +34,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     cors_origins: tuple[str, ...] = ()  # origins of web pages that may call; "*" for all
     tls_certificate: str | None = None  # path of a PEM file; together with tls_key it enables HTTPS
     tls_key: str | None = None
-    tool_parser: str | None = None  # format of the model's tool calls, a name of TOOL_PARSERS; None: tools are refused
-    reasoning_parser: str | None = None  # of REASONING_PARSERS; None: reasoning remains in the text
+    # Formats of the model's tool calls and reasoning: names of TOOL_PARSERS and REASONING_PARSERS, or "auto", by the chat template.
+    tool_parser: str | None = "auto"  # None, or a template of no known family: tools are refused
+    reasoning_parser: str | None = None  # None: reasoning remains in the text
     state_dir: str | None = None  # directory of stored responses, files and batches; None: a temporary one of this server
     max_stored_bytes: int = 1 << 30  # of stored responses, and of files; each
     shared_memory: tuple[str, ...] = ()  # regions that KServe clients may register: patterns of keys such as /input_*, or of cuda:0

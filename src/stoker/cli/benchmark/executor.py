@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.console import Console
 
+from stoker.api.progress import ProgressBars
 from stoker.base.config import RuntimeConfig, check_range
 from stoker.base.errors import ConfigError
-from stoker.cli.output.progress import ProgressBars
 
 if TYPE_CHECKING:
     from stoker.profiling.batch_run import BatchRun

@@ -10,7 +10,7 @@ import typer
 from stoker.base.config import Limits, Mapping, check_choice
 from stoker.base.errors import ConfigError
 from stoker.builder.config import VERIFY, BuildConfig
-from stoker.cli.engines import fetch_checkpoint, write_progress_line
+from stoker.cli.engines import fetch_checkpoint
 from stoker.cli.output.tables import format_size
 
 if TYPE_CHECKING:
@@ -124,10 +124,10 @@ def build(
 def _build(checkpoint: str, output: Path, config: BuildConfig, *, force: bool, verify: str, kernels: bool) -> None:
     from rich.console import Console
 
-    from stoker.cli.output.progress import shown_progress
+    from stoker.api.progress import shown_progress
 
     check_choice("verify", verify, VERIFY)
-    with shown_progress("building", write_progress_line) as progress:
+    with shown_progress("building") as progress:
         from stoker.engine.publish import check_output
 
         check_output(output, force)
@@ -163,10 +163,10 @@ def _parse_pairs(pairs: list[str] | None, option: str) -> dict[str, Any]:
 def _dry_run(checkpoint: str, config: BuildConfig, memory_gib: float | None) -> None:
     from rich.console import Console
 
-    from stoker.cli.output.progress import shown_progress
+    from stoker.api.progress import shown_progress
     from stoker.cli.output.tables import name_value_table
 
-    with shown_progress("reading", write_progress_line) as progress:
+    with shown_progress("reading") as progress:
         from stoker.builder.estimate import estimate
         from stoker.builder.prepare import prepare
 

@@ -12,11 +12,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from stoker.api.progress import ProgressBars
 from stoker.base import env, logging
 from stoker.base.config import Limits, RuntimeConfig
 from stoker.cli import default_model
 from stoker.cli.api_keys import collect_keys
-from stoker.cli.output.progress import ProgressBars
 
 LIMITS = Limits(max_batch_size=16, max_input_len=2048, max_output_len=1024, max_num_tokens=2048, tokens_per_block=16)
 KV_CACHE_TOKENS = 16384

@@ -91,7 +91,7 @@ async def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> Non
 def _print_batch(llm: LLM, texts: list[str], inputs: list[Prompt], params: SamplingParams, as_json: bool) -> None:
     from rich.console import Console
 
-    from stoker.cli.output.progress import ProgressBars
+    from stoker.api.progress import ProgressBars
 
     num_done = 0
     with ProgressBars(Console(stderr=True)) as bars:

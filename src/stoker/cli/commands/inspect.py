@@ -30,7 +30,7 @@ def inspect(
     """
     from rich.console import Console
 
-    from stoker.cli.output.progress import ProgressBars
+    from stoker.api.progress import ProgressBars
     from stoker.cli.output.tables import name_value_table
 
     engine = prepare_engine(model)

@@ -11,7 +11,7 @@ import typer
 
 from stoker.base import env
 from stoker.base.errors import ConfigError
-from stoker.server.protocols.kserve.model_config import TritonOptions
+from stoker.server.protocols.kserve.model_config import TRITON, TritonOptions
 from stoker.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def launch(
     }
 
     def complete(server: PreparedServer) -> ServerSettings:
-        return with_options(msgspec.structs.replace(server.settings, **changes), model_control=model_control)
+        return with_options(msgspec.structs.replace(server.settings, **changes), model_control=model_control, server_name=TRITON)
 
     with logging_to(log_file if log else None, "DEBUG" if log else "INFO"):
         raise typer.Exit(serve_repository(model_repo, prepared, typer.echo, complete))

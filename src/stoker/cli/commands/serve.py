@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -14,6 +14,7 @@ from stoker.base.config import RuntimeConfig
 from stoker.cli.api_keys import collect_keys
 from stoker.cli.config_file import read_config_file
 from stoker.cli.options import build_options, explicit_parameters, runtime_options, struct_options
+from stoker.cli.serve_arguments import ServeArguments
 from stoker.deploy.build_settings import BuildSettings
 from stoker.server.protocols.common.parsers.reasoning import REASONING_PARSERS
 from stoker.server.protocols.common.parsers.tools import TOOL_PARSERS
@@ -21,8 +22,6 @@ from stoker.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from stoker.cli.prepare_server import PreparedServer
-    from stoker.deploy.deployment import Deployment
-    from stoker.deploy.prepare import Progress
 
 log = logging.get_logger(__name__)
 
@@ -51,8 +50,8 @@ SERVER_HELP = {
     "cors_origins": "Allow web pages of this origin to send requests; * allows all. Repeatable.",
     "tls_certificate": "A PEM file. With --tls-key, the server uses HTTPS.",
     "tls_key": "A PEM file with the private key of --tls-certificate.",
-    "tool_parser": f"Format of the model's tool calls: {', '.join(TOOL_PARSERS)}. Default: requests with tools are rejected.",
-    "reasoning_parser": f"Format of the model's reasoning: {', '.join(REASONING_PARSERS)}. Default: reasoning stays in the text.",
+    "tool_parser": f"Format of the model's tool calls: auto (by the chat template) or one of {', '.join(TOOL_PARSERS)}.",
+    "reasoning_parser": f"Format of the model's reasoning: auto or one of {', '.join(REASONING_PARSERS)}. Default: it stays in the text.",
 }
 
 
@@ -129,22 +128,6 @@ def serve(
     raise typer.Exit(_serve(arguments))
 
 
-class ServeArguments(NamedTuple):
-    """What the command line requests. `origins`: where each parameter that is not at its default was set."""
-
-    model: str | None
-    settings: ServerSettings
-    runtime: RuntimeConfig
-    build: BuildSettings
-    origins: dict[str, str]
-
-    def read_deployment(self, progress: Progress | None = None) -> Deployment:
-        """The deployment of the model with the settings of the command line."""
-        from stoker.cli.prepare_server import read_deployment
-
-        return read_deployment(self.model, self.settings, self.runtime, frozenset(self.origins), progress, self.build)
-
-
 def _print_report(arguments: ServeArguments) -> None:
     from stoker.cli.output.deployment_report import deployment_report
     from stoker.cli.prepare_server import check_engine
@@ -155,35 +138,17 @@ def _print_report(arguments: ServeArguments) -> None:
 
 
 def _serve(arguments: ServeArguments) -> int:
-    from stoker.cli.output.progress import shown_progress
+    from stoker.api.progress import shown_progress
 
     with shown_progress("preparing", log.info) as progress:
-        prepared = _prepare(arguments, progress)
+        from stoker.cli.server_start import prepare
+
+        prepared = prepare(arguments, progress)
     return _run(*prepared)
 
 
-def _prepare(arguments: ServeArguments, progress: Progress) -> tuple[PreparedServer, list[socket.socket]]:
-    """The engine and the listening sockets. While an engine is fetched or built, the ports answer that the model is loading."""
-    from stoker.cli.prepare_server import engine_is_missing, prepare_server
-    from stoker.server.processes.supervisor import listen
-
-    deployment = arguments.read_deployment(progress)
-    listeners = listen(deployment.server)
-    if not engine_is_missing(deployment):
-        return prepare_server(deployment, progress), listeners
-    from stoker.server.processes.loading import LoadingServer
-
-    with LoadingServer(listeners, deployment.server, deployment.server.model_name or "model") as loading_server:
-
-        def report(stage: str, done: int, total: int | None) -> None:
-            progress(stage, done, total)
-            loading_server.report_progress(stage, done, total)
-
-        return prepare_server(deployment, report), listeners
-
-
 def _run(prepared: PreparedServer, listeners: list[socket.socket]) -> int:
-    from stoker.cli.output.progress import Waiting
+    from stoker.api.progress import Waiting
     from stoker.server.processes.supervisor import serve as run_server
 
     waiting = Waiting("loading")

@@ -16,8 +16,8 @@ from stoker.base.errors import ConfigError
 from stoker.base.fields.errors import InvalidValueError
 from stoker.base.logging import get_logger
 from stoker.deploy.triton.server_options import SERVER_OPTIONS, ServerOption
-from stoker.server.protocols.kserve.model_config import TritonOptions
-from stoker.server.protocols.kserve.test_models import test_models
+from stoker.server.protocols.kserve.model_config import TRITON, TritonOptions
+from stoker.server.protocols.kserve.test_models import NAMES
 
 if TYPE_CHECKING:
     from stoker.cli.prepare_server import PreparedServer
@@ -106,7 +106,9 @@ def _serve(values: dict[str, Any], num_processes: int) -> int:
     repository = _repository(values)
     prepared, options = prepare_repository(repository)
     check_world_size("the number of processes", num_processes if num_processes > 1 else None, prepared)
-    changes = {name.removeprefix("options."): value for name, value in values.items() if name.startswith("options.")}
+    changes = {"server_name": TRITON} | {
+        name.removeprefix("options."): value for name, value in values.items() if name.startswith("options.")
+    }
     load_models, fields = _load_models(values, options), _addresses(values)
 
     def complete(server: PreparedServer) -> ServerSettings:
@@ -160,7 +162,7 @@ def _addresses(values: dict[str, Any]) -> dict[str, Any]:
 def _load_models(values: dict[str, Any], options: TritonOptions) -> tuple[str, ...]:
     """The models to load at the start. Raises ConfigError for an unknown one."""
     names = values.get("load_models", [] if values.get("options.model_control") == "explicit" else ["*"])
-    tests = [served.model.name for served in test_models()] if values.get("test_models") else []
+    tests = NAMES if values.get("test_models") else ()
     known = [*(model.name for model in options.models), *tests]
     for name in names:
         if name not in ("*", *known):

@@ -27,8 +27,8 @@ def tune(
     import torch
     from rich.console import Console
 
+    from stoker.api.progress import ProgressBars
     from stoker.base.errors import ConfigError
-    from stoker.cli.output.progress import ProgressBars
     from stoker.engine.reader import Engine
     from stoker.profiling.engine_tuning import engine_tile_keys, tune_tiles, write_engine_tuning
     from stoker.runtime.aot import target_capability

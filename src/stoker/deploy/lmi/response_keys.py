@@ -5,6 +5,7 @@ from __future__ import annotations
 from stoker.base.fields.table import accepted, no_effect, rejected
 from stoker.base.fields.values import Choice, Flag, Line, Whole, names
 from stoker.server.protocols.common.parsers.reasoning import REASONING_PARSERS
+from stoker.server.protocols.common.parsers.selection import AUTO
 from stoker.server.protocols.common.parsers.tools import TOOL_PARSERS
 
 _FLAG, _TEXT, _UNSIGNED = Flag(), Line(allow_empty=True), Whole(0)
@@ -35,13 +36,13 @@ RESPONSE_ROWS = (
     ),
     accepted(
         "option.tool_call_parser",
-        Choice({**{name: name for name in TOOL_PARSERS}, **VLLM_TOOL_PARSERS}),
-        "format of tool calls in the output of the model; default: tools are rejected",
+        Choice({**{name: name for name in (AUTO, *TOOL_PARSERS)}, **VLLM_TOOL_PARSERS}),
+        "format of tool calls in the output of the model; default: auto, by the chat template",
         "server.tool_parser",
     ),
     accepted(
         "option.reasoning_parser",
-        Choice({**{name: name for name in REASONING_PARSERS}, **VLLM_REASONING_PARSERS}),
+        Choice({**{name: name for name in (AUTO, *REASONING_PARSERS)}, **VLLM_REASONING_PARSERS}),
         "default: reasoning is part of the text",
         "server.reasoning_parser",
     ),

@@ -56,7 +56,7 @@ SERVER_OPTIONS = FieldTable(
         _accepted(
             "strict-readiness", _BOOL, "false: the server is ready before its models are. Default: true.", "options.strict_readiness"
         ),
-        _accepted("id", Line(), "The name of the server in its metadata. Default: stoker.", "options.server_name"),
+        _accepted("id", Line(), "The name of the server in its metadata. Default: triton.", "options.server_name"),
         _accepted(
             "exit-timeout-secs", Whole(0, 86400), "Seconds that requests in flight may take at the end. Default: 30.", "drain_timeout_s"
         ),

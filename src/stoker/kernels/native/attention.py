@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
-    """See `ops.attention`."""
+    """Paged attention (`ops.attention`) by the C kernel for decode steps that it supports, otherwise by the reference."""
     out = _decode(q, cache, batch, params) if batch.num_decodes == q.shape[0] else None
     return reference.attention(q, cache, batch, params) if out is None else out
 
 
 def _decode(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor | None:
-    """[R, heads × Dv] of rows with one query each, or None when the kernel does not support the arguments."""
+    """Attention [R, heads × Dv] of R rows with one query each, or None when the kernel does not support the arguments."""
     library, dtype = kernels(), ACTIVATION_DTYPES.get(q.dtype, -1)
     pages, tables, lens = native_pages(cache, dtype), tensor_info(batch.block_tables), tensor_info(batch.seq_lens)
     if isinstance(library, str) or pages is None or not _is_supported(params):
@@ -67,4 +67,5 @@ def _decode(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionPar
 
 
 def _is_supported(params: AttentionParams) -> bool:
+    """Whether the kernel implements the options: it has no soft cap, ALiBi slopes or attention sinks."""
     return params.softcap is None and params.alibi_slopes is None and params.sinks is None

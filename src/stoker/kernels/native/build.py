@@ -34,7 +34,7 @@ class KernelsUnavailable(Exception):
 
 
 def built_library() -> Path:
-    """The library for this machine, compiled now unless the cache has an undamaged one. Raises KernelsUnavailable."""
+    """The path of the library for this machine. Compiles it unless the cache holds an undamaged copy. Raises KernelsUnavailable."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise KernelsUnavailable(f"no C compiler: none of {', '.join(COMPILERS)} is installed")
@@ -47,7 +47,7 @@ def built_library() -> Path:
 
 
 def _private_folder() -> Path:
-    """The cache's folder of libraries. Code is loaded from it, so it must belong to this user and be writable by no other."""
+    """The cache folder of libraries. Code is loaded from it, so KernelsUnavailable is raised if other users can write to it."""
     folder = env.cache_dir() / "native"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_private(folder):
@@ -56,23 +56,28 @@ def _private_folder() -> Path:
 
 
 def _is_private(path: Path) -> bool:
+    """Whether a file or folder belongs to this user, is no symbolic link, and is not writable by group or others."""
     found = path.lstat()
     return not stat.S_ISLNK(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _key(compiler: str) -> str:
-    """A digest of everything that the library's code depends on: sources, flags, compiler, and the processor (-march=native)."""
+    """The first part of the library's file name: a digest of everything that its code depends on.
+
+    These are the sources, flags, compiler, and the processor (-march=native).
+    """
     parts = [source.read_bytes() for source in _sources("*.[ch]")]
     parts += [" ".join(FLAGS).encode(), compiler.encode(), repr((platform.machine(), platform.system(), platform.libc_ver())).encode()]
     return hashlib.sha256(b"\0".join([*parts, _processor()])).hexdigest()[:32]
 
 
 def _sources(pattern: str) -> list[Path]:
+    """The C source files that match a glob pattern, in a fixed order."""
     return sorted(_SOURCES.glob(pattern))
 
 
 def _processor() -> bytes:
-    """The model and features of the first core."""
+    """The model and features of the first CPU core, from /proc/cpuinfo where it exists."""
     try:
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:
@@ -82,7 +87,7 @@ def _processor() -> bytes:
 
 
 def _cached(folder: Path, key: str) -> Path | None:
-    """The cached library, if it belongs to this user and is undamaged: its name ends in the digest of its content."""
+    """The path of the cached library, or None. It must belong to this user, and its name must end in the digest of its content."""
     for path in folder.glob(f"{key}-*.so"):
         if _is_private(path) and path.stem.rpartition("-")[2] == _digest(path):
             return path
@@ -90,11 +95,12 @@ def _cached(folder: Path, key: str) -> Path | None:
 
 
 def _digest(path: Path) -> str:
+    """The first 32 hexadecimal digits of the SHA-256 of a file's content."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
 
 
 def _compiled(compiler: str, folder: Path, key: str) -> Path:
-    """Compile in a scratch folder and move the result into place, which is safe when several processes do so at the same time."""
+    """Compile in a temporary folder and move the library into `folder`. Safe when several processes do so at the same time."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         library = Path(scratch) / "kernels.so"
         _output([compiler, *FLAGS, "-o", str(library), *map(str, _sources("*.c")), "-lm"])
@@ -103,6 +109,7 @@ def _compiled(compiler: str, folder: Path, key: str) -> Path:
 
 
 def _output(command: list[str]) -> str:
+    """Run a command of the compiler and return its standard output. Raises an error on a failure or a time-out."""
     done = subprocess.run(
         command,
         capture_output=True,

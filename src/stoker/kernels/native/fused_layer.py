@@ -41,13 +41,16 @@ _packed_layers: dict[int, tuple[weakref.ref[FusedLayer], PackedLayer | None]] = 
 
 
 def supports_fused_layer(layer: FusedLayer, rows: int) -> bool:
-    """See `ops.supports_fused_layer`."""
+    """Whether the C kernel computes a fused layer for `rows` rows (`ops.supports_fused_layer`)."""
     packed = _packed_layer(layer)
     return packed is not None and rows <= packed.max_rows
 
 
 def fused_layer(x: Tensor, residual: Tensor, layer: FusedLayer) -> tuple[Tensor, Tensor | None]:
-    """See `ops.fused_layer`. The reference runs when the kernel does not support the arguments."""
+    """All linears of a fused layer (`ops.fused_layer`) in one call of C.
+
+    The reference runs when the kernel does not support the arguments.
+    """
     library, packed, dtype = kernels(), _packed_layer(layer), ACTIVATION_DTYPES.get(x.dtype, -1)
     is_supported = dtype >= 0 and residual.dtype == x.dtype and residual.is_contiguous() and x.stride(1) == 1
     if isinstance(library, str) or packed is None or not is_supported:
@@ -75,7 +78,7 @@ def fused_layer(x: Tensor, residual: Tensor, layer: FusedLayer) -> tuple[Tensor,
 
 
 def _packed_layer(layer: FusedLayer) -> PackedLayer | None:
-    """The cached `_pack_layer(layer)`."""
+    """The result of `_pack_layer(layer)`, cached for as long as the layer exists."""
     key = id(layer)
     entry = _packed_layers.get(key)
     if entry is None or entry[0]() is not layer:
@@ -85,7 +88,7 @@ def _packed_layer(layer: FusedLayer) -> PackedLayer | None:
 
 
 def _pack_layer(layer: FusedLayer) -> PackedLayer | None:
-    """None when the kernel does not support a linear, or when the outputs of one are not the inputs of the next."""
+    """The kernel arguments of a layer. None when a linear is not supported, or its outputs are not the inputs of the next one."""
     packed, max_rows = [], []
     for linear in layer.linears:
         weight, rows = _native_weight(linear.weight)
@@ -102,12 +105,13 @@ def _pack_layer(layer: FusedLayer) -> PackedLayer | None:
 
 
 def _pack(weight: NativeWeight, linear: FusedLinear) -> PackedLinear | None:
+    """The kernel arguments of one linear, or None when the kernel does not support its bias or fusion."""
     assert linear.weight is not None
     return pack_linear(weight, linear.weight.bias, linear.fusion)
 
 
 def _native_weight(weight: PackedWeight | None) -> tuple[NativeWeight | None, int]:
-    """The weight as the kernel reads it (None: not supported), and the number of rows up to which the kernel is faster."""
+    """The weight as the kernel reads it, or None if it is not supported, and the largest number of rows for which the kernel is faster."""
     if weight is None or weight.column_order is not None or weight.activations != "none":
         return None, 0
     if weight.format == "dense":

@@ -57,7 +57,7 @@ class NativeKernels(NamedTuple):
 
 @cache
 def kernels() -> NativeKernels | str:
-    """The kernels of this machine, compiled now if necessary; or the reason why there are none."""
+    """The kernels of this machine, compiled now if necessary, or the reason why there are none as a string."""
     if not env.native():
         return "turned off by STOKER_NATIVE"
     try:
@@ -70,6 +70,7 @@ def kernels() -> NativeKernels | str:
 
 
 def _function(library: ctypes.CDLL, name: str) -> Function:
+    """A function of the library that reads one packed struct of arguments and returns an int."""
     function = getattr(library, name)
     function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
     return function
@@ -106,7 +107,7 @@ ABSENT = TensorInfo(lambda: None, 0, 0, (), 0)  # type: ignore[arg-type]
 
 
 def tensor_info(tensor: Tensor | None) -> TensorInfo:
-    """The cached properties of a weight, a cache or an index of the step, whose memory does not change while it exists. ABSENT for None."""
+    """The cached properties of a tensor, ABSENT for None. Only for weights, caches and step indices, whose memory never moves."""
     if tensor is None:
         return ABSENT
     key = id(tensor)

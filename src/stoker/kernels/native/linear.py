@@ -57,38 +57,39 @@ class PackedLinear(NamedTuple):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.linear`."""
+    """A dense linear (`ops.linear`) by the C kernel for up to MAX_ROWS rows, otherwise by the reference."""
     native = dense_weight(weight) if x.shape[0] <= MAX_ROWS else None
     y = product(x, native, bias, fusion) if native is not None else None
     return reference.linear(x, weight, bias, fusion) if y is None else y
 
 
 def dense_weight(weight: Tensor) -> NativeWeight | None:
-    """A weight [n, k] of float32 or bfloat16. None when the kernel does not support it, here and below."""
+    """Kernel argument of a dense weight [n, k] of float32 or bfloat16. None when the kernel does not support the weight."""
     info = tensor_info(weight)
     return NativeWeight(info) if info.dtype in (FLOAT32, BFLOAT16) else None
 
 
 def int8_weight(weight: PackedWeight) -> NativeWeight | None:
-    """int8 [n, k] with scale float32 [n]."""
+    """Kernel argument of a weight int8 [n, k] with scale float32 [n], or None if not supported."""
     values, scales = tensor_info(weight.values), tensor_info(weight.scale)
     fits = values.dtype == INT8 and scales.dtype == FLOAT32 and scales.shape == values.shape[:1]
     return NativeWeight(values, scales) if fits else None
 
 
 def grouped_int8_weight(weight: PackedWeight) -> NativeWeight | None:
-    """int8 [n, k] with scale and offset [n, ceil(k / group)]."""
+    """Kernel argument of a weight int8 [n, k] with scale and offset [n, ceil(k / group)], or None if not supported."""
     native = _grouped_weight(weight)
     return native if native.values.dtype == INT8 and native.zero is ABSENT and _has_group_scales(native, 1) else None
 
 
 def int4_weight(weight: PackedWeight) -> NativeWeight | None:
-    """int4 as uint8 [n, k / 2] with scale, zero and offset [n, ceil(k / group)]."""
+    """Kernel argument of an int4 weight, uint8 [n, k / 2] with scale, zero and offset [n, ceil(k / group)], or None if not supported."""
     native = _grouped_weight(weight)
     return native if native.values.dtype == UINT8 and _has_group_scales(native, 2) else None
 
 
 def _grouped_weight(weight: PackedWeight) -> NativeWeight:
+    """Kernel argument of a weight with groups, not checked yet. A float `zero` is passed as an offset, an integer one as a zero point."""
     zero, offset = (ABSENT, tensor_info(weight.zero)) if weight.zero_kind == "float" else (tensor_info(weight.zero), ABSENT)
     return NativeWeight(tensor_info(weight.values), tensor_info(weight.scale), zero, offset, weight.group_size)
 
@@ -105,7 +106,10 @@ def _has_group_scales(weight: NativeWeight, features_per_byte: int) -> bool:
 
 
 def pack_linear(weight: NativeWeight, bias: Tensor | None, fusion: Fusion) -> PackedLinear | None:
-    """None when the kernel does not support the bias or the fusion. The fusion's residual is an argument of each call."""
+    """The arguments of one linear as a C struct. None when the kernel does not support the weight, the bias or the fusion.
+
+    The fusion's residual is not included, because it is an argument of each call.
+    """
     gate, input_gate = ACTIVATIONS.get(fusion.gate, -1), ACTIVATIONS.get(fusion.input_gate, -1)
     if gate < 0 or input_gate < 0 or len(weight.values.shape) != 2:
         return None
@@ -140,7 +144,7 @@ def pack_linear(weight: NativeWeight, bias: Tensor | None, fusion: Fusion) -> Pa
 
 
 def product(x: Tensor, weight: NativeWeight, bias: Tensor | None, fusion: Fusion) -> Tensor | None:
-    """The linear by the kernel, or None when it does not support the arguments."""
+    """`fusion` applied to x × weightᵀ + bias by the kernel, or None when the kernel does not support the arguments."""
     library, dtype, residual = kernels(), ACTIVATION_DTYPES.get(x.dtype, -1), fusion.residual
     if isinstance(library, str) or dtype < 0 or x.dim() != 2 or x.stride(1) != 1:
         return None
@@ -160,7 +164,10 @@ def product(x: Tensor, weight: NativeWeight, bias: Tensor | None, fusion: Fusion
 
 
 def grouped_product(x: Tensor, weight: NativeWeight | None, bias: Tensor | None, fusion: Fusion) -> Tensor | None:
-    """The linear with a weight in groups, by `product` or, for more than MAX_GROUPED_ROWS rows, by `_widened_product`."""
+    """The linear with a weight in groups, or None when it is not supported.
+
+    More than MAX_GROUPED_ROWS rows are computed by `_widened_product`, fewer by `product`.
+    """
     if weight is None:
         return None
     return (product if x.shape[0] <= MAX_GROUPED_ROWS else _widened_product)(x, weight, bias, fusion)
@@ -179,6 +186,7 @@ def _widened_product(x: Tensor, weight: NativeWeight, bias: Tensor | None, fusio
     wide = torch.empty(min(slice_rows, own.outputs), own.inputs)
 
     def multiply(rows: Tensor) -> Tensor:
+        """rows × weightᵀ + bias: widen one slice of the weight after another, and multiply it in float32."""
         rows, y = rows.float(), torch.empty(rows.shape[0], own.outputs)
         for first in range(0, own.outputs, slice_rows):
             count = min(slice_rows, own.outputs - first)

@@ -22,8 +22,10 @@ class NativePages(NamedTuple):
 
 
 def native_pages(cache: KVCache, dtype: int) -> NativePages | None:
-    """The pages, or None for a cache that the kernels do not support: they read the activations' `dtype`, or int8 with scales and without
-    key means."""
+    """The arguments for the kernels, or None for a cache that they do not support.
+
+    They read caches of the activations' `dtype` (a code of `library`), and int8 caches with scales and without key means.
+    """
     if cache.values is None or cache.key_mean is not None or dtype < 0:
         return None
     pages = NativePages(*map(tensor_info, (cache.keys, cache.values, cache.key_scale, cache.value_scale, cache.key_balance)))

@@ -12,11 +12,14 @@ from stoker.kernels.types import PLAIN, Fusion
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.packed_linear`."""
+    """A linear with an int4 weight (`ops.packed_linear`) by the C kernel where it is supported, otherwise by the reference."""
     y = grouped_product(x, int4_weight(weight), weight.bias, fusion)
     return reference.packed_linear(x, weight, fusion) if y is None else y
 
 
 def prepare_weight(weight: PackedWeight) -> PackedWeight:
-    """See `ops.prepare_weight`. Unchanged when the C kernel supports it: PyTorch's packed format would take as much memory again."""
+    """Prepare a weight at load (`ops.prepare_weight`).
+
+    Unchanged when the C kernel supports it, because PyTorch's packed copy would double it.
+    """
     return reference.prepare_weight(weight) if isinstance(kernels(), str) or weight.group_size % 32 else weight

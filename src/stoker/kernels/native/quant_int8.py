@@ -16,7 +16,7 @@ __all__ = ["packed_embedding", "packed_linear", "prepare_weight", "supports_grou
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.packed_linear`. The kernels do not support int8 activations."""
+    """A linear with an int8 weight (`ops.packed_linear`) by the C kernels, or by the reference, also for int8 activations."""
     y = None
     if weight.group_size:
         y = grouped_product(x, grouped_int8_weight(weight), weight.bias, fusion)
@@ -26,12 +26,14 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
 
 
 def supports_groups(weight: PackedWeight) -> bool:
-    """See `ops.supports_int8_groups`."""
+    """Whether the kernels read this int8 weight in groups as it is stored (`ops.supports_int8_groups`)."""
     return grouped_int8_weight(weight) is not None
 
 
 @cache
 def max_rows() -> int:
-    """The number of rows up to which the kernel is faster than the reference: with a weight [3072, 576], 8 rows need 650 µs in the kernel,
-    and 490 µs as exact integer products of two digits."""
+    """The largest number of rows for which the kernel is faster than the reference.
+
+    With a weight [3072, 576], 8 rows need 650 µs in the kernel, and 490 µs as exact integer products of two digits.
+    """
     return 4 if exact_integers() else 16

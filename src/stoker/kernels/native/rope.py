@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def rope_store(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor | None, interleaved: bool, cache: KVCache, slots: Tensor
 ) -> Tensor:
-    """See `ops.rope_store`."""
+    """Rotate q and k and store k and v (`ops.rope_store`) by the C kernel where it is supported, otherwise by the reference."""
     if _rope_store(q, k, v, tensor_info(positions), tensor_info(cos_sin), interleaved, cache, tensor_info(slots)):
         return q
     return reference.rope_store(q, k, v, positions, cos_sin, interleaved, cache, slots)
@@ -27,7 +27,7 @@ def rope_store(
 def _rope_store(
     q: Tensor, k: Tensor, v: Tensor, positions: TensorInfo, cos_sin: TensorInfo, interleaved: bool, cache: KVCache, slots: TensorInfo
 ) -> bool:
-    """Run the kernel. False, with nothing changed, when it does not support the arguments."""
+    """Run the kernel, which rotates q in place. Returns False, with nothing changed, when it does not support the arguments."""
     library, pages = kernels(), native_pages(cache, ACTIVATION_DTYPES.get(q.dtype, -1))
     if isinstance(library, str) or pages is None or not (k.dtype == v.dtype == q.dtype and k.is_cpu and v.is_cpu):
         return False

@@ -19,11 +19,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """See `ops.activate`."""
+    """The activation function applied to each element of x (`ops.activate`). Raises KeyError for an unknown name."""
     return ACTIVATIONS[activation](x)
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """See `ops.gated`."""
+    """act(gate) × up, of the two halves of gate_up (`ops.gated`)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate).mul_(up)

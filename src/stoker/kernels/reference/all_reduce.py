@@ -8,6 +8,6 @@ from stoker.distributed.group import Group
 
 
 def all_reduce(x: Tensor, group: Group, residual: Tensor | None = None) -> Tensor:
-    """See `ops.all_reduce`."""
+    """The sum of x over the group, + `residual` (`ops.all_reduce`)."""
     total = group.all_reduce(x)
     return total if residual is None else total + residual

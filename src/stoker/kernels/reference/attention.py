@@ -22,7 +22,7 @@ _MAX_SCORES = 1 << 20
 
 
 def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
-    """See `ops.attention`."""
+    """Paged attention of decode and prefill rows (`ops.attention`). Returns [T, heads × Dv]."""
     num_tokens, num_heads = q.shape[:2]
     n = batch.num_decodes
     if n == num_tokens:
@@ -55,13 +55,13 @@ def _decode(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionPar
 
 
 def _is_plain(q: Tensor, cache: KVCache, params: AttentionParams) -> bool:
-    """Whether `scaled_dot_product_attention` has these options, in float32."""
+    """Whether `scaled_dot_product_attention` can compute this call: float32, without soft cap, ALiBi or sinks."""
     stored = cache.keys.dtype if cache.key_scale is None else torch.float32
     return q.dtype == stored == torch.float32 and params.softcap is None and params.alibi_slopes is None and params.sinks is None
 
 
 class _RowPlan:
-    """The blocks of the keys of some rows, and which keys each query sees: the same for all layers of a step."""
+    """What a set of rows shares in all layers of a step: the blocks of their keys, and the keys that each query attends to."""
 
     def __init__(self, batch: ForwardBatch, rows: slice, block_size: int) -> None:
         self.lens = batch.seq_lens[rows].long()
@@ -79,12 +79,12 @@ class _RowPlan:
         self._masks: dict[tuple, Tensor | None] = {}
 
     def keys(self, cache: KVCache) -> Tensor:
-        """The rows' keys, with the means that were subtracted when they were stored: [R, kv_heads, keys, D]."""
+        """The rows' keys [R, kv_heads, keys, D]. A mean that was subtracted before the keys were stored is added back."""
         keys = self.gather(cache.keys, cache.key_scale)
         return keys if cache.key_mean is None else keys + subtracted_mean(cache, torch.arange(self.num_keys)).transpose(0, 1)
 
     def gather(self, pages: Tensor, scale: Tensor | None) -> Tensor:
-        """The rows' tokens of `pages` as [R, kv_heads, keys, D]; float32 with a scale."""
+        """The rows' tokens from `pages` as [R, kv_heads, keys, D]. With a `scale` [kv_heads], dequantized to float32."""
         num_blocks, heads, block_size, size = pages.shape
         index = self._gathers.get(heads)
         if index is None:
@@ -95,13 +95,14 @@ class _RowPlan:
         return out if scale is None else out.float() * scale[None, :, None, None]
 
     def mask(self, params: AttentionParams) -> Tensor | None:
-        """bool [R, 1, Q, keys]: True where a query sees a key. None when every query sees every key."""
+        """bool [R, 1, Q, keys]: True where a query attends to a key. None when every query attends to every key."""
         key = (params.window, params.chunk)
         if key not in self._masks:
             self._masks[key] = self._make_mask(params.window, params.chunk)
         return self._masks[key]
 
     def _make_mask(self, window: int | None, chunk: int | None) -> Tensor | None:
+        """Compute `mask`: the causal rule and the prefix LM's prompt, limited to a sliding window or to chunks, both in tokens."""
         query = self.query_positions[:, :, None]
         keys = torch.arange(self.num_keys)
         seen = keys <= query
@@ -116,7 +117,10 @@ class _RowPlan:
 
 
 def _attend(q: Tensor, cache: KVCache, plan: _RowPlan, params: AttentionParams) -> Tensor:
-    """q [R, Q, heads, D] → [R, Q, heads, Dv], as many queries at a time as _MAX_SCORES allows."""
+    """Attention of q [R, Q, heads, D] → [R, Q, heads, Dv].
+
+    Queries are processed in chunks, so that at most _MAX_SCORES scores exist at a time.
+    """
     wide = torch.float32 if q.dtype != torch.float64 else q.dtype
     keys = plan.keys(cache).to(wide)
     # MLA stores one latent per token: its values are the last features of the keys, which the caller selects.
@@ -132,7 +136,10 @@ def _attend(q: Tensor, cache: KVCache, plan: _RowPlan, params: AttentionParams) 
 
 
 def _attend_queries(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
-    """q [R, Q, heads, D] at `positions` [R, Q] over keys and values [R, kv_heads, keys, D]; `mask` as from `_RowPlan.mask`."""
+    """Attention of one chunk of queries → [R, Q, heads, Dv] in the dtype of q.
+
+    q [R, Q, heads, D] at `positions` [R, Q]; keys and values [R, kv_heads, keys, D]; `mask` is a result of `_RowPlan.mask`.
+    """
     rows, queries, heads, size = q.shape
     kv_heads, wide = keys.shape[1], keys.dtype
     group = heads // kv_heads
@@ -160,7 +167,7 @@ T = TypeVar("T")
 
 
 def _step_value(batch: ForwardBatch, key: str, compute: Callable[[], T]) -> T:
-    """`compute()`, once per step: all layers share it through `batch.shared`."""
+    """The value of `compute()`, which is called once per step: layers share the value through `batch.shared[key]`."""
     if key not in batch.shared:
         batch.shared[key] = compute()
     return cast(T, batch.shared[key])

@@ -10,12 +10,12 @@ from stoker.kernels.types import FusedLayer
 
 
 def supports_fused_layer(layer: FusedLayer, rows: int) -> bool:
-    """See `ops.supports_fused_layer`: one linear after another is as fast."""
+    """Always False: one linear after another is as fast (`ops.supports_fused_layer`)."""
     return False
 
 
 def fused_layer(x: Tensor, residual: Tensor, layer: FusedLayer) -> tuple[Tensor, Tensor | None]:
-    """See `ops.fused_layer`."""
+    """The linears of a fused layer, one after another (`ops.fused_layer`)."""
     residual = layer.out.alone(x, replace(layer.out.fusion, residual=residual))
     inner = layer.up.alone(residual, layer.up.fusion)
     residual = layer.down.alone(inner, replace(layer.down.fusion, residual=residual))

@@ -17,7 +17,7 @@ from stoker.kernels.types import PLAIN, Fusion
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.linear`."""
+    """x × weightᵀ + bias with `fusion` (`ops.linear`)."""
     if fusion.residual is not None and bias is None and fusion.gate is None:
         return torch.addmm(fusion.residual, before(x, fusion), weight.t())
     return around(x, fusion, lambda rows: F.linear(rows, weight, bias))
@@ -25,24 +25,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion
 
 @cache
 def format_reference(name: str) -> ModuleType:
-    """The reference of a format of quantized weights: the module `quant_<name>` of this package."""
+    """The module `quant_<name>` of this package: the reference for the weight format `name`."""
     return import_module(f"stoker.kernels.reference.quant_{name}")
 
 
 def around(x: Tensor, fusion: Fusion, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """`product` with the fusion's input gate and norm before it, and its gate and residual after it."""
+    """Apply the fusion's input gate and norm, then `product`, then the fusion's output gate and residual."""
     return after(product(before(x, fusion)), fusion)
 
 
 def before(x: Tensor, fusion: Fusion) -> Tensor:
-    """The input of the product: x after the input gate, then the norm."""
+    """x after the fusion's input gate and norm: the input of the product."""
     if fusion.input_gate is not None:
         x = gated(x, fusion.input_gate)
     return x if fusion.norm_kind is None else norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
 
 
 def after(y: Tensor, fusion: Fusion) -> Tensor:
-    """The product y after the gate and the residual."""
+    """y after the fusion's output gate and residual, where y is the product."""
     if fusion.gate is not None:
         y = gated(y, fusion.gate)
     return y if fusion.residual is None else y + fusion.residual

@@ -14,7 +14,7 @@ from stoker.kernels.routing import Routing, RoutingParams
 
 
 def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> Routing:
-    """See `ops.route`."""
+    """Choose the experts of each token (`ops.route`)."""
     weights, ids = _choose(logits.float(), correction, params)
     if params.renormalize and params.score != "softmax_topk":
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
@@ -22,7 +22,7 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
 
 
 def _choose(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> tuple[Tensor, Tensor]:
-    """The weights and ids [T, k] of each token's experts."""
+    """The weights and ids, both [T, k], of each token's k experts, before renormalization."""
     if params.score == "softmax_topk":
         best, ids = logits.topk(params.top_k, dim=-1)
         return best.softmax(dim=-1), ids
@@ -35,7 +35,10 @@ def _choose(logits: Tensor, correction: Tensor | None, params: RoutingParams) ->
 
 
 def _in_best_groups(wanted: Tensor, params: RoutingParams) -> Tensor:
-    """bool [T, num_experts]: the experts of each token's best groups (DeepSeek-V2 and DeepSeek-V3, section 2.1.2)."""
+    """bool [T, num_experts]: True for the experts of each token's best groups (DeepSeek-V2 and DeepSeek-V3, section 2.1.2).
+
+    `wanted` [T, num_experts] are the scores by which experts are ranked.
+    """
     groups = wanted.unflatten(1, (params.num_groups, -1))
     best = groups.topk(2, dim=-1).values.sum(-1) if params.group_score == "top2" else groups.amax(-1)
     chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(params.top_groups, dim=-1).indices, True)
@@ -43,7 +46,7 @@ def _in_best_groups(wanted: Tensor, params: RoutingParams) -> Tensor:
 
 
 def _sort(weights: Tensor, ids: Tensor, num_experts: int) -> Routing:
-    """The choices `ids` [T, k], sorted by expert and then by token."""
+    """The Routing of the chosen experts `ids` [T, k], sorted by expert and then by token."""
     flat = ids.flatten()
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=num_experts)
@@ -52,25 +55,28 @@ def _sort(weights: Tensor, ids: Tensor, num_experts: int) -> Routing:
 
 
 def expert_up(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
-    """See `ops.expert_up`."""
+    """The first projection of each token by each of its experts (`ops.expert_up`)."""
     tokens = torch.div(routing.order.long(), routing.top_k, rounding_mode="floor")
     return _grouped(x.index_select(0, tokens), weight, routing)
 
 
 def expert_down(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
-    """See `ops.expert_down`."""
+    """The last projection by each expert, summed per token (`ops.expert_down`)."""
     return _weighted_sum(_grouped(x, weight, routing), routing)
 
 
 def _weighted_sum(y: Tensor, routing: Routing) -> Tensor:
-    """[T, N]: the weighted sum of each token's choices in y [T × k, N], which is sorted by expert."""
+    """[T, N]: the sum of each token's k rows of y, weighted by `routing.weights`. y [T × k, N] is sorted by expert."""
     by_choice = torch.empty_like(y).index_copy_(0, routing.order.long(), y).unflatten(0, routing.weights.shape)
     # Summed in the order of a token's choices, so that its result does not depend on other tokens.
     return (by_choice.float() * routing.weights[..., None]).sum(1).to(y.dtype)
 
 
 def _grouped(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
-    """Rows of x [T × k, K], sorted by expert, each through its expert's linear. int4 weights have the layout `stored`."""
+    """Apply each expert's linear to its rows of x [T × k, K], which are sorted by expert. Returns [T × k, N].
+
+    int4 weights have the layout `stored`.
+    """
     out = x.new_zeros(x.shape[0], weight.out_features)
     for expert, (start, stop) in enumerate(pairwise(routing.offsets.tolist())):
         if start < stop:
@@ -79,7 +85,7 @@ def _grouped(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
 
 
 def _product(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x × weightᵀ + bias of one expert."""
+    """x × weightᵀ + bias with the weight of one expert."""
     if weight.format == "dense":
         return F.linear(x, weight.values, weight.bias)
     if weight.column_order is not None:
@@ -88,7 +94,7 @@ def _product(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
-    """See `ops.clipped_gate`."""
+    """The gate of gpt-oss (`ops.clipped_gate`)."""
     gate, up = gate_up.chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
     return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
-    """See `ops.norm`."""
+    """RMS or layer norm over the last axis, computed in float32 or, for float64 input, in float64 (`ops.norm`)."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     weight = None if weight is None else weight.to(wide)
     if kind == "rms":

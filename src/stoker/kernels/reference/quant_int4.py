@@ -20,9 +20,10 @@ _PACKED_BLOCK = 64  # weight rows per block of the packed format
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.packed_linear`."""
+    """A linear with an int4 weight (`ops.packed_linear`)."""
 
     def product(rows: Tensor) -> Tensor:
+        """Multiply by PyTorch's packed kernel for up to _MAX_PACKED_ROWS rows, otherwise by the dequantized weight."""
         if weight.device_data is None or rows.shape[0] > _MAX_PACKED_ROWS:
             return F.linear(rows, dequantize_int4(weight, rows.dtype), weight.bias)
         packed, scales, group = weight.device_data
@@ -37,8 +38,10 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
 
 
 def prepare_weight(weight: PackedWeight) -> PackedWeight:
-    """See `ops.prepare_weight`. Adds the tensors of PyTorch's CPU kernel: values in its own order, and bfloat16 [groups, N, 2] with the
-    scale and the real value of the stored value 8."""
+    """Add the tensors of PyTorch's CPU kernel as `device_data` (`ops.prepare_weight`).
+
+    These are the values in PyTorch's own order, and bfloat16 [groups, N, 2]: the scale, and the real value of the stored value 8.
+    """
     rows, size = weight.out_features, weight.in_features
     group = next((g for g in _PACKED_GROUPS if size % g == 0 and weight.group_size % g == 0), None)
     if weight.values.device.type != "cpu" or group is None:
@@ -57,7 +60,7 @@ def prepare_weight(weight: PackedWeight) -> PackedWeight:
 
 
 def affine(weight: PackedWeight) -> tuple[Tensor, Tensor]:
-    """(scale, low), float32 [N, groups]: the real value of a stored value q is q × scale + low."""
+    """(scale, low), both float32 [N, groups]. The real value of a stored value q is q × scale + low."""
     assert weight.scale is not None
     scale = weight.scale.float()
     if weight.zero is None:
@@ -66,12 +69,15 @@ def affine(weight: PackedWeight) -> tuple[Tensor, Tensor]:
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """uint8 [N, K] values from bytes [N, K / 2], each of which holds an even feature in its low half and an odd one in its high half."""
+    """uint8 [N, K]: the 4-bit values of `packed` [N, K / 2].
+
+    The low half of a byte is an even feature, the high half the odd one after it.
+    """
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
 def dequantize_int4(weight: PackedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The real weight [N, K] in `dtype`. The weight has the layout `stored`."""
+    """The dequantized weight [N, K] in `dtype`. The weight must have the layout `stored`."""
     values, (scale, low) = unpack(weight.values), affine(weight)
     rows, size = values.shape
     ragged = -size % weight.group_size

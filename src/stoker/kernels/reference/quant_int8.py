@@ -26,12 +26,12 @@ _DIGITS = torch.tensor([[[127.0]], [[127.0 * _COARSE]]])  # the row's largest ma
 
 
 def prepare_weight(weight: PackedWeight) -> PackedWeight:
-    """See `ops.prepare_weight`. The weight is read as it is stored."""
+    """The weight itself: it is read as it is stored (`ops.prepare_weight`)."""
     return weight
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.packed_linear`."""
+    """A linear with an int8 weight (`ops.packed_linear`)."""
     if weight.group_size:
         wide = widen_groups(weight).to(x.dtype)
         return around(x, fusion, lambda rows: F.linear(rows, wide, weight.bias))
@@ -45,12 +45,12 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
 
 
 def supports_groups(weight: PackedWeight) -> bool:
-    """See `ops.supports_int8_groups`. Products with a weight that was widened at load are faster."""
+    """Always False: products with a weight that was widened at load are faster (`ops.supports_int8_groups`)."""
     return False
 
 
 def widen_groups(weight: PackedWeight) -> Tensor:
-    """float32 [(E,) N, K]: the real weight, whose scales and offsets cover groups."""
+    """The dequantized weight, float32 [(experts,) N, K]. Its scales and offsets cover groups."""
     assert weight.scale is not None
     size, group_size = weight.in_features, weight.group_size
     real = F.pad(weight.values.float(), (0, -size % group_size)).unflatten(-1, (-1, group_size)).mul_(weight.scale.float()[..., None])
@@ -60,7 +60,7 @@ def widen_groups(weight: PackedWeight) -> Tensor:
 
 
 def packed_embedding(token_ids: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """See `ops.packed_embedding`."""
+    """Rows of a quantized embedding table in `dtype` (`ops.packed_embedding`)."""
     ids = token_ids.long()
     assert weight.scale is not None
     rows = replace(weight, values=weight.values[ids], scale=weight.scale[ids], zero=None if weight.zero is None else weight.zero[ids])
@@ -71,7 +71,7 @@ def packed_embedding(token_ids: Tensor, weight: PackedWeight, dtype: torch.dtype
 
 
 def _rounded_product(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x × weightᵀ + bias with activations rounded to int8, by `input_scale` or by each row's largest magnitude ÷ 127."""
+    """x × weightᵀ + bias with activations rounded to int8. Their scale is `input_scale`, or each row's largest magnitude ÷ 127."""
     assert weight.scale is not None
     wide = x.float()
     step = weight.input_scale if weight.input_scale is not None else wide.abs().amax(dim=-1, keepdim=True) / 127
@@ -81,7 +81,10 @@ def _rounded_product(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def _weight_only(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    """x [M, K] × (weight × scale)ᵀ + bias + residual, with unrounded activations."""
+    """x [M, K] × (weight × scale)ᵀ + bias + residual, where x is not rounded to int8.
+
+    Exact integer products of two digits per activation are used where the processor has them.
+    """
     if not (x.device.type == "cpu" and exact_integers()):
         # For processors without VNNI, and as the oracle on other devices: the weight is widened in every call, which is slow.
         return _finish(F.linear(x.float(), weight.float()), 1.0, scale, bias, residual, x.dtype)
@@ -112,6 +115,6 @@ def _integer_product(x: Tensor, weight: Tensor) -> Tensor:
 
 @cache
 def exact_integers() -> bool:
-    """Whether PyTorch's int8 product is exact on this processor: without VNNI, sums of two products saturate at 16 bits."""
+    """Whether PyTorch's int8 product is exact on this processor. Without VNNI, the sum of two products saturates at 16 bits."""
     x, weight = torch.full((2, 64), 127, dtype=torch.int8), torch.full((32, 64), -127, dtype=torch.int8)
     return bool((torch._int_mm(x, weight.t()) == -64 * 127 * 127).all())

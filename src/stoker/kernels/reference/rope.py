@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def rope_store(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor | None, interleaved: bool, cache: KVCache, slots: Tensor
 ) -> Tensor:
-    """See `ops.rope_store`."""
+    """Rotate q and k, store k and v in the cache, and return q (`ops.rope_store`)."""
     if cos_sin is not None:
         cos_sin_rows = cos_sin.index_select(0, positions)
         qk = _fused_view(q, k)
@@ -39,7 +39,7 @@ def rope_store(
 
 
 def _fused_view(q: Tensor, k: Tensor) -> Tensor | None:
-    """[T, heads + kv_heads, D] over q and k when k's heads follow q's in memory, as in the output of a fused linear; else None."""
+    """A view [T, heads + kv_heads, D] over q and k if k's heads follow q's in memory, as in the output of a fused linear; else None."""
     follows = k.storage_offset() == q.storage_offset() + q.shape[1] * q.stride(1) and k.stride() == q.stride()
     if not (follows and k.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()):
         return None
@@ -47,7 +47,7 @@ def _fused_view(q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [T, heads, D] with its first 2 × cos.shape[-1] features rotated; cos and sin are [T, 1, dim / 2] float32."""
+    """x [T, heads, D] with the first `dim` features rotated. cos and sin are float32 [T, 1, dim / 2]."""
     return _rotate_by_rows(x, torch.cat((cos, sin), dim=-1), interleaved)
 
 
@@ -67,21 +67,25 @@ def _rotate_by_rows(x: Tensor, cos_sin_rows: Tensor, interleaved: bool) -> Tenso
 
 
 def to_pairs(x: Tensor, interleaved: bool) -> Tensor:
-    """x [..., dim] as [..., first or second of a pair, dim / 2], by pairs of features that rotate together."""
+    """x [..., dim] as [..., 2, dim / 2]: the first and the second features of the pairs that rotate together.
+
+    Pairs are (0, 1), (2, 3), … if interleaved, else (i, i + dim / 2).
+    """
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2) if interleaved else x.unflatten(-1, (2, -1))
 
 
 def from_pairs(pairs: Tensor, interleaved: bool) -> Tensor:
-    """The inverse of `to_pairs`."""
+    """The inverse of `to_pairs`: [..., 2, dim / 2] → [..., dim]."""
     return (pairs.transpose(-1, -2) if interleaved else pairs).flatten(-2)
 
 
 def hadamard_transform(x: Tensor, dim: int, interleaved: bool) -> Tensor:
-    """x [..., D] in coordinates in which no feature stands out, float32. The transform is orthonormal and its own inverse, so that products
-    of two transformed vectors are unchanged (QuaRot, arXiv 2404.00456).
+    """x [..., D] after an orthonormal transform that spreads outliers over all features, float32.
 
-    Pairs of the first `dim` features, which rotate together, become their sums and differences. The sums, the differences and the features
-    that do not rotate then go each through `hadamard_blocks`.
+    The transform is its own inverse, and products of two transformed vectors are unchanged (QuaRot, arXiv 2404.00456).
+
+    The pairs of the first `dim` features, which rotate together, become their sums and differences. Then `hadamard_blocks` transforms three
+    vectors separately: the sums, the differences, and the features that do not rotate.
     """
     first, second = to_pairs(x[..., :dim].float(), interleaved).unbind(-2)
     pairs = hadamard_blocks(torch.stack((first + second, first - second), dim=-2)) * 0.5**0.5
@@ -89,7 +93,7 @@ def hadamard_transform(x: Tensor, dim: int, interleaved: bool) -> Tensor:
 
 
 def hadamard_blocks(x: Tensor) -> Tensor:
-    """x [..., n] in blocks of the largest power of two that divides n, each times Sylvester's orthonormal matrix."""
+    """x [..., n] times Sylvester's orthonormal Hadamard matrix, in blocks of the largest power of two that divides n."""
     size, step = power_of_2_divisor(x.shape[-1]), 1
     while step < size:
         first, second = x.unflatten(-1, (-1, 2, step)).unbind(-2)
@@ -104,14 +108,14 @@ def power_of_2_divisor(n: int) -> int:
 
 
 def subtracted_mean(cache: KVCache, positions: Tensor) -> Tensor:
-    """float32 [T, kv_heads, D]: the mean that is subtracted from keys at `positions` before they are stored; 0 for the first key."""
+    """float32 [T, kv_heads, D]: the mean that is subtracted from the keys at `positions` [T] before they are stored; 0 at position 0."""
     assert cache.key_mean is not None and cache.key_scale is not None
     means = cache.key_mean[:, positions // MEAN_TOKENS].transpose(0, 1)
     return torch.where((positions > 0)[:, None, None], means * cache.key_scale[:, None], 0.0)
 
 
 class CachePlaces(NamedTuple):
-    """Where the tokens of a step are stored in the cache: plain integers when the step has one token."""
+    """The block and the offset in it at which each token of a step is stored: plain integers when the step has one token."""
 
     block: Tensor | int
     offset: Tensor | int
@@ -119,7 +123,7 @@ class CachePlaces(NamedTuple):
 
 
 def cache_places(slots: Tensor, block_size: int) -> CachePlaces | None:
-    """The places of slots [T], without the negative ones (padding). None when all are negative."""
+    """The places of `slots` [T]. Negative slots (padding) are left out. None when all are negative."""
     if slots.numel() == 1:
         slot = int(slots)
         return CachePlaces(*divmod(slot, block_size), None) if slot >= 0 else None
@@ -132,7 +136,7 @@ def cache_places(slots: Tensor, block_size: int) -> CachePlaces | None:
 
 
 def store_pages(pages: Tensor, x: Tensor, places: CachePlaces | None, scale: Tensor | None) -> None:
-    """Write x [T, kv_heads, D] to pages [blocks, kv_heads, block_size, D], in units of `scale` [kv_heads] if there is one."""
+    """Write x [T, kv_heads, D] to pages [blocks, kv_heads, block_size, D], quantized by `scale` [kv_heads] if there is one."""
     if places is None:
         return
     if scale is not None:

@@ -11,7 +11,7 @@ _MAX_TOP = 256  # top-p usually needs no more tokens; a full sort of 49,152 take
 
 
 def sample(logits: Tensor, params: DrawParams) -> Tensor:
-    """See `ops.sample`."""
+    """Greedy or random token ids (`ops.sample`)."""
     best = logits.max(dim=-1)
     greedy = torch.where(best.values.isfinite(), best.indices, -1).to(torch.int32)
     if params.all_greedy:
@@ -28,7 +28,10 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
 
 
 def threshold(probs: Tensor, params: DrawParams) -> Tensor:
-    """[L]: the smallest probability that remains after top-k, then top-p of the rest, and min-p. Of equal probabilities all remain."""
+    """[L]: the smallest probability of each row that is not removed by top-k, then top-p of the rest, and min-p.
+
+    `probs` [L, V]. Several tokens with exactly this probability all remain.
+    """
     vocab = probs.shape[1]
     limit = probs.amax(dim=-1) * params.min_p
     k = torch.where(params.top_k > 0, params.top_k.clamp(max=vocab), vocab)
@@ -40,7 +43,7 @@ def threshold(probs: Tensor, params: DrawParams) -> Tensor:
 
 
 def _nucleus(probs: Tensor, k: Tensor, p: Tensor) -> Tensor:
-    """[L]: the smallest probability of the top-p nucleus within the `k` most probable tokens."""
+    """[L]: the smallest probability of each row's top-p nucleus within its `k` [L] most probable tokens. `p` [L] is top_p."""
     width = min(_MAX_TOP, probs.shape[1])
     best = torch.topk(probs, width, dim=-1).values
     # The `width` best suffice if they contain the k best, or if k is the whole vocabulary and they already have mass p.
@@ -59,7 +62,10 @@ def _nucleus(probs: Tensor, k: Tensor, p: Tensor) -> Tensor:
 
 
 def uniform(seeds: Tensor, counters: Tensor) -> Tensor:
-    """float32 in [0, 1) from int64 seeds and int32 counters: 24 bits of SplitMix64 (Steele et al., OOPSLA 2014) of their combination."""
+    """Uniform random float32 in [0, 1), a function of the int64 seeds and int32 counters only.
+
+    It has 24 bits of SplitMix64 (Steele et al., OOPSLA 2014) applied to the combination of both.
+    """
     z = seeds + (counters.long() + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15
     z = (z ^ _shift(z, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
     z = (z ^ _shift(z, 27)) * -7723592293110705685  # 0x94D049BB133111EB
@@ -73,7 +79,7 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `ops.logprobs`."""
+    """Log-probabilities of given tokens and of the most probable ones (`ops.logprobs`)."""
     wide = logits.float()
     total = torch.logsumexp(wide, dim=-1)
     chosen = wide.gather(1, token_ids.long().unsqueeze(1)).squeeze(1) - total

@@ -22,13 +22,13 @@ BLOCK = 1024  # eight elements per thread of four warps: one 16-byte access per 
 
 @triton.jit
 def tanh(x):
-    """tanh by the logistic function. The absolute error is that of float32 arithmetic near 1."""
+    """tanh(x), computed with the logistic function. The absolute error is that of float32 arithmetic near 1."""
     return 2.0 * tl.sigmoid(2.0 * x) - 1.0
 
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """The activation of float32 x. Names are the keys of `reference.activation.ACTIVATIONS`."""
+    """The activation function ACTIVATION applied to float32 x. Names are the keys of `reference.activation.ACTIVATIONS`."""
     if ACTIVATION == "silu":
         return x * tl.sigmoid(x)
     elif ACTIVATION == "gelu":
@@ -55,6 +55,7 @@ def activation_kernel(
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
+    """One CTA: BLOCK results of one row. With GATED, x has 2 × SIZE columns, the gate before the values that it multiplies."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < SIZE
@@ -68,16 +69,17 @@ def activation_kernel(
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """See `ops.activate`."""
+    """The activation function applied to each element of x (`ops.activate`). Raises ValueError for an unknown name."""
     return _launch(x, x.shape[-1], False, activation)
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """See `ops.gated`."""
+    """act(gate) × up, of the two halves of gate_up (`ops.gated`). Raises ValueError for an unknown activation."""
     return _launch(gate_up, gate_up.shape[-1] // 2, True, activation)
 
 
 def _launch(x: Tensor, size: int, is_gated: bool, activation: str) -> Tensor:
+    """Launch the kernel over all rows of x and return [..., size] in x's dtype."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is none of {', '.join(ACTIVATIONS)}")
     x = x.contiguous()

@@ -31,7 +31,7 @@ EMPTY_HALF = -(1 << 15)  # either half of EMPTY
 
 
 def all_reduce(x: Tensor, group: Group, residual: Tensor | None = None) -> Tensor:
-    """See `ops.all_reduce`. Messages that no inbox fits go through the group's own all-reduce."""
+    """The sum over the ranks of a group (`ops.all_reduce`). A tensor that is too large for the inboxes uses the group's own all-reduce."""
     inbox = group.inbox(x.numel() * x.element_size())
     if inbox is None or x.element_size() not in BITS:
         return reference.all_reduce(x, group, residual)
@@ -39,7 +39,10 @@ def all_reduce(x: Tensor, group: Group, residual: Tensor | None = None) -> Tenso
 
 
 def sum_through_inbox(x: Tensor, residual: Tensor | None, inbox: Inbox, max_polls: int = UNLIMITED_POLLS) -> Tensor:
-    """The sum of all ranks' x, + residual. A sum that has not arrived after `max_polls` loads is undefined."""
+    """The sum of x over all ranks, + residual, in one launch.
+
+    A CTA gives up waiting for its peers after `max_polls` loads; its results are undefined then.
+    """
     x = x.contiguous()
     out = torch.empty_like(x)
     num_values, bits = x.numel(), BITS[x.element_size()]
@@ -68,7 +71,10 @@ def sum_through_inbox(x: Tensor, residual: Tensor | None, inbox: Inbox, max_poll
 
 
 def check_inboxes(group: Group) -> None:
-    """Disable a group's inboxes where sums through them do not arrive or are wrong. Every rank calls this once, at start."""
+    """Compile the kernel, test sums through a group's inboxes, and disable the inboxes if sums do not arrive or are wrong.
+
+    Every rank calls this once, at start.
+    """
     for polls in (0, CHECK_POLLS):  # compile first: a rank that still compiles would exceed the number of polls
         if group.inboxes is None:
             return
@@ -82,7 +88,7 @@ def check_inboxes(group: Group) -> None:
 
 
 def check_sums(inboxes: Inboxes, device: torch.device, max_polls: int) -> bool:
-    """Whether this rank gets the right sums, one-shot and two-shot, over several turns. With `max_polls` 0 it only compiles the kernels."""
+    """Whether this rank gets the right sums, one-shot and two-shot, over several turns. `max_polls` 0 only compiles the kernels."""
     ranks = inboxes.num_ranks
     values = torch.arange(UNIT_BYTES * 3 // 4, device=device) % 16  # a unit and a half; bfloat16 represents the sums exactly
     wanted = (values * ranks + (ranks - 1) * ranks // 2).float()

@@ -26,21 +26,21 @@ from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 
 @triton.jit
 def _send(bits, address, offset, cols, inside, EMPTY: tl.constexpr):
-    """Write bits [UNIT] to the inbox at `address`. Negative zero, which means EMPTY, is sent as zero."""
+    """Write `bits` [UNIT] to the inbox at `address` (+ `offset` + `cols`). Negative zero, which means EMPTY, is sent as zero."""
     inbox_ptr = tl.multiple_of(address.to(tl.pointer_type(bits.dtype)), 16)
     tl.store(inbox_ptr + offset + cols, tl.where(bits == EMPTY, 0, bits), mask=inside)
 
 
 @triton.jit
 def _reset(address, offset, cols, BITS: tl.constexpr, EMPTY: tl.constexpr):
-    """Set one slot of an inbox to EMPTY."""
+    """Set the words `offset` + `cols` of the inbox at `address` to EMPTY."""
     inbox_ptr = tl.multiple_of(address.to(tl.pointer_type(BITS)), 16)
     tl.store(inbox_ptr + offset + cols, tl.full(cols.shape, EMPTY, BITS))
 
 
 @triton.jit
 def _receive(address, offsets, inside, BITS: tl.constexpr, EMPTY: tl.constexpr, max_polls):
-    """The words at `offsets` of an inbox, once none of them is EMPTY, or after `max_polls` further loads."""
+    """The words at `offsets` of the inbox at `address`, loaded until none of them is EMPTY, or `max_polls` more times."""
     inbox_ptr = tl.multiple_of(address.to(tl.pointer_type(BITS)), 16)
     bits = tl.load(inbox_ptr + offsets, mask=inside, other=0, volatile=True)
     missing = tl.max((bits == EMPTY).to(tl.int32), axis=None)
@@ -64,7 +64,7 @@ def _receive_sum(
     EMPTY: tl.constexpr,
     max_polls,
 ):
-    """float32 [UNIT]: the sum of all ranks' units, whose slots follow one another."""
+    """float32 [UNIT]: the sum of one unit over all ranks, whose slots of the inbox follow one another from `offset`."""
     ranks = tl.arange(0, RANKS)[:, None]
     bits = _receive(address, offset + ranks * UNIT + cols[None, :], (ranks >= 0) & inside[None, :], BITS, EMPTY, max_polls)
     return tl.sum(bits.to(DTYPE, bitcast=True).to(tl.float32), axis=0)
@@ -93,6 +93,10 @@ def all_reduce_kernel(
     TURNS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
+    """One CTA: send a unit of x, wait for the units of the other ranks, and store their sum + residual in `out_ptr`.
+
+    `inboxes`: the addresses of all ranks' inboxes; `own_inbox`: this rank's; `turns_ptr`: int32 [UNITS], the turn of each unit.
+    """
     unit = tl.program_id(0)
     cols = tl.arange(0, UNIT)
     values = unit * UNIT + cols

@@ -18,6 +18,7 @@ _merge = DependenciesFinder._update_hash
 
 
 def _update_hash(self: DependenciesFinder, func: JITCallable[Any]) -> None:
+    """Replaces Triton's method: compute the called function's own digest, then merge its constants."""
     func.cache_key  # noqa: B018 - a property that fills func.used_global_vals
     _merge(self, func)
 

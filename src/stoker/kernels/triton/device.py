@@ -27,6 +27,7 @@ class Requirement(NamedTuple):
     interpreted: bool = False  # whether Triton's interpreter emulates it
 
     def is_met(self, capability: int) -> bool:
+        """Whether a device of this compute capability (or INTERPRETER) has the feature."""
         if capability == INTERPRETER:
             return self.interpreted
         return self.lowest <= capability and (self.highest is None or capability <= self.highest)
@@ -47,12 +48,15 @@ REQUIREMENTS = {
 
 
 def supports(x: torch.Tensor, feature: str) -> bool:
-    """Whether kernels for x's device (or for the device that is being compiled for) may use `feature`, a key of `REQUIREMENTS`."""
+    """Whether kernels for the device of x may use `feature`, a key of `REQUIREMENTS`. For meta tensors, the compilation target counts."""
     return REQUIREMENTS[feature].is_met(capability(x))
 
 
 def capability(x: torch.Tensor) -> int:
-    """The compute capability of x's device (90: sm_90), for meta tensors that of the compilation target; `INTERPRETER` for CPU tensors."""
+    """The compute capability of the device of x (90: sm_90).
+
+    For meta tensors that of the compilation target; INTERPRETER for CPU tensors.
+    """
     if x.is_cpu:
         return INTERPRETER
     if x.is_cuda:
@@ -63,8 +67,10 @@ def capability(x: torch.Tensor) -> int:
 
 @cache
 def num_sms(device: torch.device) -> int:
-    """The number of SMs of a CUDA device. Ahead-of-time compilation uses the current device, or an H200 when there is none, as does the
-    interpreter."""
+    """The number of SMs of a CUDA device.
+
+    For other devices, as in ahead-of-time compilation, that of the current GPU; without a GPU and in the interpreter, that of an H200.
+    """
     if device.type == "cpu" or not torch.cuda.is_available():
         return H200_NUM_SMS
     if device.type != "cuda":
@@ -88,5 +94,6 @@ def device_tuning(device: torch.device) -> TuningTable:
 
 @cache
 def _name_and_capability(device: torch.device) -> tuple[str, int]:
+    """(name, compute capability such as 90) of a CUDA device."""
     major, minor = torch.cuda.get_device_capability(device)
     return torch.cuda.get_device_name(device), 10 * major + minor

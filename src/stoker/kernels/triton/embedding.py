@@ -31,6 +31,7 @@ def embedding_kernel(
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
+    """One CTA: BLOCK features of one token. `stride_row` is that of the table, in elements. Unknown ids give zeros."""
     token = tl.program_id(0).to(tl.int64)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
@@ -43,7 +44,7 @@ def embedding_kernel(
 
 
 def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
-    """See `ops.embedding`. An id outside the table gives zeros: a device cannot raise, and must not read outside its memory."""
+    """Rows of `table` for `token_ids` (`ops.embedding`). An unknown id gives zeros, because a kernel cannot raise an error."""
     size = table.shape[1]
     out = torch.empty((*token_ids.shape, size), dtype=table.dtype, device=table.device)
     if out.numel():
@@ -65,6 +66,7 @@ def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
 
 @triton.jit
 def resolve_kernel(token_ids_ptr, last_ids_ptr, out_ptr, count, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
+    """One CTA: BLOCK of `count` token ids. A negative id -1 - r is replaced by last_ids[r]."""
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -76,7 +78,7 @@ def resolve_kernel(token_ids_ptr, last_ids_ptr, out_ptr, count, BLOCK: tl.conste
 
 
 def resolve(token_ids: Tensor, last_ids: Tensor) -> Tensor:
-    """See `ops.resolve`."""
+    """Replace references to tokens that are still on the device (`ops.resolve`)."""
     out = torch.empty_like(token_ids)
     count = token_ids.shape[0]
     if count:
@@ -87,6 +89,7 @@ def resolve(token_ids: Tensor, last_ids: Tensor) -> Tensor:
 
 @triton.jit
 def remember_kernel(last_ids_ptr, rows_ptr, token_ids_ptr, count, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
+    """One CTA: store BLOCK of `count` sampled ids in `last_ids`, at their rows."""
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -96,7 +99,7 @@ def remember_kernel(last_ids_ptr, rows_ptr, token_ids_ptr, count, BLOCK: tl.cons
 
 
 def remember(last_ids: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-    """See `ops.remember`."""
+    """Store the sampled token of each row for the next step's `resolve` (`ops.remember`)."""
     count = token_ids.shape[0]
     if count:
         grid = (triton.cdiv(count, 1024),)

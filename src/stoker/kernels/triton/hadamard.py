@@ -14,7 +14,10 @@ import triton.language as tl
 
 @triton.jit
 def butterflies(x, SIZE: tl.constexpr):
-    """x [n, SIZE] times H_SIZE, for SIZE up to 8: sums and differences of neighbouring columns."""
+    """x [n, SIZE] × H_SIZE, the matrix of +1 and -1 without a factor, for SIZE up to 8.
+
+    Each of log2(SIZE) stages replaces pairs of columns by their sums and differences.
+    """
     if SIZE == 1:
         return x
     else:
@@ -25,7 +28,10 @@ def butterflies(x, SIZE: tl.constexpr):
 
 @triton.jit
 def sylvester(x, SIZE: tl.constexpr):
-    """x [n, SIZE] times H_SIZE = H_8 ⊗ H_{SIZE / 8}: first the butterflies of columns SIZE / 8 apart, then those within SIZE / 8."""
+    """x [n, SIZE] × H_SIZE, the matrix of +1 and -1 without a factor, where H_SIZE = H_8 ⊗ H_{SIZE / 8}.
+
+    First the butterflies of columns that are SIZE / 8 apart, then those within SIZE / 8 columns.
+    """
     if SIZE <= 8:
         return butterflies(x, SIZE)
     else:
@@ -38,6 +44,6 @@ def sylvester(x, SIZE: tl.constexpr):
 
 @triton.jit
 def hadamard_blocks(x, SIZE: tl.constexpr):
-    """x [n, D] in blocks of SIZE features (a power of two that divides D), each times H_SIZE / √SIZE."""
+    """x [n, D] in blocks of SIZE features (a power of two that divides D), each multiplied by the orthonormal H_SIZE / √SIZE."""
     blocks = tl.reshape(x, (x.shape[0] * x.shape[1] // SIZE, SIZE))
     return tl.reshape(sylvester(blocks, SIZE), x.shape) * (1.0 / SIZE**0.5)

@@ -42,7 +42,7 @@ class KVPages(NamedTuple):
 
 
 def kv_pages(cache: KVCache) -> KVPages:
-    """The kernel arguments of `cache`."""
+    """The pointers and strides of `cache` as a kernel argument."""
     keys, values, mean = cache.keys, cache.values, cache.key_mean
     return KVPages(
         keys,
@@ -60,12 +60,12 @@ def kv_pages(cache: KVCache) -> KVPages:
 
 @triton.constexpr_function
 def mean_tokens():
-    """The number of positions that share one row of `key_mean_ptr`."""
+    """The number of consecutive positions that share one row of `key_mean_ptr`. Constexpr."""
     return MEAN_TOKENS
 
 
 def require_dense_pages(cache: KVCache) -> None:
-    """Kernels address one head's page of a block as block_size × head_size dense values. Raises ValueError for other layouts."""
+    """Raise ValueError unless each head's page of a block is block_size × head_size dense values, as the kernels address it."""
     for name, pages in (("keys", cache.keys), ("values", cache.values)):
         if pages is not None and pages.stride()[2:] != (pages.shape[3], 1):
             raise ValueError(f"cache {name} have strides {pages.stride()}; each head's page must be dense: make the cache contiguous")

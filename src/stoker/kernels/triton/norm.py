@@ -47,6 +47,7 @@ def norm_kernel(
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
+    """One CTA: normalize ROWS rows. Row r starts at (r // INNER) × stride_outer + (r % INNER) × stride_inner elements."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     inside = (rows < num_rows)[:, None] & (cols < SIZE)
@@ -67,7 +68,10 @@ def norm_kernel(
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
-    """See `ops.norm`. x [..., size]: dense, or a [T, heads, size] view (the heads of a fused projection)."""
+    """RMS or layer norm over the last axis (`ops.norm`). x [..., size] is dense, or a view [T, heads, size] of a fused projection.
+
+    Raises ValueError for an unknown kind or a row of more than MAX_SIZE features.
+    """
     view = x if x.dim() == 3 and x.stride(-1) == 1 else x.contiguous().view(-1, 1, x.shape[-1])
     outer, inner, size = view.shape
     if kind not in KINDS:

@@ -29,7 +29,7 @@ from stoker.kernels.triton.device import supports
 
 
 def pdl_launch_options(x: Tensor) -> dict[str, Any]:
-    """Keyword arguments of a launch on x's device, for a kernel with a constexpr parameter USE_PDL."""
+    """Keyword arguments for a launch on the device of x, of a kernel with a constexpr parameter USE_PDL."""
     return {"USE_PDL": True, "launch_pdl": True} if supports(x, "pdl") else {"USE_PDL": False}
 
 

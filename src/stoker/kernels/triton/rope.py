@@ -79,7 +79,7 @@ def quantize(x, scale, DTYPE: tl.constexpr):
 
 @triton.jit
 def store_as_cache(target_ptr, offsets, x, scale, inside):
-    """Store x in the target's dtype: in units of `scale` in an 8-bit cache, converted elsewhere."""
+    """Store x in the dtype of the target: quantized by `scale` for an 8-bit cache, otherwise converted."""
     if target_ptr.dtype.element_ty.primitive_bitwidth == 8:
         tl.store(target_ptr + offsets, quantize(x, scale, target_ptr.dtype.element_ty), mask=inside)
     else:
@@ -88,7 +88,7 @@ def store_as_cache(target_ptr, offsets, x, scale, inside):
 
 @triton.jit
 def head_scale(scale_ptr, heads, inside):
-    """Each head's scale, 1 without scales."""
+    """The scale of each head, or 1 without scales."""
     if scale_ptr is None:
         return 1.0
     else:
@@ -97,7 +97,10 @@ def head_scale(scale_ptr, heads, inside):
 
 @triton.jit
 def load_pairs(source_ptr, offsets, inside, FEATURES: tl.constexpr):
-    """float32 (first, second) [heads, block_half] of the pairs that rotate. Offsets and masks are [heads, 1]."""
+    """(first, second), each float32 [heads, block_half]: the pairs of features that are rotated together.
+
+    `offsets` and `inside` are [heads, 1].
+    """
     HALF: tl.constexpr = FEATURES.half
     if FEATURES.interleaved:
         WIDTH: tl.constexpr = FEATURES.block_half
@@ -113,7 +116,7 @@ def load_pairs(source_ptr, offsets, inside, FEATURES: tl.constexpr):
 
 @triton.jit
 def store_pairs(target_ptr, offsets, first, second, scale, inside, FEATURES: tl.constexpr):
-    """The inverse of `load_pairs`, in the target's dtype."""
+    """The inverse of `load_pairs`: store the pairs in the dtype of the target, quantized by `scale` for an 8-bit cache."""
     HALF: tl.constexpr = FEATURES.half
     if FEATURES.interleaved:
         WIDTH: tl.constexpr = FEATURES.block_half
@@ -128,7 +131,10 @@ def store_pairs(target_ptr, offsets, first, second, scale, inside, FEATURES: tl.
 
 @triton.jit
 def load_rotated_pairs(source_ptr, offsets, cos_sin_row_ptr, inside, FEATURES: tl.constexpr):
-    """`load_pairs`, rotated by the angles of one token: `cos_sin_row_ptr` points to `half` cosines, then `half` sines."""
+    """(first, second) as `load_pairs` returns them, rotated by the angles of one token.
+
+    `cos_sin_row_ptr` points to `half` cosines, then `half` sines.
+    """
     pair = tl.arange(0, FEATURES.block_half)[None, :]
     cos = tl.load(cos_sin_row_ptr + pair, mask=pair < FEATURES.half, other=0.0)
     sin = tl.load(cos_sin_row_ptr + FEATURES.half + pair, mask=pair < FEATURES.half, other=0.0)
@@ -138,7 +144,7 @@ def load_rotated_pairs(source_ptr, offsets, cos_sin_row_ptr, inside, FEATURES: t
 
 @triton.jit
 def rotate_heads(source_ptr, source_offsets, target_ptr, target_offsets, scale, cos_sin_row_ptr, inside, FEATURES: tl.constexpr):
-    """Rotate the first 2 × half features of some heads from source to target."""
+    """Load the first 2 × half features of several heads from `source_ptr`, rotate them, and store them at `target_ptr`."""
     dtype: tl.constexpr = source_ptr.dtype.element_ty
     first, second = load_rotated_pairs(source_ptr, source_offsets, cos_sin_row_ptr, inside, FEATURES)
     store_pairs(target_ptr, target_offsets, first.to(dtype), second.to(dtype), scale, inside, FEATURES)
@@ -146,14 +152,14 @@ def rotate_heads(source_ptr, source_offsets, target_ptr, target_offsets, scale, 
 
 @triton.jit
 def load_features(source_ptr, offsets, inside, BEGIN: tl.constexpr, END: tl.constexpr, WIDTH: tl.constexpr):
-    """Features BEGIN : END [heads, WIDTH] of some heads, zeros from END on."""
+    """[heads, WIDTH]: features BEGIN : END of several heads; zeros from END on."""
     cols = BEGIN + tl.arange(0, WIDTH)[None, :]
     return tl.load(source_ptr + offsets + cols, mask=inside & (cols < END), other=0.0)
 
 
 @triton.jit
 def store_features(target_ptr, offsets, x, scale, inside, BEGIN: tl.constexpr, END: tl.constexpr, WIDTH: tl.constexpr):
-    """The inverse of `load_features`, in the target's dtype."""
+    """The inverse of `load_features`: store x in the dtype of the target, quantized by `scale` for an 8-bit cache."""
     cols = BEGIN + tl.arange(0, WIDTH)[None, :]
     store_as_cache(target_ptr, offsets + cols, x, scale, inside & (cols < END))
 
@@ -162,7 +168,7 @@ def store_features(target_ptr, offsets, x, scale, inside, BEGIN: tl.constexpr, E
 def copy_heads(
     source_ptr, source_offsets, target_ptr, target_offsets, scale, inside, BEGIN: tl.constexpr, END: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Copy features BEGIN : END of some heads from source to target, in the target's dtype."""
+    """Copy features BEGIN : END of several heads from source to target, in the dtype of the target."""
     x = load_features(source_ptr, source_offsets, inside, BEGIN, END, WIDTH)
     store_features(target_ptr, target_offsets, x, scale, inside, BEGIN, END, WIDTH)
 
@@ -181,10 +187,10 @@ def transform_heads(
     inside,  # [heads, 1]
     FEATURES: tl.constexpr,  # HeadFeatures
 ):
-    """Rotate some heads, multiply them by `balance_ptr`, transform them, subtract their mean, and store them in units of `scale`.
+    """Rotate several heads, multiply them by `balance_ptr`, transform them, subtract their mean, and store them divided by `scale`.
 
-    The transform (`reference.rope.hadamard_transform`) takes the sums of all pairs, the differences of all pairs and the features that do
-    not rotate each through a Hadamard transform of its own.
+    The transform (`reference.rope.hadamard_transform`) applies a Hadamard transform to each of three vectors: the sums of all pairs, the
+    differences of all pairs, and the features that are not rotated.
     """
     HALF: tl.constexpr = FEATURES.half
     SIZE: tl.constexpr = FEATURES.size
@@ -293,7 +299,7 @@ def rope_store_kernel(
 def rope_store(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor | None, interleaved: bool, cache: KVCache, slots: Tensor
 ) -> Tensor:
-    """See `ops.rope_store`. q is rotated, and transformed, in place."""
+    """Rotate q in place and store k and v (`ops.rope_store`). Raises ValueError for a cache that the kernel does not support."""
     tokens, num_heads, size = q.shape
     if tokens == 0:
         return q
@@ -327,6 +333,7 @@ def rope_store(
 
 
 def _features(size: int, value_size: int, half: int, interleaved: bool) -> HeadFeatures:
+    """The constants FEATURES: the sizes of a head's parts, rounded up to powers of two for tiles."""
     rest = size - 2 * half
     blocks = [triton.next_power_of_2(max(n, 1)) for n in (half, rest, value_size)]
     return HeadFeatures(size, value_size, half, interleaved, *blocks, power_of_2_divisor(half), power_of_2_divisor(rest))

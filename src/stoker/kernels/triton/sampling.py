@@ -37,7 +37,7 @@ _BLOCK = 4096  # logits that draw_kernel reads per iteration
 
 
 def sample(logits: Tensor, params: DrawParams) -> Tensor:
-    """See `ops.sample`."""
+    """Greedy or random token ids (`ops.sample`), by two launches."""
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows == 0:
@@ -72,7 +72,7 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `ops.logprobs`."""
+    """Log-probabilities of given tokens and of the most probable ones (`ops.logprobs`), by PyTorch."""
     wide = logits.float()
     total = torch.logsumexp(wide, dim=-1)
     chosen = wide.gather(1, token_ids.long().unsqueeze(1)).squeeze(1) - total
@@ -91,7 +91,7 @@ def partial_argmax_kernel(
     CHUNK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One CTA: one chunk of one row."""
+    """One CTA: the largest logit of one chunk of one row, and its index."""
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -108,14 +108,14 @@ def partial_argmax_kernel(
 
 @triton.jit
 def ordered_bits(x):
-    """uint32 bits of float32 x with the same order: negative values have all bits inverted, others the sign bit set."""
+    """uint32 with the same order as float32 x: negative values have all bits inverted, others have the sign bit set."""
     bits = x.to(tl.uint32, bitcast=True)
     return tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
 def uniform(seed, counter):
-    """A float32 in [0, 1) of 24 random bits: SplitMix64 (Steele, Lea, Flood 2014) of (seed, counter)."""
+    """A uniform random float32 in [0, 1) with 24 random bits: SplitMix64 (Steele, Lea, Flood 2014) of (seed, counter)."""
     z = seed.to(tl.uint64, bitcast=True) + (counter.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -125,7 +125,7 @@ def uniform(seed, counter):
 
 @triton.jit
 def count_above(row_ptr, vocab, scale, threshold, BLOCK: tl.constexpr):
-    """The number of logits × scale whose `ordered_bits` are at least `threshold`."""
+    """The number of values logits × scale whose `ordered_bits` are at least `threshold` (uint32)."""
     count = tl.zeros([BLOCK], dtype=tl.int32)
     for start in range(0, vocab, BLOCK):
         ids = start + tl.arange(0, BLOCK)
@@ -136,7 +136,7 @@ def count_above(row_ptr, vocab, scale, threshold, BLOCK: tl.constexpr):
 
 @triton.jit
 def mass_above(row_ptr, vocab, scale, peak, threshold, BLOCK: tl.constexpr):
-    """The sum of exp(x - peak) over x = logits × scale whose `ordered_bits` are at least `threshold`."""
+    """The sum of exp(x - peak) over all x = logits × scale whose `ordered_bits` are at least `threshold` (uint32)."""
     mass = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, vocab, BLOCK):
         ids = start + tl.arange(0, BLOCK)
@@ -168,7 +168,7 @@ def draw_kernel(
     GREEDY: tl.constexpr,  # every temperature is 0: the draw is not compiled
     USE_PDL: tl.constexpr,
 ):
-    """One CTA: one row."""
+    """One CTA: the token id of one row."""
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -194,7 +194,10 @@ def draw_kernel(
 
 @triton.jit
 def draw_token(row_ptr, vocab, top, scale, top_k, top_p, min_p, u, greedy_id, BLOCK: tl.constexpr):
-    """The token that `u` in [0, 1) draws from a row whose largest logit is `top`; `greedy_id` when rounding leaves no token above it."""
+    """The token of one row that the random number `u` in [0, 1) selects; `greedy_id` when rounding leaves no token above it.
+
+    `top` is the row's largest logit, `scale` is 1 ÷ temperature.
+    """
     peak = top * scale
     # Not 1e-38, which is no normal float32: Triton would make the literal, and all that it meets, float64.
     threshold = ordered_bits(peak + tl.log(tl.maximum(min_p, 1e-37)))

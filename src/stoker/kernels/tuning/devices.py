@@ -21,10 +21,10 @@ _engine_tables: dict[str, TuningTable] = {}  # device name → the merged tables
 
 @cache
 def tuning_for(device_name: str | None, capability: int) -> TuningTable:
-    """The table of a device. `device_name` is None when only the compute capability is known, in ahead-of-time compilation.
+    """The tuning table of a device. `device_name` is None when only the compute capability is known, in ahead-of-time compilation.
 
-    A device of another name, but of the capability of a file without names, uses that file. Any other gets the safe default, and
-    one line is logged that says how to measure it.
+    A device of another name, but of the capability of a file without names, uses that file. Any other gets the safe default, and one line
+    is logged that explains how to measure it.
     """
     engine = _engine_tables.get(device_name) if device_name is not None else None
     table = _shipped_table(device_name, capability)
@@ -41,7 +41,7 @@ def tuning_for(device_name: str | None, capability: int) -> TuningTable:
 
 
 def use_engine_tuning(engine: Path, device_name: str) -> None:
-    """Use the tiles of `engine`/tuning.json, if there is one, before those of this package.
+    """From now on, use the tiles of `engine`/tuning.json, if that file exists, before those of this package.
 
     The file is written by `stoker tune` after the build, so config.json has no digest of it: every value is checked instead, and a file of
     another device is ignored with a warning. Engines that one process loads share their tiles; for equal shapes the last one is used.
@@ -62,6 +62,7 @@ def use_engine_tuning(engine: Path, device_name: str) -> None:
 
 
 def _shipped_table(device_name: str | None, capability: int) -> TuningTable | None:
+    """The table of this package for the device's name or else for its capability; None if there is none."""
     files = _shipped_files()
     for name, file in files.items():
         if device_name is not None and device_name.startswith(file.device_names or "\0"):
@@ -72,13 +73,13 @@ def _shipped_table(device_name: str | None, capability: int) -> TuningTable | No
 
 @cache
 def _shipped_files() -> dict[str, TuningFile]:
-    """The files of this package without the default, by name."""
+    """All files of this package except the default, by name without the suffix."""
     return {path.stem: parse_tuning_file(path)[0] for path in sorted(FOLDER.glob("*.json")) if path.stem != DEFAULT}
 
 
 @cache
 def _table_of(name: str) -> TuningTable:
-    """The table of a file of this package. Only tiles, attention rows and costs are taken from the file that `same_as` names."""
+    """The table of one file of this package. Tiles, attention rows and costs come from the file that `same_as` names, if it is given."""
     file, table = parse_tuning_file(FOLDER / f"{name}.json")
     if file.same_as is None:
         return table

@@ -103,7 +103,7 @@ _requested: dict[TileKey, None] | None = None  # an ordered set, while `requeste
 
 @contextlib.contextmanager
 def requested_tiles() -> Iterator[dict[TileKey, None]]:
-    """Collect the keys of all tiles that launchers look up in the block, in their order."""
+    """Yield a dict whose keys are all tiles that launchers look up in the block, in order."""
     global _requested
     _requested = {}
     try:
@@ -124,17 +124,17 @@ class TuningTable:
     shared_bytes: int = MIN_SHARED_BYTES
 
     def tile(self, op: str, dtype: str, *shape: int) -> Any:
-        """The measured tile (of the type in `TILE_OPS`) for a shape, or None. `shape`: the op's shape fields in order."""
+        """The measured tile (of the type in `TILE_OPS`) for an op, dtype and shape, or None. `shape`: the op's shape fields in order."""
         if _requested is not None:
             _requested[op, dtype, tuple(map(int, shape))] = None
         return self.tiles.get((op, dtype, shape))
 
     def fitting_stages(self, num_stages: int, stage_bytes: int) -> int:
-        """The pipeline stages, at most `num_stages` and at least 2, that fit into the shared memory of a CTA."""
+        """The number of pipeline stages, between 2 and `num_stages`, that fit into the shared memory of a CTA."""
         return max(2, min(num_stages, self.shared_bytes // stage_bytes))
 
     def override(self, other: TuningTable) -> TuningTable:
-        """This table with the tiles of `other` before its own."""
+        """A copy of this table in which the tiles of `other` replace equal keys."""
         return dataclasses.replace(self, tiles=self.tiles | other.tiles)
 
 
@@ -164,7 +164,7 @@ def parse_tuning_file(path: Path) -> tuple[TuningFile, TuningTable]:
 
 
 def encode_tuning_file(device: str, capability: int, tiles: dict[TileKey, Tile], source: str) -> str:
-    """The text of a file with measured tiles, one row per line."""
+    """The JSON text of a tuning file with measured tiles, one row per line."""
     rows = []
     for (op, dtype, shape), tile in tiles.items():
         fields = {name: bool(size) if name == "gated" else size for name, size in zip(TILE_OPS[op].shape, shape, strict=True)}
@@ -174,6 +174,7 @@ def encode_tuning_file(device: str, capability: int, tiles: dict[TileKey, Tile],
 
 
 def _parse_row(row: TileRow, path: Path, where: str) -> tuple[TileKey, Tile]:
+    """The key and the tile of one row. Raises ConfigError naming the file, the key and the value."""
     op = TILE_OPS.get(row.op)
     if op is None:
         raise ConfigError(f"{path}: {where}.op={row.op[:40]!r} is refused: use one of {', '.join(TILE_OPS)}.", cure=CURE)
@@ -195,6 +196,7 @@ def _parse_row(row: TileRow, path: Path, where: str) -> tuple[TileKey, Tile]:
 
 
 def _convert(plain: Any, kind: Any, path: Path, where: str) -> Any:
+    """Convert parsed JSON to a msgspec type. Raises ConfigError naming the file, the key and the value; `where` is the key's prefix."""
     try:
         return msgspec.convert(plain, kind, str_keys=True)
     except msgspec.ValidationError as problem:

@@ -88,7 +88,7 @@ class TileOp:
     shape: tuple[str, ...]
 
     def conflict(self, shape: dict[str, int], tile: Tile) -> str | None:
-        """Why a kernel cannot run with `tile`, although each field is within its bounds; None if it can."""
+        """The reason why a kernel cannot run with `tile`, although each field is within its bounds; None if it can."""
         for name in POWERS_OF_2:
             value = getattr(tile, name, 1)
             if value & (value - 1):

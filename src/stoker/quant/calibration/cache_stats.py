@@ -12,13 +12,16 @@ KV_MAX = {"int8": 127.0, "float8_e4m3fn": 448.0}  # the largest value of each KV
 
 
 def cache_scale(largest: Tensor, kv_cache: str) -> Tensor:
-    """The scale of a head from its largest magnitude. For e4m3 a power of two, because other scales would only move the rounding steps."""
+    """The scales of heads whose largest magnitudes are `largest`, for a KV cache of dtype `kv_cache`.
+
+    For e4m3 they are powers of two, because other scales would only move the rounding steps.
+    """
     unit = (largest / KV_MAX[kv_cache]).clamp(min=1e-8)
     return unit if kv_cache == "int8" else unit.log2().ceil().exp2()
 
 
 class CacheStats:
-    """What a layer's quantized cache stores besides its pages (`layers.decoder.kv_cache_specs`), measured on calibration tokens.
+    """The tensors of a layer's quantized cache (`layers.decoder.kv_cache_specs`), measured on calibration tokens.
 
     `table`: the rotary table of the first MEAN_TOKENS positions, where the windows begin; None for models without rotary embedding.
     """
@@ -29,7 +32,7 @@ class CacheStats:
         self.largest: dict[str, Tensor] = {}
 
     def add(self, queries: Tensor, keys: Tensor, values: Tensor | None) -> None:
-        """Add a window: queries [T, heads, size], and the block with its keys and values [1, kv_heads, T, size]; none is quantized."""
+        """Add one calibration window of T tokens: queries [T, heads, size], keys and values [1, kv_heads, T, size], not quantized."""
         if self.keys is None:
             self._add("key_scale", keys)
         else:
@@ -38,12 +41,16 @@ class CacheStats:
             self._add("value_scale", values)
 
     def _add(self, name: str, pages: Tensor) -> None:
+        """Update the largest magnitude per head for the scale `name`."""
         largest = pages.float().abs().amax(dim=(0, 2, 3)).cpu()
         self.largest[name] = torch.maximum(self.largest[name], largest) if name in self.largest else largest
 
     def tensors(self) -> dict[str, Tensor]:
-        """key_scale and value_scale float32 [kv_heads], and for other caches than those of latents key_balance float32
-        [kv_heads, 2, head_size] and, where `key_spreading.has_mean`, key_mean float32 [kv_heads, head_size]."""
+        """The tensors by name: key_scale and value_scale float32 [kv_heads].
+
+        Caches of keys and values (not of latents) also have key_balance float32 [kv_heads, 2, head_size] and, if `key_spreading.has_mean`,
+        key_mean float32 [kv_heads, head_size].
+        """
         scales = {name: cache_scale(largest, self.kv_cache) for name, largest in self.largest.items()}
         if self.keys is None:
             return scales

@@ -1,4 +1,4 @@
-"""Clip search: the scale and base of each int4 group with the least squared error, of outputs if inputs were measured, else of weights."""
+"""Clip search: finds the scale and base of each int4 group with the least squared error of the outputs or, unmeasured, of the weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_REFINEMENTS = 2  # least-squares iterations after the search
 
 
 def search_clip(split: Tensor, zero: Zero, dtype: torch.dtype, blocks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(scale, base) [..., out, groups, 1] of groups [..., out, groups, group_size], as `groups.grid` returns them.
+    """(scale, base), each [..., out, groups, 1], for the groups `split` [..., out, groups, group_size]; see `groups.grid`.
 
     `blocks` [groups, group_size, group_size] is the mean of x xᵀ within each group. After clipping the extremes by several fractions, the
     scale is replaced by the least-squares scale of the quantized values, which are then rounded again, where that reduces the error.
@@ -30,7 +30,7 @@ def search_clip(split: Tensor, zero: Zero, dtype: torch.dtype, blocks: Tensor | 
 
 
 class _BestGrid:
-    """The best scale and base of each group so far."""
+    """The scale and base of each group with the least error among those that were tried."""
 
     def __init__(self, split: Tensor, zero: Zero, blocks: Tensor | None) -> None:
         self.split, self.zero, self.blocks = split, zero, blocks
@@ -38,7 +38,7 @@ class _BestGrid:
         self.scale, self.base = torch.zeros_like(self.error), torch.zeros_like(self.error)
 
     def update(self, scale: Tensor, base: Tensor) -> None:
-        """Replace the scale and base of the groups whose error this reduces."""
+        """Try a scale and base: they replace those of the groups whose error they reduce."""
         error = groups.dequantize(groups.quantize(self.split, scale, base, self.zero), scale, base, self.zero).sub_(self.split)
         squared = self._weighted(error).mul_(error).sum(-1, keepdim=True)
         is_better = squared < self.error
@@ -46,7 +46,7 @@ class _BestGrid:
         self.scale, self.base = torch.where(is_better, scale, self.scale), torch.where(is_better, base, self.base)
 
     def least_squares_scale(self, dtype: torch.dtype) -> Tensor:
-        """The scale with the least squared error for the quantized values of the best grid."""
+        """The scale that minimizes the squared error of the quantized values of the best grid."""
         values = groups.quantize(self.split, self.scale, self.base, self.zero)
         target = self.split
         if self.zero == "float":
@@ -59,7 +59,7 @@ class _BestGrid:
         return torch.where(scale > 0, scale, self.scale).clamp(min=torch.finfo(dtype).smallest_normal).to(dtype).float()
 
     def _weighted(self, values: Tensor) -> Tensor:
-        """values × blocks, group by group."""
+        """values × blocks, group by group, or a copy of `values` without blocks."""
         if self.blocks is None:
             return values.clone()
         return torch.einsum("...gi,gij->...gj", values, self.blocks)

@@ -1,4 +1,4 @@
-"""Error compensation (GPTQ, arXiv 2210.17323): columns are rounded one after another, and later ones correct the error of earlier ones."""
+"""Error compensation (GPTQ, arXiv 2210.17323): columns are rounded one by one, and later columns correct the error of earlier ones."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Rounding = Callable[[Tensor, Tensor], Tensor]
 
 
 class ErrorCompensation:
-    """How errors of a linear's columns correct each other, from the second moment of its inputs. The same for all matrices with this input.
+    """How columns of a linear correct each other's rounding errors. It serves all matrices with the same input.
 
-    `damping` × the mean diagonal is added to the diagonal of the second moment. With `act_order`, columns are rounded in the order of the
-    size of their inputs, largest first. Raises ConfigError when the second moment has no inverse.
+    It is computed from the second moment of the input, to whose diagonal `damping` × the mean diagonal is added. With `act_order`, columns
+    are rounded in the order of the size of their inputs, largest first. Raises ConfigError when the second moment has no inverse.
     """
 
     def __init__(self, stats: InputStats, damping: float, act_order: bool) -> None:
@@ -30,11 +30,11 @@ class ErrorCompensation:
         self.inverse = _inverse_factor(gram[self.order][:, self.order], damping)
 
     def remaining_error(self) -> Tensor:
-        """float32 [in]: what remains of a unit of squared error in each column after all later columns have corrected it."""
+        """float32 [in]: the part of a unit of squared error in each column that remains after all later columns have corrected it."""
         return torch.empty_like(self.inverse[0]).index_copy_(0, self.order, self.inverse.diagonal().square().reciprocal())
 
     def round(self, weight: Tensor, rounding: Rounding, step: int = 1) -> Tensor:
-        """float32 [out, in]: `weight` rounded by `rounding`, so that the error of its outputs is small.
+        """float32 [out, in]: `weight` rounded by `rounding` so that the error of the linear's outputs is small.
 
         `step` columns are rounded at once and do not correct each other.
         """
@@ -64,6 +64,7 @@ def compensate_errors(
     compensation = ErrorCompensation(stats, damping, act_order=True)
 
     def matrix(values: Tensor, units: Tensor) -> Tensor:
+        """One matrix [out, in] rounded to multiples of its units [out, 1]."""
         return compensation.round(values, lambda columns, _: quantize(columns / units).float() * units, step)
 
     if weight.dim() == 2:
@@ -72,7 +73,7 @@ def compensate_errors(
 
 
 def _inverse_factor(gram: Tensor, damping: float) -> Tensor:
-    """The upper Cholesky factor of the inverse of `gram`, damped up to 10,000 times more where that is necessary."""
+    """The upper Cholesky factor of the inverse of `gram`. Damping is raised up to 10,000 times where necessary; then raises ConfigError."""
     mean = gram.diagonal().mean().clamp(min=1e-12)
     for power in range(5):
         damped = gram + torch.eye(len(gram), device=gram.device) * mean * damping * 10**power

@@ -1,4 +1,4 @@
-"""The statistics of a linear's input that calibration measures."""
+"""Statistics of a linear's input, measured by calibration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ SAMPLE_ROWS_PER_CALL = 8
 
 @dataclass(slots=True)
 class InputStats:
-    """Sums over the calibration tokens of a linear's input x [T, in]. Stacked experts share those of all rows that reached any of them."""
+    """Sums of a linear's inputs x [T, in] over all calibration tokens.
+
+    Stacked experts share one object: it covers the rows that reached any of them.
+    """
 
     gram: Tensor  # float32 [in, in]: the sum of x xᵀ
     sum_abs: Tensor  # float32 [in]
@@ -23,7 +26,7 @@ class InputStats:
 
     @staticmethod
     def zeros(in_features: int, device: torch.device) -> InputStats:
-        """Statistics of no tokens."""
+        """Statistics without any token."""
 
         def zero(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=device)
@@ -54,12 +57,12 @@ class InputStats:
         return self.gram.diagonal() / max(self.count, 1)
 
     def divided_by(self, factors: Tensor) -> InputStats:
-        """The statistics of x ÷ factors [in]."""
+        """The statistics that x ÷ factors [in] would have."""
         gram = self.gram / factors[:, None] / factors
         return InputStats(gram, self.sum_abs / factors, self.amax / factors, self.sample / factors, self.count)
 
     def blocks(self, group_size: int) -> Tensor:
-        """[groups, group_size, group_size]: the mean of x xᵀ within each group. A shorter last group is filled with zeros."""
+        """[groups, group_size, group_size]: the mean of x xᵀ within each group of features. A shorter last group is filled with zeros."""
         size = self.gram.shape[0]
         padded = torch.nn.functional.pad(self.gram, (0, -size % group_size, 0, -size % group_size)) / max(self.count, 1)
         count = padded.shape[0] // group_size

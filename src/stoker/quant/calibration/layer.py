@@ -15,7 +15,10 @@ from stoker.quant.recipe import Recipe
 def quantize_layer(
     config: LayerConfig, name: str, specs: dict[str, Spec], recipe: Recipe, weights: dict[str, Tensor], stats: dict[str, InputStats]
 ) -> dict[str, Tensor]:
-    """The stored tensors of a layer, from its dense `weights`, which are removed from the dict, and `stats` of its linears' inputs."""
+    """The stored tensors of a layer, quantized with `stats` of the inputs of its linears. Removes the dense tensors from `weights`.
+
+    Keys of `weights` and of the result are full engine names; those of `stats` are names of linears.
+    """
     linears = {spec.name: spec for spec in specs.values() if isinstance(spec, LinearSpec)}
     stats = dict(stats)
     for fold in scale_folds(config, name):
@@ -35,7 +38,7 @@ def quantize_layer(
 def _fold_scales(
     fold: ScaleFold, linears: dict[str, LinearSpec], recipe: Recipe, weights: dict[str, Tensor], stats: dict[str, InputStats]
 ) -> None:
-    """Apply the factors that the format of the first consumer chooses, if it was measured, to the weights and the statistics."""
+    """Apply one scale fold to the weights and the statistics, if its first consumer was measured and its format chooses factors."""
     first = linears[fold.consumers[0]]
     if first.name not in stats:
         return

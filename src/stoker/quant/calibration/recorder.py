@@ -17,7 +17,7 @@ from stoker.quant.linear_ops import ExpertsOp, LinearOp
 
 
 class Recorder(LinearOp, ExpertsOp):
-    """A linear, or stacked experts, that adds its inputs to `stats`."""
+    """A linear, or stacked experts, that adds the inputs of each call to `stats` and then computes the result as usual."""
 
     def __init__(self, inner: Any, stats: InputStats) -> None:
         self.inner = inner
@@ -40,7 +40,7 @@ class Recorder(LinearOp, ExpertsOp):
 
 
 def record_inputs(linear: LinearOp | ExpertsOp, spec: LinearSpec, device: torch.device, stats: dict[str, InputStats]) -> Recorder:
-    """`linear`, whose inputs are added to stats[spec.name]."""
+    """Wrap `linear` so that its inputs are added to a new entry stats[spec.name]."""
     stats[spec.name] = InputStats.zeros(spec.in_features, device)
     return Recorder(linear, stats[spec.name])
 

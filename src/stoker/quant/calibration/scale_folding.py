@@ -1,4 +1,4 @@
-"""Scale folding: where the input of a linear can be divided by factors without cost, in the norm or in the rows of the linear before it."""
+"""Scale folding: the places where the input of a linear can be divided by factors in a preceding norm or linear, at no cost at run time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _NORM_BEFORE = ("pre", "sandwich")  # layouts in which a norm is the input of on
 
 @dataclass(frozen=True, slots=True)
 class ScaleFold:
-    """An input that `consumers` share. Dividing it by factors [in] is done in the weight and bias of `norm`, or in rows of `linear`."""
+    """One input that can be divided by factors [in], and the linears (`consumers`) whose columns are then multiplied by them.
+
+    The division is done in the weight and bias of `norm`, or in `rows` of `linear`.
+    """
 
     consumers: tuple[str, ...]  # linears that may be quantized. The format of the first one chooses the factors
     plain: tuple[str, ...] = ()  # other weights that multiply the input: routers
@@ -26,11 +29,12 @@ class ScaleFold:
 
 
 def scale_folds(layer: LayerConfig, name: str) -> list[ScaleFold]:
-    """The folds of a layer, in the order in which they are applied: the rows of a linear are scaled before its columns."""
+    """The folds of a layer in the order in which they are applied: the rows of a linear are scaled before its columns."""
     return [*_attention(layer, f"{name}.attention"), *_mlp(layer, f"{name}.mlp"), *_norms(layer, name)]
 
 
 def _attention(layer: LayerConfig, name: str) -> list[ScaleFold]:
+    """The fold of the output projection's input into the value rows of the QKV linear."""
     attention = layer.attention
     if not isinstance(attention, AttentionConfig) or attention.clip_qkv is not None:
         return []
@@ -41,6 +45,7 @@ def _attention(layer: LayerConfig, name: str) -> list[ScaleFold]:
 
 
 def _mlp(layer: LayerConfig, name: str) -> list[ScaleFold]:
+    """The folds of the inputs of an MLP's `down` linears."""
     mlp = layer.mlp
     if isinstance(mlp, MLPConfig):
         return _down(mlp, name)
@@ -49,7 +54,10 @@ def _mlp(layer: LayerConfig, name: str) -> list[ScaleFold]:
 
 
 def _down(mlp: MLPConfig, name: str) -> list[ScaleFold]:
-    """act(gate) × up is linear in up, and relu(up) is proportional to positive factors of up. Other activations are neither."""
+    """The fold of the input of `down` into the rows of `up`, if the activation permits it.
+
+    act(gate) × up is linear in up, and relu(up) is proportional to positive factors of up. Other activations permit no fold.
+    """
     if not mlp.gated and mlp.activation != "relu":
         return []
     first = mlp.size if mlp.gated else 0
@@ -57,6 +65,7 @@ def _down(mlp: MLPConfig, name: str) -> list[ScaleFold]:
 
 
 def _norms(layer: LayerConfig, name: str) -> list[ScaleFold]:
+    """The folds of the inputs of attention and MLP into the norms before them."""
     separate = layer.layout in _NORM_BEFORE or (layer.layout == "parallel" and layer.parallel_norms == 2)
     if not layer.norm.weight or not (separate or layer.layout == "parallel"):
         return []
@@ -68,6 +77,7 @@ def _norms(layer: LayerConfig, name: str) -> list[ScaleFold]:
 
 
 def _mlp_inputs(layer: LayerConfig, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(names of linears, names of unquantized weights) that read the input of the MLP."""
     mlp = layer.mlp
     if not isinstance(mlp, MoEConfig):
         return (f"{name}.up",), ()
@@ -76,20 +86,24 @@ def _mlp_inputs(layer: LayerConfig, name: str) -> tuple[tuple[str, ...], tuple[s
 
 
 def tie_features(stats: InputStats, fold: ScaleFold) -> InputStats:
-    """The statistics in which features that share a factor are equal."""
+    """The statistics with equal values for features that must share a factor: those of query heads with the same KV head."""
     if fold.repeats == 1:
         return stats
     return InputStats(stats.gram, _tied(stats.sum_abs, fold, "mean"), _tied(stats.amax, fold, "max"), stats.sample, stats.count)
 
 
 def _tied(values: Tensor, fold: ScaleFold, reduction: str) -> Tensor:
+    """`values` [in], in which features that share a factor have their mean or maximum."""
     heads = values.view(-1, fold.repeats, fold.head_size)
     reduced = heads.mean(1, keepdim=True) if reduction == "mean" else heads.amax(1, keepdim=True)
     return reduced.expand_as(heads).reshape(-1)
 
 
 def fold_factors(fold: ScaleFold, factors: Tensor, weights: dict[str, Tensor]) -> Tensor:
-    """Apply factors [in] to `weights`, which have full engine names, in place. Returns the factors used: equal for tied features."""
+    """Apply a fold with the factors [in] to `weights`, whose keys are full engine names, in place.
+
+    Returns the factors that were used, which are equal for features that share a factor.
+    """
     factors = _tied(factors.log(), fold, "mean").exp() if fold.repeats > 1 else factors
     for name in (*(f"{consumer}.weight" for consumer in fold.consumers), *fold.plain):
         weights[name].mul_(factors.to(weights[name].dtype))

@@ -32,12 +32,15 @@ class BlockFp8(Format, frozen=True, kw_only=True, tag="block_fp8"):
 
     @property
     def rows_per_call(self) -> int | None:
+        """The number of output rows that one call of `quantize` needs."""
         return self.rows
 
     def aligned_to(self, rows: int, columns: int) -> BlockFp8:
+        """This format with blocks or groups that divide `rows` and `columns`, where possible."""
         return msgspec.structs.replace(self, rows=math.gcd(self.rows, rows), columns=math.gcd(self.columns, columns))
 
     def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
+        """The stored tensors by suffix, as `Format.layout` requires. Raises ConfigError for a shape that it cannot store."""
         *experts, rows, size = spec.weight_shape
         axis = len(experts)
         if any(part % self.rows for part in spec.parts[:-1]):
@@ -51,6 +54,7 @@ class BlockFp8(Format, frozen=True, kw_only=True, tag="block_fp8"):
         }
 
     def quantize(self, weight: Tensor, spec: LinearSpec, stats: object = None) -> dict[str, Tensor]:
+        """The stored tensors of `weight`, as `Format.quantize` requires."""
         rows, size = weight.shape[-2:]
         padded = F.pad(weight.float(), (0, -size % self.columns, 0, -rows % self.rows))
         blocks = padded.unflatten(-1, (-1, self.columns)).unflatten(-3, (-1, self.rows))  # [..., out blocks, rows, in blocks, columns]
@@ -59,6 +63,7 @@ class BlockFp8(Format, frozen=True, kw_only=True, tag="block_fp8"):
         return {"weight": values.to(torch.float8_e4m3fn).contiguous(), "scale": scale.squeeze(-1).squeeze(-2).contiguous()}
 
     def pack(self, tensors: dict[str, Tensor], bias: Tensor | None) -> PackedWeight:
+        """The packed weight for the kernels, as `Format.pack` requires."""
         values, scale = tensors.pop("weight"), tensors.pop("scale")
         return PackedWeight("fp8", values, scale, group_size=self.columns, block_rows=self.rows, bias=bias, activations="group")
 

@@ -38,13 +38,16 @@ class Fp8(Format, frozen=True, kw_only=True, tag="fp8"):
 
     @property
     def needs_calibration(self) -> bool:
+        """Whether `quantize` needs measured inputs."""
         return self.compensate or self.activations == "static"
 
     @property
     def rows_per_call(self) -> int | None:
+        """The number of output rows that one call of `quantize` needs."""
         return 1 if self.weights == "channel" else None
 
     def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
+        """The stored tensors by suffix, as `Format.layout` requires."""
         axis = len(spec.weight_shape) - 2
         stored = {
             "weight": Layout(spec.weight_shape, torch.float8_e4m3fn, row_axis=axis, col_axis=axis + 1),
@@ -53,6 +56,7 @@ class Fp8(Format, frozen=True, kw_only=True, tag="fp8"):
         return stored | {"input_scale": Layout((1,), torch.float32)} if self.activations == "static" else stored
 
     def quantize(self, weight: Tensor, spec: LinearSpec, stats: InputStats | None = None) -> dict[str, Tensor]:
+        """The stored tensors of `weight`, as `Format.quantize` requires. Raises ConfigError without `stats` if it needs them."""
         if stats is None and self.needs_calibration:
             what = "static activations need" if self.activations == "static" else "error compensation needs"
             raise ConfigError(f"{spec.name}: {what} measured inputs.", cure="Calibrate, or use activations=token and compensate=false.")
@@ -67,7 +71,7 @@ class Fp8(Format, frozen=True, kw_only=True, tag="fp8"):
         return stored | {"input_scale": (stats.amax.amax() * FP8_UNIT).clamp(min=1e-12).reshape(1)}
 
     def _scale(self, weight: Tensor, spec: LinearSpec) -> Tensor:
-        """float32 [..., out, 1]."""
+        """The scales of the weight's rows, float32 [..., out, 1]."""
         largest = weight.abs().amax(dim=-1, keepdim=True).float()
         if self.weights == "tensor":
             parts = largest.split(spec.parts, dim=-2)
@@ -75,14 +79,17 @@ class Fp8(Format, frozen=True, kw_only=True, tag="fp8"):
         return (largest * FP8_UNIT).clamp(min=1e-12)
 
     def pack(self, tensors: dict[str, Tensor], bias: Tensor | None) -> PackedWeight:
+        """The packed weight for the kernels, as `Format.pack` requires."""
         values, scale, input_scale = tensors.pop("weight"), tensors.pop("scale"), tensors.pop("input_scale", None)
         return PackedWeight("fp8", values, scale, bias=bias, activations=self.activations, input_scale=input_scale)
 
     def min_input_gate_rows(self, weight: PackedWeight) -> float:
+        """The number of rows from which a fused input gate is faster."""
         return math.inf if weight.values.is_cpu or self.activations == "none" else MIN_QUANTIZATION_LAUNCH_ROWS
 
 
 def _to_e4m3(units: Tensor) -> Tensor:
+    """The nearest e4m3 values; magnitudes above 448 are clamped."""
     return units.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 

@@ -14,9 +14,10 @@ from stoker.quant.formats.int4 import Int4
 
 
 class GPTQ(Int4, frozen=True, kw_only=True, tag="gptq"):
-    """Stored like `Int4`. With `act_order`, columns are rounded in the order of the size of their inputs, largest first.
+    """int4 weights with error compensation, stored like `Int4`.
 
-    With `scales`, AWQ's scale folding comes first: with groups of 128, SmolLM2's perplexity grows by 16 % with it and by 21 % without.
+    With `act_order`, columns are rounded in the order of the size of their inputs, largest first. With `scales`, AWQ's scale folding comes
+    first: with groups of 128, SmolLM2's perplexity grows by 16 % with it and by 21 % without.
     """
 
     act_order: bool = True
@@ -30,12 +31,15 @@ class GPTQ(Int4, frozen=True, kw_only=True, tag="gptq"):
 
     @property
     def needs_calibration(self) -> bool:
+        """Whether `quantize` needs measured inputs."""
         return True
 
     def folding_factors(self, weight: Tensor, spec: LinearSpec, stats: InputStats) -> Tensor | None:
+        """Factors for scale folding, or None, as `Format.folding_factors` requires."""
         return search_factors(self, weight, stats, ErrorCompensation(stats, self.damp, self.act_order)) if self.scales else None
 
     def quantize(self, weight: Tensor, spec: LinearSpec, stats: InputStats | None = None) -> dict[str, Tensor]:
+        """The stored tensors of `weight`, as `Format.quantize` requires. Raises ConfigError without `stats` if it needs them."""
         if stats is None:
             raise ConfigError(f"{spec.name}: GPTQ needs measured inputs.", cure="Build with calibration, or use WEIGHTS_ONLY_INT4.")
         return self.compensated(weight, stats, self.damp, self.act_order)

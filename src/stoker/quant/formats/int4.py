@@ -45,12 +45,15 @@ class Int4(Format, frozen=True, kw_only=True, tag="int4"):
 
     @property
     def rows_per_call(self) -> int | None:
+        """The number of output rows that one call of `quantize` needs."""
         return None if self.reorder else 1  # all rows have one order
 
     def aligned_to(self, rows: int, columns: int) -> Int4:
+        """This format with blocks or groups that divide `rows` and `columns`, where possible."""
         return msgspec.structs.replace(self, group_size=groups.largest_group_size(GROUP_SIZES, self.group_size, columns))
 
     def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
+        """The stored tensors by suffix, as `Format.layout` requires. Raises ConfigError for a shape that it cannot store."""
         *experts, rows, size = spec.weight_shape
         if size % 2:
             problem = f"{spec.name}: int4 stores two input features per byte, which {size} features cannot fill."
@@ -68,30 +71,31 @@ class Int4(Format, frozen=True, kw_only=True, tag="int4"):
         return stored
 
     def quantize(self, weight: Tensor, spec: LinearSpec, stats: Any = None) -> dict[str, Tensor]:
+        """The stored tensors of `weight`, as `Format.quantize` requires."""
         split = groups.split(weight, self.group_size)
         scale, base = self.choose_grid(split, stats)
         return self.store(groups.quantize(split, scale, base, self.zero), scale, base, weight.shape[-1])
 
     def extreme_grid(self, split: Tensor) -> tuple[Tensor, Tensor]:
-        """(scale, base) of groups [..., out, groups, group_size] that represent their extremes."""
+        """(scale, base), each [..., out, groups, 1], with which groups [..., out, groups, group_size] represent their extremes."""
         return groups.grid(*groups.bounds(split, self.zero), self.zero, getattr(torch, self.scale_dtype))
 
     def choose_grid(self, split: Tensor, stats: InputStats | None) -> tuple[Tensor, Tensor]:
-        """(scale, base) of groups: by clip search with `clip`, otherwise `extreme_grid`."""
+        """(scale, base) of the groups `split`: by clip search with `clip`, otherwise by `extreme_grid`."""
         if not self.clip:
             return self.extreme_grid(split)
         blocks = None if stats is None else stats.blocks(self.group_size)
         return search_clip(split, self.zero, getattr(torch, self.scale_dtype), blocks)
 
     def compensated(self, weight: Tensor, stats: InputStats, damping: float, act_order: bool) -> dict[str, Tensor]:
-        """`quantize` with error compensation."""
+        """The stored tensors of `weight` [(experts,) out, in], quantized with error compensation."""
         compensation = ErrorCompensation(stats, damping, act_order)
         experts = [self._compensated_matrix(w, stats, compensation) for w in weight.reshape(-1, *weight.shape[-2:])]
         stored = {suffix: torch.stack([e[suffix] for e in experts]) for suffix in experts[0]}
         return stored if weight.dim() == 3 else {suffix: t[0] for suffix, t in stored.items()}
 
     def _compensated_matrix(self, weight: Tensor, stats: InputStats, compensation: ErrorCompensation) -> dict[str, Tensor]:
-        """One matrix [out, in]: the groups' grids are those of plain rounding, then values are chosen column by column."""
+        """The stored tensors of one matrix [out, in]: the grids of plain rounding, then values that are chosen column by column."""
         scale, base = self.choose_grid(groups.split(weight, self.group_size), stats)
         column_scale, column_base = (t.squeeze(-1).repeat_interleave(self.group_size, dim=1) for t in (scale, base))
 
@@ -103,7 +107,7 @@ class Int4(Format, frozen=True, kw_only=True, tag="int4"):
         return self.store(groups.quantize(rounded, scale, base, self.zero), scale, base, weight.shape[-1])
 
     def store(self, quantized: Tensor, scale: Tensor, base: Tensor, in_features: int) -> dict[str, Tensor]:
-        """The stored tensors of quantized values [..., out, groups, group_size] with grids [..., out, groups, 1]."""
+        """The stored tensors by suffix, from quantized values [..., out, groups, group_size] and grids [..., out, groups, 1]."""
         dtype = getattr(torch, self.scale_dtype)
         stored = {"weight": groups.pack(groups.join(quantized, in_features)), "scale": scale.squeeze(-1).to(dtype)}
         if self.zero == "int":
@@ -113,6 +117,7 @@ class Int4(Format, frozen=True, kw_only=True, tag="int4"):
         return stored
 
     def pack(self, tensors: dict[str, Tensor], bias: Tensor | None) -> PackedWeight:
+        """The packed weight for the kernels, as `Format.pack` requires."""
         zero = tensors.pop("offset", None) if self.zero == "float" else tensors.pop("zero", None)
         values, scale, order = tensors.pop("weight"), tensors.pop("scale"), tensors.pop("order", None)
         return PackedWeight("int4", values, scale, zero, self.group_size, bias=bias, column_order=order)

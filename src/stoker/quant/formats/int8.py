@@ -17,9 +17,11 @@ class Int8(Format, frozen=True, kw_only=True, tag="int8"):
 
     @property
     def rows_per_call(self) -> int | None:
+        """The number of output rows that one call of `quantize` needs."""
         return 1
 
     def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
+        """The stored tensors by suffix, as `Format.layout` requires."""
         axis = len(spec.weight_shape) - 2
         return {
             "weight": Layout(spec.weight_shape, torch.int8, row_axis=axis, col_axis=axis + 1),
@@ -27,15 +29,17 @@ class Int8(Format, frozen=True, kw_only=True, tag="int8"):
         }
 
     def quantize(self, weight: Tensor, spec: LinearSpec, stats: object = None) -> dict[str, Tensor]:
+        """The stored tensors of `weight`, as `Format.quantize` requires."""
         values, scale = quantize_rows(weight)
         return {"weight": values, "scale": scale}
 
     def pack(self, tensors: dict[str, Tensor], bias: Tensor | None) -> PackedWeight:
+        """The packed weight for the kernels, as `Format.pack` requires."""
         return PackedWeight("int8", tensors.pop("weight"), tensors.pop("scale"), bias=bias)
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8 values within ± 127, float32 scales) of [..., out, in], with scale = largest magnitude of a row ÷ 127."""
+    """(int8 values within ± 127, float32 scales [..., out]) of `weight` [..., out, in]. A scale is the row's largest magnitude ÷ 127."""
     wide = weight.float()
     scale = (wide.abs().amax(dim=-1) * INT8_UNIT).clamp(min=torch.finfo(torch.float32).tiny)
     return (wide / scale[..., None]).round_().clamp_(-127, 127).to(torch.int8), scale

@@ -37,12 +37,15 @@ class GroupedInt8(Format, frozen=True, kw_only=True, tag="int8_grouped"):
 
     @property
     def rows_per_call(self) -> int | None:
+        """The number of output rows that one call of `quantize` needs."""
         return 1
 
     def aligned_to(self, rows: int, columns: int) -> GroupedInt8:
+        """This format with blocks or groups that divide `rows` and `columns`, where possible."""
         return msgspec.structs.replace(self, group_size=groups.largest_group_size(GROUP_SIZES, self.group_size, columns))
 
     def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
+        """The stored tensors by suffix, as `Format.layout` requires."""
         *experts, rows, size = spec.weight_shape
         axis = len(experts)
         scales = (*experts, rows, -(-size // self.group_size))
@@ -51,6 +54,7 @@ class GroupedInt8(Format, frozen=True, kw_only=True, tag="int8_grouped"):
         return stored | {"offset": scale} if self.shifted else stored
 
     def quantize(self, weight: Tensor, spec: LinearSpec, stats: object = None) -> dict[str, Tensor]:
+        """The stored tensors of `weight`, as `Format.quantize` requires."""
         split, dtype = groups.split(weight, self.group_size), getattr(torch, self.scale_dtype)
         low, high = split.amin(-1, keepdim=True), split.amax(-1, keepdim=True)
         offset = ((low + high) / 2 if self.shifted else torch.zeros_like(low)).to(dtype)
@@ -61,6 +65,7 @@ class GroupedInt8(Format, frozen=True, kw_only=True, tag="int8_grouped"):
         return stored | {"offset": offset.squeeze(-1)} if self.shifted else stored
 
     def pack(self, tensors: dict[str, Tensor], bias: Tensor | None) -> PackedWeight:
+        """The packed weight for the kernels, as `Format.pack` requires."""
         values, scale, offset = tensors.pop("weight"), tensors.pop("scale"), tensors.pop("offset", None)
         grouped = PackedWeight("int8", values, scale, offset, self.group_size, bias=bias)
         if ops.supports_int8_groups(grouped):

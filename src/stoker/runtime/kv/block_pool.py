@@ -28,7 +28,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Unreferenced blocks, including cached ones."""
+        """The number of unreferenced blocks, including cached ones."""
         return len(self._empty) + len(self._cached)
 
     @property
@@ -38,7 +38,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Unreferenced blocks whose contents can be reused."""
+        """The number of unreferenced blocks whose contents can be reused."""
         return len(self._cached)
 
     def allocate(self) -> int:
@@ -59,7 +59,7 @@ class BlockPool:
         self.refs[block] += 1
 
     def mark_reusable(self, block: int) -> None:
-        """Cache the contents of a block in use when its last reference is released."""
+        """Declare that the contents of a block serve a prefix, so that they remain cached after the last reference is released."""
         self._is_reusable[block] = 1
 
     def unmark_reusable(self, block: int) -> None:
@@ -67,7 +67,7 @@ class BlockPool:
         self._is_reusable[block] = 0
 
     def release(self, block: int) -> None:
-        """Remove a reference."""
+        """Remove a reference. A block without references is free. Raises RuntimeError if it had none."""
         refs = self.refs[block] - 1
         if refs < 0:
             raise RuntimeError(f"block {block} is released more often than it was acquired")
@@ -79,6 +79,7 @@ class BlockPool:
                 self._empty.append(block)
 
     def _evict(self) -> int:
+        """Remove the least recently released cached block from the cache, and return it."""
         block, _ = self._cached.popitem(last=False)
         self._is_reusable[block] = 0
         if self.on_evict is not None:

@@ -11,7 +11,7 @@ from stoker.runtime.request import PrefixRoot, Sequence
 
 
 class Match:
-    """The cached blocks that a waiting sequence can reuse, and the blocks that it needs besides."""
+    """The cached blocks that a waiting sequence can reuse, and the number of blocks that must be allocated for the rest."""
 
     __slots__ = ("blocks", "host_blocks", "num_blocks_later", "num_blocks_now", "num_free", "prefix", "producer")
 
@@ -26,7 +26,7 @@ class Match:
 
     @property
     def num_reused(self) -> int:
-        """Blocks whose tokens need not be computed."""
+        """The number of reused blocks, whose tokens need not be computed."""
         return len(self.blocks) + len(self.host_blocks)
 
 
@@ -54,6 +54,7 @@ class KVCacheManager:
         self._poisoned_free: list[int] = []  # without references since the last call of pop_poisoned
 
     def num_blocks_for(self, num_tokens: int) -> int:
+        """The number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.tokens_per_block)
 
     def match(self, seq: Sequence) -> Match:
@@ -72,7 +73,7 @@ class KVCacheManager:
         return match
 
     def _walk(self, seq: Sequence, match: Match, index: PrefixIndex) -> None:
-        """Follow the prefix index, and then the host tier, from the first token of `seq` to the first block that is not cached."""
+        """Fill `match` with cached blocks of the prefix index, then of the host tier, up to the first block that is not cached."""
         size = self.tokens_per_block
         for start in range(0, (len(seq.tokens) - 1) // size * size, size):
             key = (match.prefix, pack(seq.tokens[start : start + size]))
@@ -86,7 +87,7 @@ class KVCacheManager:
             match.blocks.append(entry.block)
 
     def _walk_host(self, seq: Sequence, prefix: PrefixNode | PrefixRoot, start: int, tier: HostTier) -> list[int]:
-        """The blocks of the host tier that hold the tokens of `seq` from `start` on."""
+        """The blocks of the host tier that hold the tokens of `seq` from `start` on, which follow `prefix`."""
         size, blocks = self.tokens_per_block, []
         parent: PrefixNode | PrefixRoot | bytes = prefix
         for first in range(start, (len(seq.tokens) - 1) // size * size, size):
@@ -97,14 +98,14 @@ class KVCacheManager:
         return blocks
 
     def num_common_blocks(self, seq: Sequence, producer: Sequence) -> int:
-        """The number of blocks from the first token on that `producer` computes and `seq` can share."""
+        """The number of leading blocks that `producer` computes and `seq` can share, because their tokens are equal."""
         size = self.tokens_per_block
         limit = min(len(seq.tokens) - 1, producer.num_prefill) // size
         chunks = (slice(i * size, (i + 1) * size) for i in range(limit))
         return next((i for i, chunk in enumerate(chunks) if seq.tokens[chunk] != producer.tokens[chunk]), limit)
 
     def admit(self, seq: Sequence, match: Match) -> None:
-        """Give `seq` the matched blocks, and new ones for the rest of its tokens. The caller has checked that enough blocks are free."""
+        """Assign the matched blocks to `seq`, and new ones for the rest of its tokens. The caller has checked that enough are free."""
         pool = self.pool
         for block in match.blocks:
             pool.acquire(block)
@@ -122,7 +123,7 @@ class KVCacheManager:
             self._announce_next_block(seq)
 
     def grow(self, seq: Sequence) -> bool:
-        """Allocate one more block; False if none is free."""
+        """Allocate one more block for `seq`. False if none is free."""
         block = self.pool.allocate()
         if block < 0:
             return False
@@ -131,7 +132,7 @@ class KVCacheManager:
         return True
 
     def trim(self, seq: Sequence, num_tokens: int) -> bool:
-        """Release the blocks after those of the first `num_tokens` tokens; False if there are none."""
+        """Release the blocks of `seq` that its first `num_tokens` tokens do not need. False if there are none."""
         num_blocks = self.num_blocks_for(num_tokens)
         surplus = seq.blocks[num_blocks:]
         for block in reversed(surplus):
@@ -141,7 +142,10 @@ class KVCacheManager:
         return bool(surplus)
 
     def register(self, seq: Sequence, num_tokens: int) -> None:
-        """Index the full blocks among the first `num_tokens` tokens, whose ids are known and whose steps are committed."""
+        """Add the full blocks among the first `num_tokens` tokens of `seq` to the prefix index.
+
+        The ids of these tokens must be known, and their steps committed.
+        """
         if self.index is None:
             return
         size = self.tokens_per_block
@@ -157,7 +161,7 @@ class KVCacheManager:
             self._announce_next_block(seq)
 
     def retire(self, seq: Sequence) -> None:
-        """`seq` ended or is preempted: it grows no more."""
+        """Cancel the reservation of `seq`, which has ended or is preempted and does not grow any more."""
         self.num_reserved -= self.num_blocks_for(seq.max_computed) - len(seq.blocks)
         self._withdraw_announcement(seq)
 
@@ -171,7 +175,7 @@ class KVCacheManager:
         seq.blocks = []
 
     def poison(self, blocks: list[int]) -> None:
-        """Blocks in use that may contain NaN: no other sequence shares them from now on, and `pop_poisoned` returns them once free."""
+        """Mark blocks in use that may contain NaN. No other sequence shares them, and `pop_poisoned` returns them once they are free."""
         for block in blocks:
             if self.index is not None:
                 self.index.forget(block)
@@ -184,6 +188,7 @@ class KVCacheManager:
         return freed
 
     def _collect_poisoned(self, released: Seq[int]) -> None:
+        """Move poisoned blocks that have no reference any more to the list for `pop_poisoned`."""
         freed = {block for block in released if not self.pool.refs[block]} & self._poisoned_in_use
         self._poisoned_in_use -= freed
         self._poisoned_free += freed
@@ -191,7 +196,7 @@ class KVCacheManager:
     # Announcements of blocks that are being computed.
 
     def _announce_next_block(self, seq: Sequence) -> None:
-        """Announce the block that `seq` adds to the index next, so that other sequences wait for it instead of computing it too."""
+        """Announce the block that `seq` adds to the index next, so that sequences with the same tokens wait instead of computing it."""
         self._withdraw_announcement(seq)
         start = seq.num_hashed * self.tokens_per_block
         if start + self.tokens_per_block <= seq.num_prefill:
@@ -199,6 +204,7 @@ class KVCacheManager:
             self._announced.setdefault(seq.announced_key, seq)
 
     def _withdraw_announcement(self, seq: Sequence) -> None:
+        """Remove the announcement of `seq`, if it has one."""
         if seq.announced_key is not None and self._announced.get(seq.announced_key) is seq:
             del self._announced[seq.announced_key]
         seq.announced_key = None
@@ -206,14 +212,14 @@ class KVCacheManager:
     # Transfers between tiers.
 
     def pop_transfers(self) -> Seq[BlockTransfer]:
-        """The transfers for the next step plan, in the order in which they must be performed."""
+        """Remove and return the transfers for the next step plan, in the order in which they must be performed."""
         if not self.pending_transfers:
             return NO_TRANSFERS
         transfers, self.pending_transfers = self.pending_transfers, []
         return transfers
 
     def end_transfers(self, transfers: Seq[BlockTransfer], *, succeeded: bool) -> None:
-        """The step plan with these transfers was committed, or failed."""
+        """Release the blocks of transfers whose step plan was committed (`succeeded`) or has failed."""
         tier = self.host_tier
         assert tier is not None
         for transfer in transfers:
@@ -226,12 +232,13 @@ class KVCacheManager:
                     self._collect_poisoned([transfer.target_block])
 
     def _begin_loads(self, host_blocks: Seq[int]) -> None:
-        """Before blocks are allocated: an eviction from the device may make the host tier evict."""
+        """Protect the host blocks of planned loads. Called before device blocks are allocated, which may make the host tier evict."""
         assert self.host_tier is not None
         for block in host_blocks:
             self.host_tier.begin_load(block)
 
     def _plan_loads(self, host_blocks: Seq[int], targets: Seq[int]) -> None:
+        """Add a transfer from each host block to the device block with the same index in `targets`."""
         for source, target in zip(host_blocks, targets, strict=True):
             self.pool.acquire(target)  # released by end_transfers
             self.pending_transfers.append(BlockTransfer(Tier.HOST, source, Tier.DEVICE, target))

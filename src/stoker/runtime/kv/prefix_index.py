@@ -22,7 +22,7 @@ class PrefixNode:
 
     @property
     def digest(self) -> bytes:
-        """Digest of the root and of all tokens up to the end of the block. It identifies the contents in other tiers."""
+        """A digest of the root and of all tokens up to the end of this block. It identifies the block's contents in other tiers."""
         node: PrefixNode | PrefixRoot = self
         path: list[PrefixNode] = []
         while isinstance(node, PrefixNode) and not node._digest:
@@ -37,7 +37,7 @@ Key = tuple[PrefixNode | PrefixRoot, bytes]
 
 
 def child_digest(parent: PrefixNode | PrefixRoot | bytes, chunk: bytes) -> bytes:
-    """The digest of a block with the packed token ids `chunk` after `parent`, which is a node, a root or the digest of a node."""
+    """The digest of the block with packed token ids `chunk` that follows `parent`: a node, a root, or the digest of a node."""
     if isinstance(parent, PrefixNode):
         parent = parent.digest
     prefix = parent if isinstance(parent, bytes) else hashlib.sha256(repr(parent).encode()).digest()
@@ -45,12 +45,12 @@ def child_digest(parent: PrefixNode | PrefixRoot | bytes, chunk: bytes) -> bytes
 
 
 def pack(token_ids: Seq[int]) -> bytes:
-    """Token ids as bytes, four per id: they take a twelfth of the memory of Python integers and are hashed faster."""
+    """Token ids as bytes, four per id, which take a twelfth of the memory of Python integers and are hashed faster."""
     return array("i", token_ids).tobytes()
 
 
 class PrefixIndex:
-    """(parent, token ids) → block, for full blocks only.
+    """Finds device blocks by (parent, token ids of the block), for full blocks only.
 
     The parent is compared by identity and stands for all tokens before the block. Token ids are compared in full, so that different
     prefixes are never confused, even if their hashes are equal. An entry whose parent was evicted cannot be found any more; its block is
@@ -65,17 +65,21 @@ class PrefixIndex:
         return len(self._entries)
 
     def find(self, key: Key) -> PrefixNode | None:
+        """The entry of a block, or None."""
         return self._entries.get(key)
 
     def add(self, key: Key, block: int) -> PrefixNode:
-        """Return the entry of `key`. A new entry refers to `block`; an existing one refers to another block with the same contents."""
+        """Add an entry for `key` that refers to `block`, unless one exists, which refers to a block with the same contents.
+
+        Returns the entry.
+        """
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = self._by_block[block] = PrefixNode(*key, block)
         return entry
 
     def node_of(self, block: int) -> PrefixNode | None:
-        """The entry that refers to `block`."""
+        """The entry that refers to `block`, or None."""
         return self._by_block[block]
 
     def forget(self, block: int) -> None:

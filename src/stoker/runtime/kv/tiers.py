@@ -36,24 +36,24 @@ NO_TRANSFERS: Seq[BlockTransfer] = ()
 
 
 class HostTier(ABC):
-    """Blocks in host memory. Used by the KV cache manager; it only manages the contents of blocks, and does not copy."""
+    """The blocks in host memory. It manages which contents they hold, for the KV cache manager; it does not copy."""
 
     @abstractmethod
     def find(self, digest: bytes) -> int:
-        """Return the block that holds the contents, or -1."""
+        """The block that holds the contents with this digest, or -1."""
 
     @abstractmethod
     def begin_load(self, block: int) -> None:
-        """`block` is the source of a planned transfer. Several may be planned at the same time."""
+        """Called when a transfer from `block` is planned. Several may be planned at the same time."""
 
     @abstractmethod
     def end_load(self, block: int) -> None:
-        """A transfer from `block` was committed, or failed."""
+        """Called when a transfer from `block` was committed or has failed."""
 
     @abstractmethod
     def begin_store(self, digest: bytes) -> int:
-        """Return a block for contents that are evicted from the device, or -1 to decline, for example because it has them."""
+        """A block for contents that are evicted from the device, or -1 to decline, for example because the tier holds them already."""
 
     @abstractmethod
     def end_store(self, block: int, *, succeeded: bool) -> None:
-        """The transfer to `block` was committed, or failed. After a failure the contents of the block are undefined."""
+        """Called when the transfer to `block` was committed (`succeeded`) or has failed, after which its contents are undefined."""

@@ -11,7 +11,7 @@ from stoker.runtime.sampling.feature import Feature, Pairs
 
 
 class AllowedTokens(Feature):
-    """Sets the logits of all tokens that are not listed to -inf."""
+    """Sets the logits of all tokens to -inf, except those that the request lists."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -27,7 +27,7 @@ class AllowedTokens(Feature):
         self._allowed.pop(seq_id, None)
 
     def gather(self, sequences: Pairs) -> list[np.ndarray]:
-        """Rows [n], and the positions of their allowed tokens in the flat logits."""
+        """Row indices [n], and the indices of the rows' allowed tokens in the flattened logits."""
         positions = [row * self.vocab_size + self._allowed[seq.seq_id] for row, seq in sequences]
         return [np.array([row for row, _ in sequences]), np.concatenate(positions)]
 

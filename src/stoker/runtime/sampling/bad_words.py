@@ -8,9 +8,9 @@ from stoker.runtime.sampling.feature import Ban
 
 
 class BadWords(Ban):
-    """Bans the last token of each listed sequence when the newest tokens are those before it.
+    """Bans the last token of each bad word when the newest tokens are those before it.
 
-    Reads tokens on the host. The scheduler plans no step of such a sequence while an id is pending (Sequence.waits_for_ids).
+    It reads tokens on the host. The scheduler plans no step of such a sequence while an id is pending (Sequence.waits_for_ids).
     """
 
     def applies_to(self, params: SamplingParams) -> bool:
@@ -21,5 +21,6 @@ class BadWords(Ban):
 
 
 def _completes(seq: Sequence, word: tuple[int, ...]) -> bool:
+    """Whether the last token of `word` would complete it now."""
     lead = len(word) - 1
     return lead == 0 or (len(seq.tokens) - seq.num_prompt >= lead and tuple(seq.tokens[-lead:]) == word[:-1])

@@ -36,14 +36,17 @@ class Feature(ABC):
 
     @abstractmethod
     def gather(self, sequences: Pairs) -> list[np.ndarray]:
-        """The arrays that `apply` and `observe` need on the device."""
+        """The arrays that `apply` and `observe` need on the device.
+
+        `sequences` are (row, sequence) pairs of this step that use the feature.
+        """
 
     @abstractmethod
     def apply(self, logits: Tensor, *inputs: Tensor) -> None:
         """Change contiguous logits [L, V] float32 in place. `inputs` are the arrays of `gather`, on the device."""
 
     def observe(self, token_ids: Tensor, *inputs: Tensor) -> None:
-        """Called with the sampled tokens [L], which are on the device."""
+        """Called after sampling with the token ids [L], which are on the device, and the arrays of `gather`."""
         return
 
 
@@ -55,7 +58,7 @@ class Ban(Feature):
 
     @abstractmethod
     def banned(self, seq: Sequence) -> Iterable[int]:
-        """The banned ids of the next token. Ids outside the vocabulary are ignored."""
+        """The token ids that are banned as the next token of `seq`. Ids outside the vocabulary are ignored."""
 
     def gather(self, sequences: Pairs) -> list[np.ndarray]:
         size = self.vocab_size

@@ -32,7 +32,10 @@ class Grammars:
         self._lock = threading.Lock()
 
     def prepare(self, request: TokenRequest) -> Future[Any]:
-        """Start to compile the guide of the request. Raises DependencyError, or RequestError if no id can end the answer."""
+        """Start to compile the guide of the request, in a thread. The future's result is the compiled grammar.
+
+        Raises DependencyError if xgrammar is not installed, or RequestError if the request has no id that ends the answer.
+        """
         guide = request.params.guide
         assert guide is not None
         try:
@@ -46,7 +49,7 @@ class Grammars:
         return self._threads.submit(self._compile, guide)
 
     def _compile(self, guide: Guide) -> Any:
-        """Raises RequestError for an invalid guide."""
+        """Compile a guide, in a thread. Raises RequestError for an invalid guide."""
         try:
             with self._lock:
                 if self._compiler is None:
@@ -57,12 +60,12 @@ class Grammars:
 
 
 def end_ids(request: TokenRequest) -> list[int]:
-    """The ids that end a guided answer: the end ids of the model, or else the stop ids of the request."""
+    """The token ids that end a guided answer: the end ids of the model, or else the stop ids of the request."""
     return list(request.end_ids or request.params.stop_token_ids)
 
 
 def make_compiler(engine: Path, vocab_size: int) -> Any:
-    """A compiler for the engine's tokenizer.json. Raises ConfigError if the text of tokens is not the concatenation of their texts."""
+    """An xgrammar compiler for the engine's tokenizer.json. Raises ConfigError if text is not the concatenation of the tokens' texts."""
     import tokenizers
     import xgrammar
 
@@ -78,6 +81,7 @@ def make_compiler(engine: Path, vocab_size: int) -> Any:
 
 
 def _kind_of(decoder: dict[str, Any] | None) -> str:
+    """xgrammar's vocabulary type for a tokenizer's decoder. Raises ConfigError for a decoder that it does not support."""
     steps = (decoder.get("decoders") or [decoder]) if decoder is not None else []
     names = [step["type"] for step in steps]
     for name, kind in KIND_OF_DECODER.items():
@@ -88,6 +92,7 @@ def _kind_of(decoder: dict[str, Any] | None) -> str:
 
 
 def _compile(compiler: Any, guide: Guide) -> Any:
+    """Compile a guide by its kind. Raises ValueError, or an error of xgrammar, for an invalid guide."""
     match guide.kind:
         case "json":
             return compiler.compile_json_schema("true", max_whitespace_cnt=MAX_WHITESPACE)
@@ -106,7 +111,7 @@ def _compile(compiler: Any, guide: Guide) -> Any:
 
 
 def _choices(text: str) -> str:
-    """A grammar of literal strings."""
+    """An EBNF grammar that matches exactly the strings in the JSON list `text`. Raises ValueError for anything but non-empty strings."""
     choices = json.loads(text)
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
         raise ValueError("it must be a JSON list of strings that are not empty")
@@ -114,10 +119,11 @@ def _choices(text: str) -> str:
 
 
 def _literal(text: str) -> str:
+    """A string as a literal of xgrammar's EBNF."""
     return '"' + "".join(f"\\U{ord(char):08x}" if char in '"\\' or not char.isprintable() else char for char in text) + '"'
 
 
 def _first_line(error: Exception) -> str:
-    """The message of xgrammar without time and source file."""
+    """The message of an xgrammar error, without its time and source file."""
     line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
     return line.partition("] ")[2].partition(": ")[2].rstrip(".") if line.startswith("[") and "] /" in line else line.rstrip(".")

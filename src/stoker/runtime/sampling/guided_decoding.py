@@ -21,7 +21,7 @@ MAX_MATCH_S = 0.5
 
 
 class _Match:
-    """The matcher of a sequence, and the number of tokens that have been read. The matcher does not read the tokens of the reasoning."""
+    """The state of one sequence: the grammar matcher, and the number of tokens that it has read."""
 
     __slots__ = ("ends", "in_reasoning", "matcher", "num_read")
 
@@ -33,8 +33,10 @@ class _Match:
 
 
 class Guides(Feature):
-    """One matcher per sequence, which remains through preemptions. It reads tokens on the host: the scheduler plans no step of such a
-    sequence while an id is pending (Sequence.waits_for_ids)."""
+    """Bans tokens by one grammar matcher per sequence, which is retained through preemptions.
+
+    It reads tokens on the host: the scheduler plans no step of such a sequence while an id is pending (Sequence.waits_for_ids).
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -54,7 +56,7 @@ class Guides(Feature):
         self._matches.pop(seq_id, None)
 
     def gather(self, sequences: Pairs) -> list[np.ndarray]:
-        """Rows [n], and masks of the vocabulary, int32 [n, ceil(V / 32)]."""
+        """Row indices [n], and bit masks of the allowed tokens, int32 [n, ceil(V / 32)]."""
         import xgrammar
 
         masks = xgrammar.allocate_token_bitmask(len(sequences), self.vocab_size)
@@ -86,6 +88,7 @@ class Guides(Feature):
 
 
 def _too_slow(seq: Sequence, took_s: float) -> str:
+    """The error message for a sequence whose matcher took too long for one token."""
     kind, index = seq.params.guide.kind if seq.params.guide is not None else "", len(seq.tokens) - seq.num_prompt
     return (
         f"guided decoding: the {kind} took {took_s:.2f} s for token {index}, and may take {MAX_MATCH_S:g} s. Use fewer nested repetitions."
@@ -93,7 +96,7 @@ def _too_slow(seq: Sequence, took_s: float) -> str:
 
 
 def _read_new_tokens(match: _Match, seq: Sequence) -> bool:
-    """Advance the matcher to the newest token. False if it does not accept a token, or if no token may follow."""
+    """Advance the matcher to the newest token of `seq`. False if it does not accept a token, or if no token may follow."""
     generated = len(seq.tokens) - seq.num_prompt
     guide = _guide(seq)
     while match.num_read < generated:
@@ -109,7 +112,7 @@ def _read_new_tokens(match: _Match, seq: Sequence) -> bool:
 
 
 def _allows_only(mask: Tensor, token_ids: frozenset[int]) -> bool:
-    """Whether no other bit is set in a row of int32 words."""
+    """Whether a bit mask (int32 words) allows no token except `token_ids`."""
     others = mask.clone()
     _set_bits(others, token_ids, False)
     return not bool(torch.any(others))

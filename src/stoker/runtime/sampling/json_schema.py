@@ -26,7 +26,7 @@ TYPES: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean"
 
 
 def check_schema(text: str) -> None:
-    """Raise ValueError with the path and the keyword of a constraint that is not enforced."""
+    """Raise ValueError if the schema has a constraint that the grammar does not enforce. The message has its path and keyword."""
     schema = json.loads(text)
     check_depth(schema)
     if isinstance(schema, dict):
@@ -43,11 +43,16 @@ def check_depth(value: Any) -> None:
 
 
 def _children(node: Any) -> Iterator[Any]:
+    """The objects and lists that are direct values of `node`."""
     inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
     return (child for child in inner if isinstance(child, (dict, list)))
 
 
 def _check(schema: dict[str, Any], path: str, root: dict[str, Any]) -> None:
+    """Raise ValueError for the first constraint of a schema or its subschemas that is not enforced.
+
+    `path` is that of `schema` in `root`.
+    """
     for key in NOT_ENFORCED:
         if key in schema:
             raise ValueError(f"{path}/{key}: {key} is not enforced")
@@ -66,12 +71,14 @@ def _check(schema: dict[str, Any], path: str, root: dict[str, Any]) -> None:
 
 
 def _check_ref(schema: dict[str, Any], path: str) -> None:
+    """Raise ValueError for a $ref that does not point into the same schema."""
     ref = schema.get("$ref", "#")
     if not (isinstance(ref, str) and (ref == "#" or ref.startswith("#/"))):
         raise ValueError(f"{path}/$ref: {ref!r} is not a path in this schema (#/…)")
 
 
 def _check_exclusive_keys(schema: dict[str, Any], path: str) -> None:
+    """Raise ValueError for constraints beside a keyword that makes xgrammar ignore them, such as anyOf."""
     for key in EXCLUSIVE:
         if key not in schema:
             continue
@@ -85,7 +92,7 @@ def _check_exclusive_keys(schema: dict[str, Any], path: str) -> None:
 
 
 def _is_implied(schema: dict[str, Any], key: str) -> bool:
-    """Whether `type` beside `key` is no further constraint."""
+    """Whether `type` beside the keyword `key` excludes no further value."""
     kinds = _types(schema)
     if key in ("const", "enum"):
         return all(_is_of(value, kinds) for value in (schema["enum"] if key == "enum" else [schema["const"]]))
@@ -94,6 +101,7 @@ def _is_implied(schema: dict[str, Any], key: str) -> bool:
 
 
 def _check_typed(schema: dict[str, Any], path: str) -> None:
+    """Raise ValueError for keywords of strings or numbers without that type, and for lengths beside a pattern or format."""
     for keys, kinds in ((OF_STRINGS, {"string"}), (OF_NUMBERS, {"number", "integer"})):
         for key in keys:
             if key in schema and not kinds & _types(schema):
@@ -104,7 +112,10 @@ def _check_typed(schema: dict[str, Any], path: str) -> None:
 
 
 def _check_one_of(branches: list[Any], path: str, root: dict[str, Any]) -> None:
-    """Grammars treat oneOf as anyOf, so no answer may match two branches."""
+    """Raise ValueError if two branches of a oneOf may match the same value.
+
+    The grammar treats oneOf as anyOf, which gives the same answers only if branches are disjoint.
+    """
     resolved = [_resolve(branch, root) for branch in branches]
     for (i, one), (j, other) in combinations(enumerate(resolved), 2):
         if not _disjoint(one, other):
@@ -112,6 +123,7 @@ def _check_one_of(branches: list[Any], path: str, root: dict[str, Any]) -> None:
 
 
 def _disjoint(one: Any, other: Any) -> bool:
+    """Whether it is certain that no value matches both schemas."""
     if not isinstance(one, dict) or not isinstance(other, dict):
         return False
     if not _widened(one) & _widened(other):
@@ -124,6 +136,7 @@ def _disjoint(one: Any, other: Any) -> bool:
 
 
 def _resolve(schema: Any, root: dict[str, Any]) -> Any:
+    """The schema that a chain of $ref points to in `root`; None if it does not exist."""
     for _ in range(MAX_DEPTH):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             return schema
@@ -135,29 +148,32 @@ def _resolve(schema: Any, root: dict[str, Any]) -> Any:
 
 
 def _values(schema: dict[str, Any]) -> set[str] | None:
-    """The values that const or enum allow, as JSON."""
+    """The values that const or enum allow, as JSON texts; None without these keywords."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return {json.dumps(value, sort_keys=True) for value in values} if isinstance(values, list) else None
 
 
 def _types(schema: dict[str, Any]) -> set[str]:
+    """The names in the keyword `type`; empty without it."""
     kind = schema.get("type", [])
     return {kind} if isinstance(kind, str) else {name for name in kind if isinstance(name, str)} if isinstance(kind, list) else set()
 
 
 def _widened(schema: dict[str, Any]) -> set[str]:
-    """The types that a value may have. An integer is a number."""
+    """The types that a value may have, where an integer counts as a number."""
     kinds = _types(schema) or {*TYPES, "number"}
     return {"number" if kind == "integer" else kind for kind in kinds}
 
 
 def _is_of(value: Any, kinds: set[str]) -> bool:
+    """Whether a JSON value has one of the types `kinds`."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return "number" in kinds or ("integer" in kinds and float(value).is_integer())
     return any(isinstance(value, TYPES[kind]) for kind in kinds if kind in TYPES)
 
 
 def _subschemas(schema: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(path, subschema) of each subschema directly inside `schema`."""
     for key in ("items", "additionalProperties", "propertyNames", "unevaluatedItems", "unevaluatedProperties"):
         if isinstance(schema.get(key), dict):
             yield f"{path}/{key}", schema[key]

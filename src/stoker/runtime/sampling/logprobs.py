@@ -21,11 +21,14 @@ class Logprobs:
     ids: Tensor  # int32 [n, k]
 
     def to_host(self) -> Logprobs:
-        """Start to copy to the host."""
+        """Start to copy the tensors to the host. The values are valid when the step has ended."""
         return Logprobs(copy_to_host(self.chosen), copy_to_host(self.best), copy_to_host(self.ids))
 
     def to_list(self, token_ids: Sequence[int], num_tops: Sequence[int | None]) -> list[TokenLogprobs | None]:
-        """For each row its token and the `num_tops` most probable ones; None if num_tops is None. Call it when the copy is complete."""
+        """The log-probabilities of each row's token and of its `num_tops` most probable tokens, after the copy has ended.
+
+        None for a row whose num_tops is None. `token_ids` are the sampled tokens.
+        """
         rows = zip(token_ids, num_tops, self.chosen.tolist(), self.ids.tolist(), self.best.tolist(), strict=True)
         return [
             None if num_top is None else TokenLogprobs(token, chosen, list(zip(ids[:num_top], best[:num_top], strict=True)))

@@ -16,5 +16,6 @@ class MinTokens(Ban):
         return params.min_tokens > 0
 
     def banned(self, seq: Sequence) -> Iterable[int]:
+        """The ids that end the sequence, while it has fewer than min_tokens tokens."""
         # num_generated includes the token that is sampled now, as a pending one.
         return seq.end_ids if seq.num_generated - 1 < seq.min_tokens else ()

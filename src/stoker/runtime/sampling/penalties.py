@@ -12,7 +12,7 @@ from stoker.runtime.sampling.feature import Feature, Pairs
 
 
 class Penalties(Feature):
-    """Counts of generated tokens and a mask of prompt tokens, [slots, vocab], on the device.
+    """Applies penalties from counts of generated tokens and a mask of prompt tokens, both [slots, vocab], on the device.
 
     A sequence gets a slot at the first step that samples for it. The number of slots is doubled when all are in use.
     """
@@ -64,6 +64,7 @@ class Penalties(Feature):
         self._counts.view(-1).index_add_(0, slots * self.vocab_size + chosen, torch.ones_like(chosen, dtype=torch.int32))
 
     def _assign_slot(self, seq: Sequence) -> int:
+        """The slot of a sequence, which is assigned now. Enlarges the tensors if no slot is free."""
         if not self._free:
             old = self._counts.shape[0]
             grown = max(4, 2 * old)

@@ -25,7 +25,10 @@ class PromptChunk:
 
 
 def prompt_chunks(plan: StepPlan) -> list[PromptChunk]:
-    """The chunks of sequences that request prompt_logprobs, in the order of the plan. No prompt token follows the last one."""
+    """The chunks of sequences that request prompt_logprobs, in the order of the plan.
+
+    A chunk's targets are the prompt tokens after its positions; the last prompt token has none.
+    """
     chunks: list[PromptChunk] = []
     at = 0
     for seq, start, count in zip(plan.sequences, plan.starts, plan.num_new, strict=True):
@@ -37,7 +40,10 @@ def prompt_chunks(plan: StepPlan) -> list[PromptChunk]:
 
 
 class PromptScores:
-    """The log-probabilities of each prompt so far. The first entry is None, because no token precedes the first one."""
+    """Collects the log-probabilities of each prompt over several steps.
+
+    The first entry of a list is None, because no token precedes the first one.
+    """
 
     def __init__(self) -> None:
         self._partial: PromptLogprobs = {}
@@ -48,11 +54,11 @@ class PromptScores:
             self._partial[seq.seq_id] = [None]
 
     def remove(self, seq_id: int) -> None:
-        """A sequence ended. Results of steps in flight are dropped."""
+        """Forget a sequence that ended. Results of its steps in flight are then dropped."""
         self._partial.pop(seq_id, None)
 
     def collect(self, scored: list[tuple[PromptChunk, Logprobs]], sampled: list[Sequence]) -> PromptLogprobs:
-        """Add the results of a step, which are on the host. Returns the complete lists of the sequences in `sampled`, each once.
+        """Add the results of a step, which are on the host. Returns complete lists by seq_id, for sequences in `sampled`, each once.
 
         A list may be complete one step before its sequence samples, if a chunk ends before the last prompt token.
         """

@@ -38,7 +38,7 @@ class Sampled:
 
 
 class DrawTable:
-    """The sampling parameters of every row of the device buffers, on the host and on the device.
+    """The sampling parameters (temperature, top_k …) of every row of the device buffers, on the host and on the device.
 
     Changes are copied asynchronously, with one copy that is queued after the steps in flight.
     """
@@ -66,7 +66,7 @@ class DrawTable:
     TYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32, "seeds": np.int64}
 
     def update(self, sequences: list[Sequence]) -> None:
-        """Write the parameters of rows that belong to another sequence than before."""
+        """Write the parameters of each of `sequences` whose row belonged to another sequence before, and start to copy the table."""
         stale = False
         for seq in sequences:
             if self._owners[seq.row] != seq.seq_id:
@@ -76,12 +76,13 @@ class DrawTable:
             self._copy()
 
     def _copy(self) -> None:
-        """Copy in place, because captured graphs read these tensors."""
+        """Start to copy the table to the device, in place, because captured graphs read these tensors."""
         host = self._buffers.next_buffer(len(self._host))
         host.numpy()[:] = self._host
         self._flat.copy_(host, non_blocking=True)
 
     def _write(self, seq: Sequence) -> None:
+        """Write the parameters of one sequence to its row on the host."""
         row, params = seq.row, seq.params
         self._owners[row] = seq.seq_id
         self.temperature[row] = 0.0
@@ -96,16 +97,17 @@ class DrawTable:
         self.seeds[row] = seq.seed
 
     def all_greedy(self, sequences: list[Sequence]) -> bool:
+        """Whether no sequence draws at random."""
         return not self._random_rows or all(seq.params.greedy for seq in sequences)
 
     def gather(self, rows: Tensor, counters: Tensor, all_greedy: bool) -> DrawParams:
-        """The parameters of the rows that sample in this step."""
+        """The parameters of `rows` [L], which sample in this step. `counters` [L] count each row's random draws."""
         picked = dict(self._device) if all_greedy else {name: tensor.index_select(0, rows) for name, tensor in self._device.items()}
         return DrawParams(**picked, counters=counters, all_greedy=all_greedy)
 
 
 class Sampler:
-    """Samples the tokens of steps."""
+    """Samples the tokens of steps, with all features."""
 
     def __init__(
         self, num_rows: int, vocab_size: int, device: torch.device, grammars: Grammars | None = None, num_in_flight: int = 2
@@ -121,7 +123,10 @@ class Sampler:
         self._users: dict[int, list[Feature]] = {}  # seq_id → its features
 
     def prepare(self, request: TokenRequest) -> Future[Any] | None:
-        """Start to compile the guide of the request, which must be complete before its sequences are added."""
+        """Start to compile the guide of the request, which must be complete before its sequences are added. None without a guide.
+
+        Raises RequestError if the executor has no tokenizer.
+        """
         if request.params.guide is None:
             return None
         if self.grammars is None:
@@ -165,6 +170,7 @@ class Sampler:
         return Sampled(token_ids, score(plain, token_ids, max(num_tops)) if num_tops else None, scored)
 
     def _sample(self, logits: Tensor, draw: DrawParams, inputs: dict[Feature, list[Tensor]]) -> Tensor:
+        """Apply features to the logits [L, V], sample token ids [L], and report these to the features."""
         if inputs:
             logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         for feature, tensors in inputs.items():
@@ -175,7 +181,7 @@ class Sampler:
         return token_ids
 
     def _features_of(self, sequences: list[Sequence]) -> dict[Feature, Pairs]:
-        """The features that the step uses, with the rows and sequences of each."""
+        """The features that the step uses, each with its (row, sequence) pairs."""
         if not self._users:
             return {}
         users: dict[Feature, Pairs] = {}

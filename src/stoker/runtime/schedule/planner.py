@@ -23,11 +23,14 @@ class Planner:
         self._chunked_prefill = chunked_prefill
 
     def limit_rows(self, count: int) -> None:
-        """Plan at most `count` rows per step from now on, within max_rows."""
+        """Limit plans to at most `count` rows per step from now on. The limit is between 1 and the original max_rows."""
         self._max_rows = max(min(count, self._row_limit), 1)
 
     def fill(self, plan: StepPlan, now: float, *, paused: bool) -> None:
-        """Plan one step, and advance the counters of its sequences. `paused`: admit only sequences that were preempted."""
+        """Fill the plan of one step, and advance the counters of its sequences.
+
+        With `paused`, only sequences that were preempted are admitted. `now` is in monotonic seconds.
+        """
         num_holding = self._running_set.num_holding
         prefills, starved = self._decodes(plan)
         if self._prefills(plan, prefills) and not starved and not self._running_set.admission_blocked:
@@ -41,7 +44,7 @@ class Planner:
             self._add_adapters(plan)
 
     def _decodes(self, plan: StepPlan) -> tuple[list[Sequence], bool]:
-        """Plan the decodes. Returns the sequences whose prefill is not complete, and whether a decode must wait for a block."""
+        """Add the decodes to the plan. Returns (sequences whose prefill is not complete, whether a decode must wait for a block)."""
         sequences, starts = plan.sequences, plan.starts
         prefills: list[Sequence] = []
         starved = False
@@ -69,9 +72,10 @@ class Planner:
         return prefills, starved
 
     def _select(self) -> Iterable[Sequence]:
-        """The running sequences that may compute in this step, at most max_rows. If there are more, the selected ones become the last.
+        """The running sequences that may compute in this step, at most max_rows.
 
-        A prompt that cannot be chunked keeps its position until the step has room for it after the sequences before it.
+        If there are more, the selected ones become the last of the running set. A prompt that cannot be chunked keeps its position until
+        the step has room for it after the sequences before it.
         """
         running = self._running_set.running
         if len(running) <= self._max_rows:
@@ -88,7 +92,7 @@ class Planner:
         return selected
 
     def _prefills(self, plan: StepPlan, prefills: list[Sequence]) -> bool:
-        """Continue prefills. Returns False if one of them gets no tokens, so that no waiting sequence overtakes it."""
+        """Add chunks of unfinished prefills to the plan. False if one of them gets no tokens; then no waiting sequence may overtake it."""
         for seq in prefills:
             if seq.status is Status.RUNNING:  # a decode may have preempted it
                 num_new = self._num_new(seq, seq.num_computed, self._max_num_tokens - plan.num_tokens)
@@ -98,7 +102,11 @@ class Planner:
         return True
 
     def _admissions(self, plan: StepPlan, num_holding: int, now: float, paused: bool) -> None:
-        """Admit in order until a sequence does not fit. A sequence whose next block is being computed is parked until it is indexed."""
+        """Admit waiting sequences in order until one does not fit.
+
+        A sequence whose next block is being computed by another one is parked until that block is indexed. `num_holding` is the number of
+        sequences that held blocks when planning began.
+        """
         running_set = self._running_set
         policy, queue, kv_cache = running_set.policy, running_set.queue, running_set.kv_cache
         while running_set.has_free_row and (seq := queue.peek(preempted_only=paused)) is not None:
@@ -123,10 +131,10 @@ class Planner:
                 _add_prefill(plan, seq, num_new)
 
     def _add_drafts(self, plan: StepPlan) -> None:
-        """Add draft tokens to decodes, within the tokens that the step has left and the blocks that are free.
+        """Add draft tokens to decodes, as far as the step has tokens left and blocks are free.
 
-        Drafts come after prefills and admissions and never preempt, so they delay no other sequence.
-        Rows with drafts are moved behind the rows with one token.
+        Drafts come after prefills and admissions and never preempt, so they delay no other sequence. Rows with drafts are moved behind the
+        rows with one token.
         """
         drafts = [self._propose(seq, plan) for seq in plan.sequences[: plan.num_decodes]]
         if not any(drafts):
@@ -139,7 +147,7 @@ class Planner:
         plan.num_decodes = sum(not ids for ids in drafts)
 
     def _propose(self, seq: Sequence, plan: StepPlan) -> Seq[int]:
-        """Drafts for a decode of the plan, with the counters and blocks of the sequence advanced past them."""
+        """Draft tokens for one decode of the plan. Advances the counters and blocks of the sequence past them."""
         limit = min(self._proposer.max_drafts, self._max_num_tokens - plan.num_tokens, seq.max_computed - seq.num_computed)
         if limit <= 0 or seq.status is not Status.RUNNING:
             return NO_DRAFTS
@@ -154,6 +162,7 @@ class Planner:
         return drafts
 
     def _add_adapters(self, plan: StepPlan) -> None:
+        """Set `plan.adapters` if any row has an adapter."""
         adapters = [seq.adapter for seq in plan.sequences]
         if any(adapter != NO_ADAPTER for adapter in adapters):
             plan.adapters = adapters
@@ -163,7 +172,7 @@ class Planner:
         return 1 if self._chunked_prefill else max(seq.num_prompt - seq.num_computed, 1)
 
     def _num_new(self, seq: Sequence, start: int, budget: int) -> int:
-        """The number of tokens from `start` on to compute in this step.
+        """The number of tokens from position `start` on that are computed in this step, of at most `budget`.
 
         Without chunked prefill the prompt is computed in one step. Tokens that were generated before a preemption may follow in other
         steps, because prompt and generated tokens together can exceed max_num_tokens.

@@ -27,6 +27,7 @@ class WaitingQueue:
         return self.num_new + self.num_preempted
 
     def push(self, seq: Sequence) -> None:
+        """Add a sequence with status WAITING."""
         self._count(seq, 1)
         self._insert(seq)
 
@@ -45,17 +46,17 @@ class WaitingQueue:
             self._pop_times.append(now)
 
     def retry_after_s(self, now: float) -> float:
-        """Mean time between recent pops in seconds, within [1, 60]: the time after which a new request probably finds room."""
+        """The mean time between recent pops in seconds, within 1 to 60: the time after which a new request probably finds room."""
         times = self._pop_times
         return min(60.0, max(1.0, (now - times[0]) / len(times))) if times else 1.0
 
     def park(self, seq: Sequence, producer: Sequence, num_blocks: int) -> None:
-        """Skip `seq`, which `peek` returned, until `wake` reports that `producer` has indexed `num_blocks` blocks or has left."""
+        """Skip `seq`, which `peek` returned, until `producer` has indexed `num_blocks` blocks or has left (`wake`)."""
         heappop(self._heap(seq))
         self._parked.setdefault(producer.seq_id, []).append((num_blocks, seq))
 
     def wake(self, producer: Sequence, num_blocks: float) -> bool:
-        """Reinsert the sequences that are parked for at most `num_blocks` blocks of `producer`; True if there are any."""
+        """Reinsert the sequences that are parked for at most `num_blocks` blocks of `producer`. True if there are any."""
         parked = self._parked.pop(producer.seq_id, [])
         still_parked = [entry for entry in parked if entry[0] > num_blocks]
         if still_parked:
@@ -66,7 +67,7 @@ class WaitingQueue:
         return len(still_parked) < len(parked)
 
     def forget(self, seq: Sequence) -> None:
-        """`seq` ended while it waited. Its entry is removed when it is the first one, or when half of all entries are obsolete."""
+        """Count a sequence that ended while it waited. Its entry is removed when it is first, or when half of all entries are obsolete."""
         self._count(seq, -1)
         self._num_ended += 1
         if self._num_ended > len(self) + 64:
@@ -76,20 +77,23 @@ class WaitingQueue:
                 heapify(heap)
 
     def _heap(self, seq: Sequence) -> list[tuple[Any, Sequence]]:
+        """The heap that holds `seq`: that of new or that of preempted sequences."""
         return self._preempted if seq.num_preemptions else self._new
 
     def _insert(self, seq: Sequence) -> None:
+        """Add a sequence to its heap, unless it has ended."""
         if seq.status is Status.WAITING:
             heappush(self._heap(seq), (self._key(seq), seq))
 
     def _count(self, seq: Sequence, change: int) -> None:
+        """Change the number of new or preempted sequences."""
         if seq.num_preemptions:
             self.num_preempted += change
         else:
             self.num_new += change
 
     def _first(self, preempted_only: bool) -> list[tuple[Any, Sequence]]:
-        """The heap with the smaller head, after heads that ended were removed."""
+        """The heap whose first entry comes first, after removing ended sequences from the start of both."""
         for heap in (self._new, self._preempted):
             while heap and heap[0][1].status is not Status.WAITING:
                 heappop(heap)

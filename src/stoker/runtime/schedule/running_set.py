@@ -13,7 +13,7 @@ from stoker.runtime.schedule.queue import WaitingQueue
 
 
 class RunningSet:
-    """Moves sequences between the states waiting, running, leaving and released.
+    """Moves sequences between the states waiting, running, leaving and finished.
 
     A sequence is leaving if it ended or was preempted while a planned step contains it. It keeps its blocks and its row until the step is
     committed, so that no step writes to a block or a row that belongs to another sequence.
@@ -33,18 +33,22 @@ class RunningSet:
 
     @property
     def num_holding(self) -> int:
+        """The number of sequences that hold blocks: running and leaving ones."""
         return len(self.running) + self.num_leaving
 
     @property
     def has_free_row(self) -> bool:
+        """Whether a row of the device buffers is free."""
         return bool(self._free_rows)
 
     def enqueue(self, seq: Sequence) -> None:
+        """Add a new or preempted sequence to the waiting queue."""
         seq.status = Status.WAITING
         self.queue.push(seq)
         self.admission_blocked = False
 
     def admit(self, seq: Sequence, match: Match, now: float) -> None:
+        """Move the first waiting sequence to the running set, with the blocks of `match` and a row. `now` is in monotonic seconds."""
         self.queue.pop(seq, now)
         num_empty = self.kv_cache.pool.num_empty
         self.kv_cache.admit(seq, match)
@@ -60,7 +64,7 @@ class RunningSet:
             self.num_reused_tokens += seq.num_cached
 
     def end(self, seq: Sequence) -> None:
-        """`seq` ended while it was waiting or running."""
+        """Finish a sequence that is waiting, running or leaving."""
         status, seq.status = seq.status, Status.FINISHED
         if status is Status.WAITING:
             self.queue.forget(seq)
@@ -69,7 +73,10 @@ class RunningSet:
             self._leave(seq)
 
     def grow(self, seq: Sequence) -> bool:
-        """Allocate one more block for a decode, preempting others if necessary. False: it must wait, or it was itself preempted."""
+        """Allocate one more block for a decode of `seq`, preempting others if necessary.
+
+        False if `seq` must wait for a block, or was preempted itself.
+        """
         while not self.kv_cache.grow(seq):
             victim = None if self.num_leaving else self.policy.victim(self.running.values())
             if victim is None:
@@ -95,7 +102,7 @@ class RunningSet:
             self.enqueue(seq)
 
     def register(self, seq: Sequence, num_tokens: int) -> None:
-        """Index the blocks of the first `num_tokens` tokens, which are committed, and wake the sequences that wait for them."""
+        """Index the blocks of the first `num_tokens` tokens, which are committed, and wake the sequences that are parked for them."""
         self.kv_cache.register(seq, num_tokens)
         self._wake(seq, seq.num_hashed)
 
@@ -105,11 +112,13 @@ class RunningSet:
             self.admission_blocked = False
 
     def _preempt(self, seq: Sequence) -> None:
+        """Remove a sequence from the running set. It is queued again when no planned step contains it."""
         self.num_preemptions += 1
         seq.status = Status.LEAVING
         self._leave(seq)
 
     def _leave(self, seq: Sequence) -> None:
+        """Remove a sequence from the running set, and release its blocks and row when no planned step contains it."""
         del self.running[seq.seq_id]
         self.kv_cache.retire(seq)
         self._wake(seq, math.inf)
@@ -117,5 +126,6 @@ class RunningSet:
         self.release_unplanned(seq)
 
     def _wake(self, producer: Sequence, num_blocks: float) -> None:
+        """Requeue sequences that are parked until `producer` has indexed `num_blocks` blocks."""
         if self.queue.wake(producer, num_blocks):
             self.admission_blocked = False

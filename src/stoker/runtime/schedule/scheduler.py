@@ -70,32 +70,32 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have never held blocks. max_queue_size limits them."""
+        """The number of sequences that have never held blocks, which max_queue_size limits."""
         return self._running_set.queue.num_new
 
     @property
     def num_preempted(self) -> int:
-        """Preempted sequences that wait to be admitted again."""
+        """The number of preempted sequences that wait to be admitted again."""
         return self._running_set.queue.num_preempted
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold blocks."""
+        """The number of sequences that hold blocks."""
         return self._running_set.num_holding
 
     @property
     def num_preemptions(self) -> int:
-        """Preemptions since the start."""
+        """The number of preemptions since the start."""
         return self._running_set.num_preemptions
 
     @property
     def num_reused_tokens(self) -> int:
-        """Prompt tokens reused from the cache since the start."""
+        """The number of prompt tokens that were reused from the cache since the start."""
         return self._running_set.num_reused_tokens
 
     @property
     def num_in_flight(self) -> int:
-        """Plans that are not committed."""
+        """The number of plans that are not committed."""
         return len(self._in_flight)
 
     @property
@@ -105,22 +105,22 @@ class Scheduler:
 
     @property
     def next_deadline(self) -> float:
-        """A time before which no deadline passes; infinity if no sequence has a deadline."""
+        """A lower bound of the next deadline in monotonic seconds; infinity if no sequence has a deadline."""
         return self._next_deadline
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
     def request_ids(self) -> list[str]:
-        """Requests with a sequence that has not ended."""
+        """The ids of requests with a sequence that has not ended."""
         return list(self._requests)
 
     def retry_after_s(self, now: float) -> float:
-        """Seconds after which the queue probably has room: the mean time between recent admissions, from 1 to 60."""
+        """The seconds after which the queue probably has room: the mean time between recent admissions, from 1 to 60."""
         return self._running_set.queue.retry_after_s(now)
 
     def check(self, request: TokenRequest) -> None:
-        """Raise RequestError for a request that can never run."""
+        """Raise RequestError for a request that can never run: a wrong number of prompt tokens, an unknown adapter and the like."""
         num_prompt, max_tokens = len(request.prompt_ids), request.params.max_tokens
         if not 1 <= num_prompt < self.max_seq_len:
             raise RequestError("prompt_ids", request.prompt_ids, f"a prompt has 1 to {self.max_seq_len - 1} tokens, this one {num_prompt}")
@@ -151,14 +151,17 @@ class Scheduler:
         self._running_set.enqueue(seq)
 
     def cancel(self, request_id: str, index: int | None = None) -> list[Sequence]:
-        """End the sequences of a request, or the one with `index`. Returns those that had not ended; empty if the id is unknown."""
+        """End the sequences of a request, or only the one with `index`.
+
+        Returns those that had not ended before; empty if the id is unknown.
+        """
         ended = [seq for seq in self._requests.get(request_id, ()) if index is None or seq.index == index]
         for seq in ended:
             self.end(seq, FinishReason.CANCELLED)
         return ended
 
     def expire(self, now: float) -> list[Sequence]:
-        """End the sequences whose deadline has passed, and return them. Called before plan()."""
+        """End the sequences whose deadline is at or before `now`, and return them. Called before plan()."""
         if now < self._next_deadline:
             return []
         timed = [(seq.deadline, seq) for group in self._requests.values() for seq in group if seq.deadline is not None]
@@ -187,7 +190,7 @@ class Scheduler:
     # Steps.
 
     def plan(self, now: float) -> StepPlan:
-        """Plan the next step. The plan is empty if nothing can be computed before a commit or an arrival. `now`: monotonic time."""
+        """Plan the next step at the monotonic time `now`. The plan is empty if nothing can be computed before a commit or an arrival."""
         plan = StepPlan()
         if self._num_stages > 1:  # spread the sequences over the stages
             present = self.num_running + self.num_preempted + self.num_waiting
@@ -199,10 +202,10 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, token_ids: Seq[list[int]]) -> StepOutcome:
-        """Append the ids that each row of a step yielded; the list of a row that does not sample is empty.
+        """Append the ids that each row of a step yielded to its sequence. A row that does not sample has an empty list.
 
-        A row with k drafts yields up to k + 1 ids. Ids after one that ends the sequence are dropped. A row that samples and yields
-        no id is computed again. Raises ValueError for a wrong number of rows and for plans that are committed out of order.
+        A row with k drafts yields up to k + 1 ids. Ids after one that ends the sequence are dropped. A row that samples and yields no id is
+        computed again. Raises ValueError for a wrong number of rows and for plans that are committed out of order.
         """
         if len(token_ids) != len(plan):
             raise ValueError(f"token ids of {len(token_ids)} rows for a step of {len(plan)} rows")
@@ -245,7 +248,10 @@ class Scheduler:
         return outcome
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
-        """The step raised: end its sequences with ERROR, and return those that had not ended. No block that it wrote is reused."""
+        """End the sequences of a step that raised an error, with finish_reason ERROR. Returns those that had not ended before.
+
+        No block that the step wrote is reused.
+        """
         self._pop_in_flight(plan)
         if plan.transfers:
             self.kv_cache.end_transfers(plan.transfers, succeeded=False)
@@ -261,13 +267,17 @@ class Scheduler:
         return failed
 
     def _pop_in_flight(self, plan: StepPlan) -> None:
+        """Remove the oldest plan in flight. Raises ValueError if it is not `plan`."""
         if not self._in_flight or self._in_flight[0] is not plan:
             raise ValueError("plans must be committed once each, in the order in which plan() returned them")
         self._in_flight.popleft()
 
 
 def _cut_at_end(seq: Sequence, ids: list[int]) -> tuple[list[int], FinishReason | None]:
-    """Remove the tokens after the first of the newest tokens `ids` that ends the sequence. Returns the remaining ids and the reason."""
+    """(ids up to the one that ends the sequence, the finish reason), or all ids and None.
+
+    `ids` are the newest tokens, which `seq.tokens` contains already; those after the end are removed from it.
+    """
     num_before = len(seq.tokens) - len(ids)
     for num_tokens, token in enumerate(ids, num_before + 1):
         if token in seq.end_ids and num_tokens - seq.num_prompt > seq.min_tokens:

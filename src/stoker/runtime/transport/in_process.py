@@ -52,18 +52,20 @@ class InProcessMailbox(Mailbox):
             client.call_soon(client._fail, reason)
 
     def put(self, message: Message) -> None:
-        """Add a message. May be called from any thread."""
+        """Add a message for the step loop. May be called from any thread."""
         self._queue.put(message)
 
     def connect(self, client: InProcessClient) -> None:
+        """Send outputs for this client to its event loop from now on."""
         self._clients[client.name] = client
 
     def disconnect(self, client: InProcessClient) -> None:
+        """Drop outputs for this client from now on."""
         self._clients.pop(client.name, None)
 
 
 class InProcessClient(StreamingClient):
-    """A client of the event loop in which it is created.
+    """A client for the event loop in which it is created.
 
     `alive` is False if the step loop has not polled for `timeout_s` seconds, by default the step_timeout_s of the executor.
     """
@@ -97,7 +99,7 @@ class InProcessClient(StreamingClient):
 
 
 def split_by_client(outputs: list[SequenceOutput]) -> dict[str, list[SequenceOutput]]:
-    """Group outputs by the name of the client, with which every request id begins on the wire."""
+    """Group outputs by client. A request id begins with the name of its client."""
     batches: dict[str, list[SequenceOutput]] = {}
     for output in outputs:
         name = output.request_id[:NAME_CHARS]

@@ -18,11 +18,12 @@ STATS_TIMEOUT_S = 30.0
 
 
 def new_name() -> str:
+    """A random name for a client, of NAME_CHARS characters."""
     return uuid.uuid4().hex[:NAME_CHARS]
 
 
 class OutputStream:
-    """Outputs of one request that its consumer has not received yet."""
+    """The outputs of one request that its consumer has not received yet."""
 
     def __init__(self, request: TokenRequest, wire_id: str) -> None:
         self.request_id = request.request_id
@@ -38,16 +39,18 @@ class OutputStream:
         return self.unfinished <= 0 and not self._outputs
 
     def put(self, output: SequenceOutput) -> None:
+        """Add an output, and wake the consumer."""
         self._outputs.append(output)
         self.unfinished -= output.finish_reason is not None
         self._notify()
 
     def fail(self, error: Exception) -> None:
+        """End the stream: `get` raises `error` after the outputs that were added before."""
         self._error = error
         self._notify()
 
     async def get(self) -> list[SequenceOutput]:
-        """Outputs since the last call. Waits for the first one. Raises the error that was passed to `fail`."""
+        """The outputs since the last call. Waits until there is at least one. Raises the error that was passed to `fail`."""
         if not self._outputs and self._error is None:
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
@@ -57,6 +60,7 @@ class OutputStream:
         return outputs
 
     def _notify(self) -> None:
+        """Wake a consumer that waits in `get`."""
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
@@ -76,7 +80,7 @@ class StreamingClient(ExecutorClient):
 
     @abstractmethod
     def _transmit(self, message: Message) -> None:
-        """Queue a message without waiting. May call `_fail`."""
+        """Queue a message to the executor without waiting. May call `_fail`."""
 
     async def generate(self, request: TokenRequest) -> AsyncGenerator[list[SequenceOutput], None]:
         stream = self._open(request)
@@ -113,6 +117,7 @@ class StreamingClient(ExecutorClient):
         self._transmit(Shutdown(drain))
 
     def _open(self, request: TokenRequest) -> OutputStream:
+        """Submit a request under an id that is unique among all clients. Raises RequestError for an id in flight, or UnavailableError."""
         self._require_executor()
         if request.request_id in self._wire_ids:
             raise RequestError("request_id", request.request_id, "a request with this id is in flight", cure="Use a new id.")
@@ -125,22 +130,25 @@ class StreamingClient(ExecutorClient):
         return stream
 
     def _close_stream(self, stream: OutputStream) -> None:
+        """Forget a request, and cancel it if it has not ended."""
         del self._streams[stream.wire_id], self._wire_ids[stream.request_id]
         if stream.unfinished > 0 and self._failure is None:
             self._transmit(Cancel(stream.wire_id))
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
+        """Pass outputs from the executor to the streams of their requests."""
         for output in outputs:
             if (stream := self._streams.get(output.request_id)) is not None:
                 output.request_id = stream.request_id
                 stream.put(output)
 
     def _answer(self, number: int, stats: ExecutorStats) -> None:
+        """Pass statistics to the call of `stats` with this number."""
         if (answer := self._queries.get(number)) is not None and not answer.done():
             answer.set_result(stats)
 
     def _fail(self, reason: str) -> None:
-        """The executor has ended or hangs: end all requests and queries with an error."""
+        """End all requests and queries with UnavailableError, because the executor has ended or hangs."""
         if self._failure is not None:
             return
         self._failure = UnavailableError(f"The executor is gone: {reason}.", cure="See its log; restart it.")
@@ -151,5 +159,6 @@ class StreamingClient(ExecutorClient):
                 answer.set_exception(self._failure)
 
     def _require_executor(self) -> None:
+        """Raise UnavailableError if the executor has ended."""
         if self._failure is not None:
             raise self._failure

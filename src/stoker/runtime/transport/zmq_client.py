@@ -32,7 +32,10 @@ CONNECT_TIMEOUT_S = 120.0  # timeout of the executor until its step_timeout_s is
 
 
 class ZmqExecutorClient(StreamingClient):
-    """Created by `connect`, in the event loop that uses it. Messages of one iteration of the loop are sent together."""
+    """A client of an executor in another process. It is created by `connect`, in the event loop that uses it.
+
+    Messages of one iteration of the loop are sent together.
+    """
 
     def __init__(self, address: str, *, timeout_s: float | None = None, heartbeat_s: float = HEARTBEAT_S) -> None:
         check_address(address)
@@ -99,11 +102,13 @@ class ZmqExecutorClient(StreamingClient):
         self._post(message)
 
     def _post(self, message: ToExecutor) -> None:
+        """Queue a message, which is sent at the end of this iteration of the event loop."""
         if not self._outbox:
             self._loop.call_soon(self._flush)
         self._outbox.append(message)
 
     def _flush(self) -> None:
+        """Send all queued messages as one. The executor counts as gone if it does not read them."""
         if not self._outbox or self._socket.closed:
             return
         outbox, self._outbox = self._outbox, []
@@ -114,6 +119,7 @@ class ZmqExecutorClient(StreamingClient):
         self._receive()  # the descriptor of a ZeroMQ socket is edge-triggered, and a send may have consumed an event
 
     def _receive(self) -> None:
+        """Process all messages that have arrived."""
         try:
             while not self._socket.closed:
                 self._accept(self._decode(self._socket.recv(zmq.NOBLOCK)))
@@ -123,6 +129,7 @@ class ZmqExecutorClient(StreamingClient):
             self._fail(f"it sent an invalid message: {error}")
 
     def _accept(self, message: ToClient) -> None:
+        """Process one message of the executor."""
         self._last_receive_s = time.monotonic()
         match message:
             case Outputs(outputs):
@@ -140,13 +147,14 @@ class ZmqExecutorClient(StreamingClient):
                 pass
 
     def _watch(self) -> None:
-        """The peer disconnected: its process ended, or did not answer ZeroMQ's heartbeats."""
+        """Called when the peer disconnected: its process ended, or did not answer ZeroMQ's heartbeats. Ends all requests."""
         while int(self._monitor.EVENTS) & zmq.POLLIN:
             recv_monitor_message(self._monitor)
             self._receive()  # messages that it sent before
             self._fail("its process ended")
 
     def _beat(self) -> None:
+        """Send a ping regularly, and end all requests if the executor has not answered for `timeout_s` seconds."""
         if self._failure is None and time.monotonic() - self._last_receive_s > self._timeout_s:
             self._fail(f"it did not answer for {self._timeout_s:g} s")
         self._post(Ping())

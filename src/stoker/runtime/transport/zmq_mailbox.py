@@ -84,7 +84,10 @@ class _Peer:
 
 
 class ZmqMailbox(Mailbox):
-    """Binds to `address`: ipc://PATH, or tcp://127.0.0.1:PORT with * for a free port. The attribute `address` has the actual port."""
+    """The executor's end. It binds to `address`: ipc://PATH, or tcp://127.0.0.1:PORT, where PORT may be * for any free port.
+
+    The attribute `address` has the actual port.
+    """
 
     def __init__(self, address: str, info: ExecutorInfo, *, client_timeout_s: float = CLIENT_TIMEOUT_S) -> None:
         check_address(address)
@@ -130,6 +133,7 @@ class ZmqMailbox(Mailbox):
         self._context.destroy(linger=500)
 
     def _wait(self, timeout_s: float) -> int:
+        """Wait for a message for at most `timeout_s` seconds, and check for clients that are gone meanwhile. True if one has arrived."""
         # In intervals, so that an idle loop also detects frontends that do not answer.
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0 and not self._messages:
@@ -139,6 +143,7 @@ class ZmqMailbox(Mailbox):
         return False
 
     def _receive(self) -> None:
+        """Read messages that have arrived, up to MAX_MESSAGES_PER_POLL. Invalid ones are logged and ignored."""
         now = time.monotonic()
         for _ in range(MAX_MESSAGES_PER_POLL):
             try:
@@ -160,6 +165,7 @@ class ZmqMailbox(Mailbox):
                 self._drop_client(name)
 
     def _accept(self, name: str, peer: _Peer, message: ToExecutor) -> None:
+        """Process one message of the client `name`."""
         match message:
             case Ping():
                 self._send(name, Pong())
@@ -180,6 +186,7 @@ class ZmqMailbox(Mailbox):
                 self._messages.append(message)
 
     def _send(self, name: str, message: ToClient) -> None:
+        """Send a message to the client `name`, which is dropped if it is gone or does not read."""
         try:
             self._socket.send_multipart((name.encode(), self._encode(message)), zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -188,11 +195,12 @@ class ZmqMailbox(Mailbox):
             self._drop_client(name)
 
     def _drop_client(self, name: str) -> None:
-        """Cancel all requests of a frontend and forget it."""
+        """Forget a client and cancel all of its requests."""
         if (peer := self._peers.pop(name, None)) is not None:
             self._messages.extend(Cancel(request_id) for request_id in peer.open)
 
     def _check_clients(self) -> None:
+        """Cancel the requests of clients that have sent nothing for the time-out."""
         now = time.monotonic()
         if now < self._next_check_s:
             return
@@ -206,7 +214,7 @@ class ZmqMailbox(Mailbox):
 
 
 def configure(socket: zmq.Socket[bytes], timeout_s: float) -> None:
-    """Set the limits and heartbeats that are the same for both ends."""
+    """Set the limits and heartbeats of a socket that are the same for both ends. `timeout_s` is the heartbeat time-out in seconds."""
     socket.set(zmq.LINGER, 500)
     socket.set(zmq.SNDHWM, MAX_QUEUED_STEPS)
     socket.set(zmq.RCVHWM, MAX_QUEUED_STEPS)
@@ -216,7 +224,7 @@ def configure(socket: zmq.Socket[bytes], timeout_s: float) -> None:
 
 
 def check_address(address: str) -> None:
-    """Raise ConfigError unless `address` is reachable only from this machine."""
+    """Raise ConfigError unless `address` is valid and reachable only from this machine."""
     if not address.startswith(("ipc://", "tcp://127.0.0.1:", "tcp://[::1]:")):
         raise ConfigError(f"the executor address {address!r} is refused.", cure="Use ipc://PATH or tcp://127.0.0.1:PORT.")
     if address.startswith("ipc://") and len(address.encode()) - len("ipc://") > 107:
@@ -224,11 +232,13 @@ def check_address(address: str) -> None:
 
 
 def _check_owner(name: str, request_id: str) -> None:
+    """Raise ValueError unless the request id belongs to the client `name`."""
     if not request_id.startswith(f"{name}:"):
         raise ValueError(f"request id {request_id!r} does not begin with the name of its client")
 
 
 def _count_down(open_requests: dict[str, int], request_id: str) -> None:
+    """Record that one more sequence of a request has ended."""
     if open_requests.get(request_id, 0) <= 1:
         open_requests.pop(request_id, None)
     else:

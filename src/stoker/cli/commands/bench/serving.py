@@ -17,13 +17,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from stoker.api.progress import ProgressBars
 from stoker.base.config import check_range
 from stoker.base.errors import ConfigError, StokerError
 from stoker.cli.benchmark.results import check_output_file, percentile, print_results, provenance
 from stoker.cli.clients.http import events, get, post
 from stoker.cli.clients.metrics import read_metrics
 from stoker.cli.engines import MODEL_HELP, prepare_engine
-from stoker.cli.output.progress import ProgressBars
 from stoker.cli.server_process import running_server
 
 TOKEN_IDS = range(100, 300)  # ordinary tokens in every vocabulary, including those of the tests

@@ -46,8 +46,8 @@ def perplexity(
     from rich.console import Console
     from tokenizers import Tokenizer
 
+    from stoker.api.progress import ProgressBars
     from stoker.base import env
-    from stoker.cli.output.progress import ProgressBars
     from stoker.engine.layerwise import LayerwiseModel, split_windows
     from stoker.engine.reader import Engine
 

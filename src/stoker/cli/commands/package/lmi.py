@@ -31,7 +31,7 @@ def lmi(
     """
     from rich.console import Console
 
-    from stoker.cli.output.progress import ProgressBars
+    from stoker.api.progress import ProgressBars
     from stoker.cli.prepare_server import engine_info
     from stoker.deploy.lmi.package import package
 

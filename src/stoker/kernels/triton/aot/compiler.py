@@ -44,19 +44,22 @@ class CompileJob:
     folder: str  # of Triton's cache directory: the cache key
 
     def is_cached(self, cache: Path) -> bool:
+        """Whether Triton's cache directory `cache` holds the complete compiled kernel."""
         return any((cache / self.folder).glob("__grp__*.json"))
 
 
 @contextlib.contextmanager
 def collecting(capability: int) -> Iterator[dict[str, CompileJob]]:
-    """Yield a dict that receives each kernel that launchers called in the block would compile for `capability` (90: sm_90), by its folder.
+    """Yield a dict of compile jobs, which every launcher that is called in the block fills with the kernels that it would launch.
 
-    Nothing runs and nothing is compiled. Not for a process that launches kernels at the same time.
+    `capability` is that of the target (90: sm_90). The keys are the kernels' folders in Triton's cache. Nothing runs and nothing is
+    compiled. Not for a process that launches kernels at the same time.
     """
     jobs: dict[str, CompileJob] = {}
     seen: set[tuple[str, str]] = set()
 
     def record(*, key: str, repr: str, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, already_compiled: bool) -> bool:
+        """Triton's hook before a compilation: add the job, and return True to skip the compilation and the launch."""
         name = f"{fn.module}.{fn.name}"
         if (name, key) not in seen:
             seen.add((name, key))
@@ -74,7 +77,10 @@ def collecting(capability: int) -> Iterator[dict[str, CompileJob]]:
 
 
 def _job(fn: Any, specialization: Specialization, target: GPUTarget) -> CompileJob:
-    """The job with the key that `triton.compile` looks up: a digest of Triton itself, the source, the target, options and environment."""
+    """The job of one kernel. Its folder is the key that `triton.compile` looks up.
+
+    The key is a digest of Triton itself, the source, the target, options and environment.
+    """
     backend = make_backend(target)
     variables = triton.compiler.compiler.get_cache_invalidating_env_vars()
     source, options = specialization.source(fn.jit_function), specialization.parsed_options(backend)
@@ -89,13 +95,14 @@ def compile_jobs(
     processes: int,
     progress: Callable[[int, int], None] = lambda finished, total: None,
 ) -> None:
-    """Compile `jobs` into Triton's cache directory `cache`, and call `progress(finished, total)` after each.
+    """Compile `jobs` into Triton's cache directory `cache` in several processes. Calls `progress(finished, total)` after each job.
 
     Raises RuntimeError with the end of the compiler's output when a job fails.
     """
     pending, finished = iter(jobs), 0
 
     def work() -> None:
+        """One thread: send jobs to a compiler process until none is pending."""
         nonlocal finished
         process = _CompilerProcess(cache, capability)
         try:
@@ -127,6 +134,7 @@ class _CompilerProcess:
         )
 
     def compile(self, job: CompileJob) -> None:
+        """Compile one kernel and wait for it. Raises RuntimeError with the end of the process's output when it fails."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps([job.module, job.name, job.specialization]) + "\n")
@@ -137,6 +145,7 @@ class _CompilerProcess:
             raise RuntimeError(f"{job.module}.{job.name} was not compiled: {self._errors.read().decode(errors='replace')[-2000:]}")
 
     def close(self) -> None:
+        """End the process by closing its standard input, and wait for it."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
@@ -146,7 +155,7 @@ class _CompilerProcess:
 
 
 def main(cache: Path, capability: int) -> None:
-    """The process that `_CompilerProcess` starts: reads one job per line from standard input and answers `compiled`."""
+    """Run a compiler process: read one job per line from standard input, compile it, and write the line `compiled`."""
     answers, sys.stdout = sys.stdout, sys.stderr
     triton.knobs.cache.dir = str(cache)
     triton.knobs.compilation.store_binary_only = True

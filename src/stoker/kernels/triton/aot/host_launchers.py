@@ -37,12 +37,13 @@ class LaunchSignature(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(signature: dict[str, Any], metadata: dict[str, Any]) -> LaunchSignature:
+        """The signature of a kernel from Triton's argument types and the metadata of the compiled kernel."""
         types = tuple(kind if isinstance(kind, str) else tuple(kind) for kind in signature.values())
         return LaunchSignature(types, msgspec.json.encode(metadata.get("tensordesc_meta")).decode())
 
 
 def build_launchers(signatures: Iterable[LaunchSignature], cache: Path) -> None:
-    """Build the libraries that Triton's cache directory `cache` does not have."""
+    """Build the host libraries of `signatures` in Triton's cache directory `cache`, in parallel. Existing ones are skipped."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(lambda signature: build_launcher(signature, cache), set(signatures)))
 
@@ -68,7 +69,7 @@ def build_launcher(signature: LaunchSignature, cache: Path) -> None:
 
 
 def _is_built(source: str, cache: Path) -> bool:
-    """Whether `cache` has the library of this C source, by the digest that `triton.runtime.build` gives it."""
+    """Whether `cache` holds the library that `triton.runtime.build` would compile from this C source."""
     key = hashlib.sha256((source + platform_key()).encode()).digest()
     return any((cache / base64.b32encode(key).decode().rstrip("=")).glob("__triton_launcher*.so"))
 
@@ -86,6 +87,7 @@ _UNUSED_METADATA = {
 
 
 def _compiler() -> str:
+    """The name of the C compiler that Triton uses."""
     return env.text("CC", "gcc")
 
 

@@ -72,7 +72,7 @@ counts = KernelCounts()
 
 
 def use_kernel_cache() -> Path:
-    """Let Triton store its kernels in `env.kernel_cache()`, and count what it loads. Returns the directory.
+    """Set Triton's cache directory to `env.kernel_cache()` and return it. From then on, `counts` counts the kernels that are loaded.
 
     Where that directory is not writable, the process uses a temporary one and logs a warning.
     """
@@ -94,13 +94,14 @@ _temporary: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def _temporary_folder() -> str:
+    """A folder that is removed when the process ends; the same one at each call."""
     if not _temporary:
         _temporary.append(tempfile.TemporaryDirectory(prefix="stoker-kernels-"))
     return _temporary[0].name
 
 
 def _count(*, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], times: Any, cache_hit: bool) -> None:
-    """Triton's compilation listener."""
+    """Add one kernel to `counts`. Triton calls this after each kernel that it compiled or found in its cache."""
     if cache_hit:
         counts.cached += 1
         return
@@ -132,23 +133,25 @@ def write_archive(jobs: Iterable[CompileJob], cache: Path, file: Path, capabilit
 
 
 def _signature(job: CompileJob) -> dict[str, Any]:
+    """The argument types of a job's kernel, by argument name."""
     return Specialization.from_json(job.specialization).signature
 
 
 def _metadata(folder: Path) -> dict[str, Any]:
-    """Triton's description of a compiled kernel."""
+    """Triton's JSON description of the compiled kernel in `folder`."""
     return json.loads(next(path for path in folder.glob("*.json") if not path.name.startswith("__grp__")).read_bytes())
 
 
 def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
-    """Without a time stamp, so that the same kernels give the same file."""
+    """Add a file without a time stamp, so that the same kernels always give the same archive."""
     archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
 
 
 def install_archive(file: Path, cache: Path) -> int:
-    """Copy the kernels of an engine's archive into Triton's cache directory and build their host libraries. Returns how many were new.
+    """Copy the kernels of an engine's archive into Triton's cache directory and build their host libraries.
 
-    Raises EngineError for a file that is damaged or contains paths outside the cache directory.
+    Returns the number of kernels that were not there before. Raises EngineError for a file that is damaged or contains paths outside the
+    cache directory.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(file.read_bytes())) as archive:
@@ -165,6 +168,7 @@ def install_archive(file: Path, cache: Path) -> int:
 
 
 def _install_kernels(archive: zipfile.ZipFile, cache: Path) -> int:
+    """Copy the kernels that `cache` does not hold yet and return their number. Raises ValueError for an unexpected file name or count."""
     folders: dict[str, list[str]] = {}
     names = archive.namelist()
     if len(names) > _MAX_FILES:
@@ -183,13 +187,17 @@ def _install_kernels(archive: zipfile.ZipFile, cache: Path) -> int:
 
 
 def _read_member(archive: zipfile.ZipFile, name: str) -> bytes:
+    """The content of one file of the archive. Raises ValueError for one of more than _MAX_FILE_BYTES."""
     if archive.getinfo(name).file_size > _MAX_FILE_BYTES:
         raise ValueError(f"{name} has {archive.getinfo(name).file_size} bytes")
     return archive.read(name)
 
 
 def _install_kernel(folder: Path, files: dict[str, bytes]) -> None:
-    """Write a kernel's files as Triton does: last the group file, which lists their paths on this machine."""
+    """Write the files of one kernel as Triton does. The group file, which lists their paths on this machine, is written last.
+
+    Raises ValueError if there is not exactly one description (.json).
+    """
     descriptions = [name for name in files if name.endswith(".json")]
     if len(descriptions) != 1:
         raise ValueError(f"{folder.name} has {len(descriptions)} descriptions")
@@ -201,6 +209,7 @@ def _install_kernel(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
+    """Write a new file beside `path` and rename it, so that no process sees a part of it."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}")
     fresh.write_bytes(data)
     fresh.replace(path)

@@ -1,4 +1,4 @@
-"""Compile kernels for a GPU that this machine need not have, and report what they use.
+"""Compiles kernels for a given GPU on any machine, with or without that GPU, and reports their resource usage.
 
 Inside `compiling(...)`, launchers compile exactly what they would launch and launch nothing: called on meta tensors of a model's shapes,
 they fill Triton's cache directory for the target. `compile_for` compiles one kernel from a signature.
@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 @dataclass(frozen=True, slots=True)
 class KernelResources:
-    """What one compiled kernel uses."""
+    """The resource usage of one compiled kernel, per thread (registers, spills, stack) or per CTA (shared memory)."""
 
     name: str
     registers: int  # per thread
@@ -53,14 +53,16 @@ class _OfflineDriver:
 
 @contextmanager
 def compiling(capability: int = 90) -> Iterator[list[CompiledKernel]]:
-    """Yield a list that receives, once each, the kernels that launchers called in the block would run on `capability` (90: sm_90).
+    """Yield a list of compiled kernels, which every launcher that is called in the block extends by the kernels that it would launch.
 
-    Nothing runs and outputs stay unwritten, so pass meta tensors. Not for use while another thread launches kernels.
+    `capability` is that of the target (90: sm_90). Each kernel is listed once. Nothing runs and outputs stay unwritten, so pass meta
+    tensors. Not for use while another thread launches kernels.
     """
     compiled: list[CompiledKernel] = []
     run = JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> CompiledKernel | None:
+        """Replaces `JITFunction.run`: compile, add the kernel to the list, and do not launch it."""
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         if kernel is not None and all(kernel is not other for other in compiled):
             compiled.append(kernel)
@@ -76,7 +78,7 @@ def compiling(capability: int = 90) -> Iterator[list[CompiledKernel]]:
 
 @contextmanager
 def compilation_target(capability: int) -> Iterator[GPUTarget]:
-    """Make Triton compile for `capability`, whatever device this machine has."""
+    """Make Triton compile for `capability` within the block, whatever device this machine has."""
     active, target = driver._active, GPUTarget("cuda", capability, 32)
     driver.set_active(_OfflineDriver(target))
     try:
@@ -94,7 +96,7 @@ def compile_for(
     num_stages: int = 3,
     capability: int = 90,
 ) -> CompiledKernel:
-    """Compile `kernel` for the argument types of `signature` (name → "*bf16", "i32", "fp32"). `constexprs` has the values of constants.
+    """Compile `kernel` for the argument types of `signature` (name → "*bf16", "i32", "fp32") and the constants `constexprs`.
 
     Pointers are assumed to be 16-byte aligned, as PyTorch's allocations are.
     """
@@ -105,7 +107,10 @@ def compile_for(
 
 
 def resources(kernel: CompiledKernel) -> KernelResources:
-    """The resources of a compiled kernel, as reported by `ptxas -v` from Triton's package."""
+    """The resource usage of a compiled kernel. Registers, spills and stack come from running Triton's `ptxas -v` on its PTX.
+
+    `shared_bytes` is the shared memory that Triton allocates, static and dynamic.
+    """
     metadata = kernel.metadata
     report = _assemble(kernel.asm["ptx"])
     stack, stores, loads = (
@@ -116,7 +121,7 @@ def resources(kernel: CompiledKernel) -> KernelResources:
 
 
 def _assemble(ptx: str) -> str:
-    """The report of `ptxas -v` about a kernel's PTX."""
+    """Run `ptxas -v` on PTX in a temporary folder and return its report. Raises CalledProcessError."""
     architecture = re.search(r"\.target\s+(\w+)", ptx).group(1)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"

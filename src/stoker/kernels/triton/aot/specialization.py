@@ -29,7 +29,7 @@ class Specialization:
 
     @staticmethod
     def of_hook(compile_arguments: dict[str, Any]) -> Specialization:
-        """From the `compile` argument of Triton's `jit_cache_hook`, which has the options as JSON only."""
+        """The specialization in the `compile` argument of Triton's `jit_cache_hook`, which has the options as JSON only."""
         options = json.loads(compile_arguments["specialization_data"])["options"]
         return Specialization(
             compile_arguments["signature"],
@@ -40,9 +40,11 @@ class Specialization:
 
     @staticmethod
     def from_json(text: str) -> Specialization:
+        """The inverse of `to_json`."""
         return Specialization(*(_decode(part) for part in json.loads(text)))
 
     def to_json(self) -> str:
+        """All four fields as one line of JSON."""
         return json.dumps([_encode(part) for part in (self.signature, self.constants, self.attributes, self.options)])
 
     def source(self, function: JITFunction) -> Any:
@@ -50,11 +52,15 @@ class Specialization:
         return function.ASTSource(function, self.signature, self.constants, self.attributes)
 
     def parsed_options(self, backend: BaseBackend) -> Any:
+        """The backend's options object, as `triton.compile` uses it."""
         return backend.parse_options(dict(self.options))
 
 
 def _encode(value: Any) -> Any:
-    """JSON for values of Python, Triton types, constants, tuples, named tuples, and dictionaries whose keys are any of these."""
+    """A JSON value for Python values, Triton types, constants, tuples, named tuples and dictionaries of these.
+
+    Raises TypeError for others.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
@@ -73,6 +79,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(value: Any) -> Any:
+    """The inverse of `_encode`."""
     if isinstance(value, list):
         return [_decode(each) for each in value]
     if not isinstance(value, dict):

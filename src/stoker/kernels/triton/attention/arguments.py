@@ -64,7 +64,7 @@ class QueryTile(NamedTuple):
 
 
 class ScoreOptions(NamedTuple):
-    """Constants: what else the scores go through. None: absent."""
+    """Constants: optional changes of the scores. None: absent."""
 
     softcap: float | None  # cap × tanh(score ÷ cap)
     window: int | None  # a query sees itself and window - 1 keys before it
@@ -72,14 +72,14 @@ class ScoreOptions(NamedTuple):
 
 
 class RotaryShape(NamedTuple):
-    """Constants: how new tokens rotate."""
+    """Constants: which features of a new token are rotated, and how they are paired."""
 
     half: int  # pairs of features that rotate; 0: none
     interleaved: bool  # pairs are (0, 1), (2, 3) ...; else (0, half), (1, half + 1) ...
 
 
 class OperandFormat(NamedTuple):
-    """Constants: how matrix operands are made and multiplied."""
+    """Constants: the precision of matrix products, and how 8-bit operands are loaded and unpacked."""
 
     precision: str  # of tl.dot on float32: "tf32" or "tf32x3"
     pairs: str | None  # 8-bit cache read as int16 pairs of features: "e4m3" or "bytes"; see `paired_8bit`
@@ -95,7 +95,7 @@ class SplitShape(NamedTuple):
 
 
 class HeadPages(NamedTuple):
-    """One KV head's pages of one sequence."""
+    """The pages of one KV head of one sequence."""
 
     keys_ptr: Any  # the head's page in block 0
     values_ptr: Any  # likewise; None: the keys are the values
@@ -119,7 +119,7 @@ class SoftmaxState(NamedTuple):
 
 
 class TileOrigin(NamedTuple):
-    """Where a query tile lies."""
+    """The position of a query tile: its heads and tokens."""
 
     kv_head: Any
     group_start: Any  # the first of its query heads within the group of `kv_head`

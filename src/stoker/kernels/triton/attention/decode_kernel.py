@@ -74,6 +74,11 @@ def decode_attention_kernel(
     LAUNCH_DEPENDENTS: tl.constexpr,  # whether the next kernel may start before this one has ended
     USE_PDL: tl.constexpr,
 ):
+    """One CTA: attention of one query tile of a decode row over the keys of one split.
+
+    `cache`: KVPages; `new`: NewTokens or None; `scratch`: SplitScratch; `scale`: the factor of scores. A split has at least `min_tiles` key
+    tiles. The constants are the named tuples of `arguments`; strides are in elements.
+    """
     PAIRS: tl.constexpr = FORMAT.pairs
     STEP: tl.constexpr = 1 if PAIRS is None else 2
     GROUP_TILES: tl.constexpr = (SHAPE.group + TILE.heads - 1) // TILE.heads  # tiles for the query heads of one KV head

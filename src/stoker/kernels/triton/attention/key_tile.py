@@ -8,9 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def block_ids(block_table_ptr, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BEFORE_WAIT: tl.constexpr = False):
-    """The blocks of tokens start : start + BLOCK_N: one id when they share a block, else one per token. Reads no entry past `end`'s.
+    """The KV cache blocks of tokens start : start + BLOCK_N of a row: one id if all are in one block, else one id per token.
 
-    BEFORE_WAIT: with a volatile load, which the compiler does not move behind the following `pdl_wait`.
+    Entries for tokens from `end` on are not read. BEFORE_WAIT: use a volatile load, which the compiler does not move behind the following
+    `pdl_wait`.
     """
     if BLOCK_N <= BLOCK_SIZE:
         return tl.load(block_table_ptr + start // BLOCK_SIZE, mask=start < end, other=0, volatile=BEFORE_WAIT)
@@ -21,9 +22,9 @@ def block_ids(block_table_ptr, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl
 
 @triton.jit
 def page_rows(pages_ptr, block, start, stride_block, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pointers [BLOCK_N] to tokens start : start + BLOCK_N of one head, whose page of block 0 is at `pages_ptr`.
+    """Pointers [BLOCK_N] to the features of tokens start : start + BLOCK_N of one head. `block` is a result of `block_ids`.
 
-    `start` is a multiple of min(BLOCK_N, BLOCK_SIZE).
+    `pages_ptr` points to the head's page in block 0. `start` is a multiple of min(BLOCK_N, BLOCK_SIZE).
     """
     place = (start + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
     if BLOCK_N <= BLOCK_SIZE:
@@ -33,7 +34,10 @@ def page_rows(pages_ptr, block, start, stride_block, SIZE: tl.constexpr, BLOCK_S
 
 @triton.jit
 def load_part(rows, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, inside, STEP: tl.constexpr = 1):
-    """[N, WIDTH]: features FIRST, FIRST + STEP, ... of each row, zeros from SIZE on. `rows` [N] are pointers; `inside` [N] or None."""
+    """[N, WIDTH]: features FIRST, FIRST + STEP, … of each row; features from SIZE on are zero.
+
+    `rows` [N] are pointers. `inside` [N] is True for rows that exist; None means all.
+    """
     cols = FIRST + STEP * tl.arange(0, WIDTH)[None, :]
     addresses = rows[:, None] + cols
     if inside is None:
@@ -59,9 +63,9 @@ def store_part(rows, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.const
 def as_value_operand(x, DTYPE: tl.constexpr):
     """x [N, D] in DTYPE, as the right operand of weights [M, N] × x.
 
-    This operand is read from shared memory transposed, which matrix loads (ldmatrix.trans) do for 16-bit elements only. Without the join,
-    Triton moves the conversion behind that read and loads 8-bit elements one by one: 64 loads per thread for a tile of 64 × 128. It moves
-    nothing past a join.
+    This operand is read from shared memory transposed, which matrix loads (ldmatrix.trans) do for 16-bit elements only. Triton would move
+    the conversion of 8-bit elements behind that read and load them one by one: 64 loads per thread for a tile of 64 × 128. `tl.join`
+    prevents this, because Triton moves no conversion across it.
     """
     if x.dtype.primitive_bitwidth == 8 and tl.float32 != DTYPE:
         even, odd = tl.split(tl.reshape(x.to(DTYPE), (x.shape[0], x.shape[1] // 2, 2)))

@@ -54,7 +54,7 @@ class StepTokens(NamedTuple):
 
 
 def rope_attention(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
-    """See `ops.rope_attention`: one launch for decode steps where that is faster, else `rope_store` and `attention`."""
+    """Rotary embedding, cache write and attention (`ops.rope_attention`), in one launch for decode steps where that is faster."""
     if not (batch.is_decode and _is_stored_unchanged(q, cache) and _is_one_launch_faster(q, cache, params)):
         return attention(rope_store(q, k, v, *rotary, cache, batch.slots), cache, batch, params)
     _check(q, cache)
@@ -64,7 +64,10 @@ def rope_attention(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCac
 
 
 def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
-    """See `ops.attention`. Launches on one device must run one after another, because they share the memory that combines splits."""
+    """Paged attention (`ops.attention`) in one launch for decode rows and one for prefill rows.
+
+    Launches on one device must run one after another, because they share the memory in which splits are combined.
+    """
     _check(q, cache)
     out = _empty_output(q, cache)
     if batch.num_decodes:
@@ -75,6 +78,7 @@ def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionP
 
 
 def _empty_output(q: Tensor, cache: KVCache) -> Tensor:
+    """The uninitialized output [T, heads, Dv]. Also allocates the memory that all launches share."""
     values = cache.keys if cache.values is None else cache.values
     _finished_counters(q.device), _flag_words(q.device)  # allocated by the first call of all, so that no captured graph owns them
     return torch.empty((q.shape[0], q.shape[1], values.shape[-1]), dtype=q.dtype, device=q.device)
@@ -91,7 +95,7 @@ def _is_one_launch_faster(q: Tensor, cache: KVCache, params: AttentionParams) ->
 
 
 def _runs_beside_fused_layer(q: Tensor, params: AttentionParams) -> bool:
-    """Whether CTAs of a fused layer kernel fit on the SMs beside attention's: for more than two tokens it uses all shared memory."""
+    """Whether CTAs of the following fused layer kernel fit on the same SMs: for more than two tokens it uses all their shared memory."""
     return params.before_fused_layer and q.shape[0] <= 2
 
 
@@ -110,9 +114,9 @@ def decode(
     splits: Splits | None = None,
     new: StepTokens | None = None,
 ) -> None:
-    """Attention of the decode rows, into out[: num_decodes]. With `new`, their keys and values are stored in the cache first.
+    """Compute attention of the decode rows into out[:num_decodes]. With `new`, first store their keys and values in the cache.
 
-    `tile` and `splits` override the tuned choice.
+    `tile` and `splits` override the choice from the tuning table.
     """
     kv_heads = cache.keys.shape[1]
     group = q.shape[1] // kv_heads
@@ -170,7 +174,10 @@ def prefill(
     tile: AttentionTile | None = None,
     splits: Splits | None = None,
 ) -> None:
-    """Attention of the rows from num_decodes on, into out[num_decodes :]. `tile` and `splits` override the tuned choice."""
+    """Compute attention of the rows from num_decodes on into out[num_decodes:].
+
+    `tile` and `splits` override the choice from the tuning table.
+    """
     kv_heads = cache.keys.shape[1]
     group = q.shape[1] // kv_heads
     num_tokens, num_rows = q.shape[0] - batch.num_decodes, batch.num_rows - batch.num_decodes
@@ -217,7 +224,10 @@ def prefill(
 
 
 def _splits(num_tiles: int, results: int, tile: AttentionTile, max_seq_len: int, device: torch.device) -> Splits:
-    """The tuned number of splits, within MAX_SCRATCH_BYTES. `results`: float32 values that each split of a tile leaves."""
+    """The number of splits for `num_tiles` query tiles, limited so that their results fit MAX_SCRATCH_BYTES.
+
+    `results` is the number of float32 values that each split of a tile stores.
+    """
     most = MAX_SCRATCH_BYTES // (4 * results * num_tiles)
     if num_tiles > MAX_SPLIT_TILES or most < 2:
         return Splits()
@@ -228,7 +238,10 @@ def _splits(num_tiles: int, results: int, tile: AttentionTile, max_seq_len: int,
 def _split_arguments(
     q: Tensor, shape: HeadShape, tile: AttentionTile, splits: Splits, num_tiles: int, tile_rows: int, columns: int = 0
 ) -> tuple[SplitShape, SplitScratch]:
-    """How the splits of a launch combine, and the memory for it. `columns`: see `flag_columns`."""
+    """The constants and the scratch memory with which the splits of a launch are combined.
+
+    `columns` > 0 selects the combination by flags (see `flag_columns`); 0 by counter.
+    """
     power = triton.next_power_of_2(splits.count)
     partial = lse = words = None
     if columns:
@@ -242,6 +255,7 @@ def _split_arguments(
 
 
 def _new_tokens(new: StepTokens, batch: ForwardBatch) -> tuple[NewTokens, RotaryShape]:
+    """The kernel arguments `new` and ROTARY for the new tokens of a decode step: their tensors and strides, and how they are rotated."""
     k, v, (positions, cos_sin, interleaved) = new
     half = 0 if cos_sin is None else cos_sin.shape[1] // 2
     tokens = NewTokens(k, v, positions, cos_sin, batch.slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1))
@@ -249,6 +263,7 @@ def _new_tokens(new: StepTokens, batch: ForwardBatch) -> tuple[NewTokens, Rotary
 
 
 def _head_shape(q: Tensor, cache: KVCache, out: Tensor, tile: AttentionTile, pairs: str | None) -> HeadShape:
+    """The constants SHAPE of a launch. `pairs` is a result of `_pairs`."""
     num_heads, size = q.shape[1:]
     value_size = out.shape[2]
     if pairs is None:
@@ -260,7 +275,10 @@ def _head_shape(q: Tensor, cache: KVCache, out: Tensor, tile: AttentionTile, pai
 
 
 def _parts(size: int, is_whole: bool = False) -> tuple[int, int]:
-    """A head size as two powers of two, each 0 or at least 16 (the smallest side of a matrix instruction), or as one that holds it."""
+    """The widths of the two parts in which a head of `size` features is processed: powers of two of at least 16, the second one may be 0.
+
+    16 is the smallest side of a matrix instruction. With `is_whole` there is one part that holds all features.
+    """
     if is_whole:
         return max(16, triton.next_power_of_2(size)), 0
     first = max(16, 1 << (size.bit_length() - 1))
@@ -278,7 +296,7 @@ def _needs_one_part(cache: KVCache) -> bool:
 
 
 def _pairs(q: Tensor, cache: KVCache) -> str | None:
-    """Of which format a decode reads two features at once (`paired_8bit`): that of an 8-bit cache with heads of PAIRED_SIZES."""
+    """The format ("bytes" or "e4m3") of an 8-bit cache from which decode loads two features at once (`paired_8bit`), else None."""
     pages = [cache.keys] if cache.values is None else [cache.keys, cache.values]
     if q.dtype == torch.float32 or cache.values is None or any(p.shape[3] not in PAIRED_SIZES for p in pages):
         return None
@@ -286,12 +304,16 @@ def _pairs(q: Tensor, cache: KVCache) -> str | None:
 
 
 def _operand_format(q: Tensor, pairs: str | None) -> OperandFormat:
+    """The constants FORMAT: products of float32 use tf32x3, and the PTX of `paired_8bit` is used on a GPU only."""
     # Three tf32 products have the precision of float32.
     return OperandFormat("tf32x3" if q.dtype == torch.float32 else "tf32", pairs, not q.is_cpu)
 
 
 def _aligned_to_means(tile: AttentionTile, cache: KVCache, params: AttentionParams) -> AttentionTile:
-    """With key means and a window or chunks, keys begin at any block: tiles of at most a block, so that none has keys of two means."""
+    """The tile, with at most a block of keys if key means are combined with a window or chunks.
+
+    Keys may then begin at any block, and no tile may have keys of two means.
+    """
     if cache.key_mean is not None and (params.window is not None or params.chunk is not None):
         return replace(tile, block_n=min(tile.block_n, cache.block_size))
     return tile
@@ -308,10 +330,10 @@ def _launches_dependents(q: Tensor, num_tiles: int, params: AttentionParams) -> 
 
 
 def flag_columns(power: int, heads: int, size: int, num_warps: int) -> int:
-    """The columns of a head that one of `power` splits combines by flags, so that no split has two slices; 0: combine by counter.
+    """The number of columns of a head that each of `power` splits combines by flags, so that each split has at most one slice.
 
-    Each thread of a CTA reads at least two words. Where splits had two slices (8 rows of 32 / 8 heads over 1,000 keys, two splits) a step
-    took 3.04 ms instead of 2.96.
+    0 means: combine by counter. Each thread of a CTA reads at least two words. Where splits had two slices (8 rows of 32 / 8 heads over
+    1,000 keys, two splits) a step took 3.04 ms instead of 2.96.
     """
     columns = min(size, max(16, triton.next_power_of_2(heads * size) // power))
     one_slice = power >= max(heads, 2) and power * columns >= 64 * num_warps
@@ -320,17 +342,18 @@ def flag_columns(power: int, heads: int, size: int, num_warps: int) -> int:
 
 @cached
 def _flag_words(device: torch.device) -> Tensor:
-    """Words of splits that combine by flags; zero after every launch."""
+    """The words of splits that are combined by flags: int64, zero after every launch, allocated once per device."""
     return torch.zeros(2 * num_sms(device) * MAX_FLAG_WORDS, dtype=torch.int64, device=device)
 
 
 @cached
 def _finished_counters(device: torch.device) -> Tensor:
-    """Counters of finished splits, one per query tile; zero after every launch."""
+    """Counters of finished splits, one int32 per query tile: zero after every launch, allocated once per device."""
     return torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)
 
 
 def _check_key_mean(size: int, cache: KVCache) -> None:
+    """Raise ValueError if keys with heads of `size` features cannot be stored after subtracting a mean."""
     if cache.values is None:
         raise ValueError("a latent cache can't subtract key means: its keys are the values too")
     if not supports_key_mean(size):
@@ -338,6 +361,7 @@ def _check_key_mean(size: int, cache: KVCache) -> None:
 
 
 def _check(q: Tensor, cache: KVCache) -> None:
+    """Raise ValueError for dtypes, strides or head counts that the kernels do not support."""
     require_dense_pages(cache)
     if q.dtype not in QUERY_DTYPES or cache.keys.dtype not in CACHE_DTYPES:
         raise ValueError(f"attention of {q.dtype} queries over a {cache.keys.dtype} cache; supported: {QUERY_DTYPES} over {CACHE_DTYPES}")

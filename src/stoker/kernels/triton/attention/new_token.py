@@ -18,15 +18,19 @@ from stoker.kernels.triton.attention.key_tile import load_part, store_part
 
 @triton.constexpr_function
 def partner_run(half):
-    """How many neighbouring features (from any multiple of that number) have neighbouring partners: the width of loads, up to 8."""
+    """The width of aligned runs of features whose rotation partners are neighbours, too: how many features one load can cover, up to 8.
+
+    `half` is the number of rotated pairs. Constexpr.
+    """
     return min(half & -half, 8)
 
 
 @triton.jit
 def rotary_factors(cos_sin_row_ptr, FIRST: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr):
-    """float32 [1, WIDTH] (cos, sin'): the factors of features FIRST : FIRST + WIDTH and of their partners; 1 and 0 where nothing rotates.
+    """(cos, sin'), each float32 [1, WIDTH]: the factors of features FIRST : FIRST + WIDTH and of their partners.
 
-    `cos_sin_row_ptr` points to `half` cosines, then `half` sines. Volatile loads stay before the following `pdl_wait`.
+    They are 1 and 0 for features that are not rotated. `cos_sin_row_ptr` points to `half` cosines, then `half` sines. The loads are
+    volatile, so that they stay before the following `pdl_wait`.
     """
     col = FIRST + tl.arange(0, WIDTH)[None, :]
     turns = col < 2 * ROTARY.half
@@ -43,7 +47,10 @@ def rotary_factors(cos_sin_row_ptr, FIRST: tl.constexpr, WIDTH: tl.constexpr, RO
 
 @triton.jit
 def load_rotated_part(rows, cos, sin, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr):
-    """`load_part`, with the features below 2 × half rotated by their `rotary_factors`; float32 when any of them rotates."""
+    """The result of `load_part`, with the features below 2 × half rotated by `cos` and `sin` from `rotary_factors`.
+
+    float32 when any of the features is rotated.
+    """
     x = load_part(rows, FIRST, WIDTH, SIZE, inside)
     if 2 * ROTARY.half <= FIRST:
         return x
@@ -70,7 +77,10 @@ def store_new_token(
     SHAPE: tl.constexpr,
     ROTARY: tl.constexpr,
 ):
-    """Rotate one head's new key and store it and its value in the cache. Both are loaded completely before either is stored."""
+    """Rotate the new key of one head, and store it and its value in the cache if `is_stored`.
+
+    `factors1` and `factors2` are the `rotary_factors` of both parts. Key and value are loaded completely before either is stored.
+    """
     zero = tl.zeros([1], tl.int64)  # pointers of one row
     inside = is_stored & (tl.arange(0, 1) == 0)
     cos1, sin1 = factors1

@@ -53,13 +53,16 @@ _HIGH_INT8 = tl.constexpr(
 
 @triton.constexpr_function
 def pair_scale(kind):
-    """The factor by which the values of `unpack_pairs` are to be multiplied."""
+    """The factor by which results of `unpack_pairs` must be multiplied to give the stored values. Constexpr; `kind` is FORMAT.pairs."""
     return 256.0 if kind == "e4m3" else 1.0
 
 
 @triton.jit
 def unpack_pairs(pairs, FORMAT: tl.constexpr):
-    """float16 (low, high) of int16 `pairs` of int8, or of e4m3 times 2^-8. The plain branch defines the meaning of the PTX."""
+    """(low, high): the two 8-bit features of each int16 element of `pairs`, as float16; e4m3 values are divided by 256.
+
+    The branch without PTX computes the same and is used by the interpreter.
+    """
     E4M3: tl.constexpr = FORMAT.pairs == "e4m3"
     if FORMAT.packed:
         LOW: tl.constexpr = _LOW_E4M3 if E4M3 else _LOW_INT8

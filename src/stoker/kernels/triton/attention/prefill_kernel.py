@@ -43,9 +43,9 @@ from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 
 @triton.jit
 def find_row(tile, query_starts_ptr, first_row, num_rows, TOKENS: tl.constexpr):
-    """(row, index of the tile within the row) of a tile in the flat list, by binary search over rows first_row : num_rows.
+    """(row, index of the tile within the row) of query tile `tile` of the launch, by binary search over rows first_row : num_rows.
 
-    Row r's tiles start at (tokens before r) // TOKENS + (rows before r): at or past the end of row r - 1's, whatever the lengths are.
+    Row r's tiles start at (tokens before r) // TOKENS + (rows before r), which is never before the end of row r - 1's tiles.
     """
     low = first_row
     high = num_rows
@@ -89,6 +89,11 @@ def prefill_attention_kernel(
     LAUNCH_DEPENDENTS: tl.constexpr,  # whether the next kernel may start before this one has ended
     USE_PDL: tl.constexpr,
 ):
+    """One CTA: attention of one query tile of a prefill row over the keys of one split.
+
+    `cache`: KVPages; `scratch`: SplitScratch; `scale`: the factor of scores. The rows are first_row : num_rows. A split has at least
+    `min_tiles` key tiles. The constants are the named tuples of `arguments`; strides are in elements.
+    """
     GROUP_TILES: tl.constexpr = (SHAPE.group + TILE.heads - 1) // TILE.heads  # tiles for the query heads of one KV head
     HEAD_TILES: tl.constexpr = SHAPE.num_heads // SHAPE.group * GROUP_TILES  # tiles for all heads of a token
     PART1: tl.constexpr = SHAPE.part1

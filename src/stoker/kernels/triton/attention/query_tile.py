@@ -1,4 +1,4 @@
-"""Where a query tile lies, which rows it has and which keys its rows see.
+"""The geometry of a query tile: its position, its rows, and the keys that these attend to.
 
 The rows of a tile are the query heads that share one KV head (GQA), for as many tokens of one sequence as fit, so that each key tile is
 loaded once for all of them. A group of 4 heads in a tile of 16 rows:
@@ -23,7 +23,7 @@ LOWEST = tl.constexpr(-1.0e30)  # finite, so that the difference of two running 
 
 @triton.jit
 def tile_rows(origin, length, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """The rows of the tile at `origin` of a sequence of `length` tokens."""
+    """The `TileRows` of the tile at `origin` (a TileOrigin) of a sequence of `length` tokens."""
     m = tl.arange(0, TILE.block_m)
     token = origin.tile_start + m // TILE.heads
     head = origin.kv_head * SHAPE.group + origin.group_start + m % TILE.heads
@@ -34,7 +34,7 @@ def tile_rows(origin, length, SHAPE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def first_visible_key(position, OPTIONS: tl.constexpr):
-    """The first key that a query at `position` sees."""
+    """The position of the first key that the query at `position` attends to, according to window and chunk."""
     first = position * 0
     if OPTIONS.window is not None:
         first = tl.maximum(first, position - (OPTIONS.window - 1))
@@ -45,7 +45,10 @@ def first_visible_key(position, OPTIONS: tl.constexpr):
 
 @triton.jit
 def is_visible(key, position, end, prefix, OPTIONS: tl.constexpr):
-    """Whether the query at position [M, 1] sees key [1, N]: bool [M, N]. Keys of a prefix LM's `prefix` (or None) are seen by all."""
+    """bool [M, N]: whether the query at `position` [M, 1] attends to the key at `key` [1, N].
+
+    Keys from `end` on do not exist. The first `prefix` keys of a prefix LM (None: not one) are visible to all queries.
+    """
     seen = key <= position
     if prefix is not None:
         seen = seen | (key < prefix)
@@ -59,9 +62,9 @@ def is_visible(key, position, end, prefix, OPTIONS: tl.constexpr):
 
 @triton.jit
 def key_range(first_position, length, prefix, SHAPE: tl.constexpr, TILE: tl.constexpr, OPTIONS: tl.constexpr):
-    """(begin, end, unmasked_end): keys begin : end are seen by some row of a tile whose first query is at `first_position`.
+    """(begin, end, unmasked_end): the keys begin : end that rows of a tile attend to, whose first query is at `first_position`.
 
-    `begin` is aligned to key tiles or blocks. Without a window or chunks, keys before `unmasked_end` are seen by every row.
+    `begin` is aligned to key tiles or blocks. Without a window or chunks, keys before `unmasked_end` are visible to every row.
     """
     ALIGN: tl.constexpr = TILE.block_n if TILE.block_n < SHAPE.block_size else SHAPE.block_size
     begin = tl.maximum(first_visible_key(first_position, OPTIONS), 0) // ALIGN * ALIGN
@@ -77,8 +80,8 @@ def key_range(first_position, length, prefix, SHAPE: tl.constexpr, TILE: tl.cons
 def as_query_operand(q, key_dtype: tl.constexpr, PAIRS: tl.constexpr):
     """q in the dtype in which it is multiplied by keys.
 
-    For keys of e4m3 that is float16: they become float16 with one instruction for two values, bfloat16 takes three more. Queries of 65,504
-    and above do not occur.
+    For keys of e4m3 this is float16: converting two keys to float16 is one instruction, and to bfloat16 four. Queries of 65,504 and above
+    do not occur.
     """
     if PAIRS is not None or (key_dtype == tl.float8e4nv and q.dtype == tl.bfloat16):
         return q.to(tl.float16)
@@ -88,7 +91,7 @@ def as_query_operand(q, key_dtype: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def initial_state(sinks_ptr, head, inside, split, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """The softmax before the first key. A sink is a logit per head that has no value; the first split counts it."""
+    """The `SoftmaxState` before the first key. A sink is a logit per head that has no value; only the first split includes it."""
     M: tl.constexpr = TILE.block_m
     WIDTH1: tl.constexpr = SHAPE.value_part1
     WIDTH2: tl.constexpr = SHAPE.value_part2 if SHAPE.value_part2 > 0 else 16  # never read when there is no second part

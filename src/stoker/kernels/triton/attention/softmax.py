@@ -15,9 +15,9 @@ from stoker.kernels.triton.kv_pages import mean_tokens
 
 @triton.jit
 def mean_scores(q1, q2, means_ptr, start, SHAPE: tl.constexpr, FORMAT: tl.constexpr):
-    """float32 [M]: products of the queries with the mean subtracted from the keys around position `start` (`KVPages.key_mean_ptr`).
+    """float32 [M]: the products of the queries with the mean that was subtracted from the keys around position `start`.
 
-    Heads have one part here, or are read in pairs.
+    `q1` and `q2` are the two parts of the queries, `means_ptr` is that of `HeadPages`. Heads have one part here, or are read in pairs.
     """
     STEP: tl.constexpr = 1 if FORMAT.pairs is None else 2
     PRECISION: tl.constexpr = FORMAT.precision

@@ -33,7 +33,7 @@ from stoker.kernels.triton.attention.query_tile import LOWEST
 
 @triton.jit
 def store_head(rows, x1, x2, inside, SHAPE: tl.constexpr, PAIRS: tl.constexpr):
-    """Store both parts of the value features of some heads, at pointers `rows`: one after the other, or alternating when read in pairs."""
+    """Store both parts x1 and x2 of some heads' results at pointers `rows`: one after the other, or alternating when read in pairs."""
     if PAIRS is not None:
         WIDTH: tl.constexpr = 2 * SHAPE.value_part1
         store_part(rows, tl.reshape(tl.join(x1, x2), (x1.shape[0], WIDTH)), 0, WIDTH, SHAPE.value_size, inside)
@@ -60,7 +60,10 @@ def store_or_combine(
     SPLITS: tl.constexpr,  # SplitShape
     FORMAT: tl.constexpr,  # OperandFormat
 ):
-    """Write the result of a query tile, or this split's share of it."""
+    """Store the final result of a query tile, or combine this split's part of it with the other splits.
+
+    `used` is the number of splits that the row uses, of `num_splits` that the grid has.
+    """
     PAIRS: tl.constexpr = FORMAT.pairs
     M: tl.constexpr = TILE.block_m
     VALUE_SIZE: tl.constexpr = SHAPE.value_size
@@ -98,7 +101,7 @@ def store_or_combine(
 
 @triton.jit
 def load_splits(partial, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """[splits, rows, WIDTH]: features FIRST : FIRST + WIDTH of every split of some rows, whose pointers are `partial` [splits, rows]."""
+    """[splits, rows, WIDTH]: features FIRST : FIRST + WIDTH of the results of several splits. `partial` [splits, rows] are pointers."""
     cols = FIRST + tl.arange(0, WIDTH)[None, None, :]
     return tl.load(partial[:, :, None] + cols, mask=inside[:, :, None] & (cols < SIZE), other=0.0)
 
@@ -121,7 +124,10 @@ def combine_by_counter(
     SPLITS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Store this split's result; the last split of the tile adds up those of all `used` splits and stores the sum."""
+    """Store this split's result x1, x2 and lse.
+
+    The last split of the tile combines the results of all `used` splits and stores the output.
+    """
     VALUE_SIZE: tl.constexpr = SHAPE.value_size
     TILE_ROWS: tl.constexpr = TILE.tokens * TILE.heads
     POWER: tl.constexpr = SPLITS.power
@@ -160,7 +166,7 @@ def combine_by_counter(
 
 @triton.jit
 def pack_words(x, lse):
-    """int64 [M, N] of float32 x [M, N] (low half) and lse [M] (high half); no word is zero."""
+    """int64 [M, N]: words with float32 x [M, N] in the low half and lse [M] in the high half. No word is zero."""
     bits = lse.to(tl.int32, bitcast=True)
     high = tl.where(bits == 0, -2147483648, bits).to(tl.int64)  # an lse of 0, of one key whose score is 0, becomes -0
     return (high << 32)[:, None] | (x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
@@ -168,7 +174,7 @@ def pack_words(x, lse):
 
 @triton.jit
 def store_words(words_ptr, x, lse, tile, split, inside, TILE_HEADS: tl.constexpr, POWER: tl.constexpr, COLUMNS: tl.constexpr):
-    """Store the result x [M, N] of a split as words, in slices of COLUMNS columns of a row. Rows that are not `inside` are not stored."""
+    """Store the result x [M, N] and lse [M] of a split as words, in slices of COLUMNS columns of a row. Only rows `inside` are stored."""
     m, n = tl.arange(0, x.shape[0])[:, None], tl.arange(0, x.shape[1])[None, :]
     slice_index = (tile * TILE_HEADS + m) * (x.shape[1] // COLUMNS) + n // COLUMNS
     tl.store(words_ptr + (slice_index * POWER + split) * COLUMNS + n % COLUMNS, pack_words(x, lse), mask=inside[:, None])
@@ -176,7 +182,7 @@ def store_words(words_ptr, x, lse, tile, split, inside, TILE_HEADS: tl.constexpr
 
 @triton.jit
 def combine_slice(words_ptr, slice_index, used, POWER: tl.constexpr, COLUMNS: tl.constexpr):
-    """float32 [COLUMNS]: the combination of one slice, once all `used` splits have stored theirs. Sets its words to zero."""
+    """float32 [COLUMNS]: the combined result of one slice, after waiting for the words of all `used` splits. Sets these words to zero."""
     other, col = tl.arange(0, POWER)[:, None], tl.arange(0, COLUMNS)[None, :]
     addresses = words_ptr + (slice_index * POWER + other) * COLUMNS + col  # [splits, COLUMNS]
     sent = (other < used) & (col < COLUMNS)
@@ -205,9 +211,10 @@ def combine_by_flags(
     SPLITS: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """Store this split's result as words, then combine and store the slices that are this split's.
+    """Store this split's result as words, then combine the slices that belong to this split and store them in `out_ptr`.
 
-    On a GPU all splits are resident. In the interpreter (`FORMAT.packed` is False) they run one after another: the last takes all slices.
+    On a GPU all splits are resident. In the interpreter (`FORMAT.packed` is False) they run one after another, and the last one combines
+    all slices.
     """
     TILE_HEADS: tl.constexpr = TILE.heads
     POWER: tl.constexpr = SPLITS.power

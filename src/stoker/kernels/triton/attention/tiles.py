@@ -35,12 +35,14 @@ class Splits:
 def decode_tile(
     head_size: int, dtype: torch.dtype, heads: int, num_tiles: int, num_sms: int, tuning: TuningTable, paired: bool = False
 ) -> AttentionTile:
-    """The tile for one token's `heads` that share a KV head; `num_tiles`: query tiles of the launch, without splits.
+    """The tile of a decode launch, for `heads` query heads of one token that share a KV head.
+
+    `num_tiles` is the number of query tiles of the launch, without splits.
 
     Decode is bound by memory. On one H200 over 1,000 keys: 2 stages of 64 keys take 64.4 µs for 64 rows and 241 µs for 256 (3 stages: 73
-    and 242; 4 stages of 32 keys: 67 and 246). With few tiles, a third stage shortens the chain of dependent loads.
-    `paired` (an 8-bit cache, two features at once): 64 rows over 1,000 keys take 39.4 µs with 3 stages of 64, 47.6 with 2; 512 rows over
-    1,500 keys take 430 µs with these, and 407 with CTAs of one warp, which never waits for another.
+    and 242; 4 stages of 32 keys: 67 and 246). With few tiles, a third stage shortens the chain of dependent loads. `paired` (an 8-bit
+    cache, two features at once): 64 rows over 1,000 keys take 39.4 µs with 3 stages of 64, 47.6 with 2; 512 rows over 1,500 keys take 430
+    µs with these, and 407 with CTAs of one warp, which never waits for another.
     """
     row = _first_match(tuning, "decode", _dtype_name(dtype, paired), head_size, heads, num_tiles, num_sms)
     return AttentionTile(min(32, max(16, triton.next_power_of_2(heads))), row.block_n, row.num_warps, row.num_stages)
@@ -63,19 +65,21 @@ def prefill_tile(
 
 
 def _first_match(tuning: TuningTable, op: str, dtype: str, head_size: int, rows: int, num_tiles: int, num_sms: int) -> AttentionRow:
+    """The first row of the tuning table's attention rows that matches."""
     return next(row for row in tuning.attention if row.matches(op, dtype, head_size, rows, num_tiles, num_sms))
 
 
 def _dtype_name(dtype: torch.dtype, narrow: bool) -> str:
+    """The dtype's name in the tuning table. `narrow` means that the cache has 8 bits."""
     return "float32" if dtype == torch.float32 else "8-bit" if narrow else "16-bit"
 
 
 def choose_splits(num_tiles: int, max_key_tiles: int, max_seq_len: int, num_sms: int) -> Splits:
-    """Splits that fill the device when query tiles are few, and that cut rows longer than LONG_SPLIT in any case.
+    """The splits that fill the device when there are few query tiles, and that cut rows longer than LONG_SPLIT in any case.
 
-    Filling means about one CTA per SM: with two, 8 rows over 1,000 keys took 20 µs instead of 14. `max_key_tiles`: key tiles of the longest
-    row possible. Rows that are shorter than the bound use fewer splits: each CTA finds its share of its row on the device, so that one
-    captured launch serves every length under the bound.
+    Filling means about one CTA per SM: with two, 8 rows over 1,000 keys took 20 µs instead of 14. `max_key_tiles` is the number of key
+    tiles of a row of `max_seq_len` tokens. Shorter rows use fewer splits: each CTA computes its keys on the device, so that one captured
+    launch serves every length up to the limit.
     """
     fill = min(1 << max(0, (num_sms // num_tiles).bit_length() - 1), _power_of_2(max_key_tiles), MAX_SPLITS)
     long = min(_power_of_2(triton.cdiv(max_seq_len, LONG_SPLIT)), MAX_SPLITS)
@@ -85,4 +89,5 @@ def choose_splits(num_tiles: int, max_key_tiles: int, max_seq_len: int, num_sms:
 
 
 def _power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n, and at least 1."""
     return triton.next_power_of_2(max(1, n))

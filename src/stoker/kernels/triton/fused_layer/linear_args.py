@@ -43,7 +43,7 @@ class LinearArgs(NamedTuple):
 
 
 def linear_args(linear: FusedLinear, x: Tensor, k: int, residual: Tensor | None, out: Tensor | None) -> LinearArgs:
-    """The arguments of one linear with `k` input features."""
+    """The kernel arguments of one linear with `k` input features. Absent tensors are replaced by x."""
     weight, fusion = linear.weight, linear.fusion
     assert weight is not None
     optional = fusion.norm_weight, weight.scale, weight.zero, weight.bias, residual, out
@@ -67,24 +67,24 @@ def linear_args(linear: FusedLinear, x: Tensor, k: int, residual: Tensor | None,
 
 
 def pack_linears(linears: Iterable[LinearArgs]) -> tuple[Any, ...]:
-    """The kernel argument `linears`: field by field, of each field the values of all linears."""
+    """The flat tuple of the kernel argument `linears`: the first field of all linears, then the second one of all, and so on."""
     return tuple(chain.from_iterable(zip(*linears, strict=True)))
 
 
 def pack_numbers(numbers: Iterable[int]) -> str:
-    """Compile-time numbers, one per linear, as the text of a constexpr argument: Triton serializes no constant that is a tuple."""
+    """Compile-time numbers, one per linear, as a string, because Triton cannot serialize a constant that is a tuple."""
     return " ".join(str(int(number)) for number in numbers)
 
 
 @triton.constexpr_function
 def unpack_numbers(text):
-    """The tuple that `pack_numbers` wrote."""
+    """The tuple of integers in a string of `pack_numbers`. Constexpr."""
     return tuple(int(number) for number in text.split())
 
 
 @gluon.jit
 def unpack_linear(packed, INDEX: gl.constexpr, COUNT: gl.constexpr):
-    """The `LinearArgs` of linear number INDEX, of COUNT."""
+    """The `LinearArgs` of linear number INDEX in a tuple of `pack_linears` with COUNT linears."""
     return LinearArgs(
         x_ptr=packed[INDEX],
         norm_ptr=packed[COUNT + INDEX],
@@ -104,7 +104,7 @@ def unpack_linear(packed, INDEX: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def unpack_linears(packed, COUNT: gl.constexpr):
-    """A tuple of COUNT `LinearArgs`, three or four."""
+    """A tuple of COUNT (3 or 4) `LinearArgs` from a tuple of `pack_linears`."""
     linears = (
         unpack_linear(packed, 0, COUNT),
         unpack_linear(packed, 1, COUNT),
@@ -116,7 +116,7 @@ def unpack_linears(packed, COUNT: gl.constexpr):
 
 @gluon.jit
 def select_field(linears, index, FIELD: gl.constexpr, DTYPE: gl.constexpr, COUNT: gl.constexpr):
-    """Field number FIELD (`field_number`) of the linear whose number is the run-time value `index`, as DTYPE."""
+    """Field number FIELD (`field_number`) of the linear with run-time index `index`, converted to DTYPE."""
     value = gl.to_tensor(linears[0][FIELD]).to(DTYPE)
     for i in gl.static_range(1, COUNT):
         value = gl.where(index == i, gl.to_tensor(linears[i][FIELD]).to(DTYPE), value)
@@ -125,14 +125,14 @@ def select_field(linears, index, FIELD: gl.constexpr, DTYPE: gl.constexpr, COUNT
 
 @triton.constexpr_function
 def field_number(name):
-    """The place of a field in `LinearArgs`."""
+    """The index of the field `name` in `LinearArgs`. Constexpr."""
     fields = LinearArgs._fields
     return fields.index(name)
 
 
 @gluon.jit
 def select_number(numbers, index, COUNT: gl.constexpr):
-    """Of COUNT compile-time numbers, the one at the run-time index."""
+    """The number at run-time index `index` of a tuple of COUNT compile-time numbers."""
     value = gl.to_tensor(numbers[0])
     for i in gl.static_range(1, COUNT):
         value = gl.where(index == i, numbers[i], value)

@@ -17,7 +17,7 @@ MIN_GROUP_SIZE = 32  # of int4: the 16 bytes that a lane reads of a block are of
 
 
 def meets_requirements(layer: FusedLayer) -> bool:
-    """Whether the device has the kernels, the weights are of one format that they read, and each linear does what its place requires.
+    """Whether the device has the kernels, all weights have one format that the kernels read, and the fusions are the standard ones.
 
     Each kernel has further limits (`supports_small_batch`, `supports_large_batch`).
     """
@@ -29,10 +29,10 @@ def meets_requirements(layer: FusedLayer) -> bool:
 
 
 def kernel_format(weight: PackedWeight) -> str | None:
-    """The kernels' FORMAT. None for weights that they do not multiply.
+    """The kernels' constant FORMAT for a weight, or None for weights that the kernels do not multiply.
 
-    These are FP8 other than with a scale per row and per token, int8 with activation quantization or groups, and int4 with permuted columns
-    or groups below MIN_GROUP_SIZE.
+    Not multiplied are FP8 other than with a scale per row and per token, int8 with activation quantization or groups, and int4 with
+    permuted columns or groups below MIN_GROUP_SIZE.
     """
     activations, group = weight.activations, weight.group_size
     if weight.format == "dense":
@@ -45,20 +45,20 @@ def kernel_format(weight: PackedWeight) -> str | None:
 
 
 def first_weight(layer: FusedLayer) -> PackedWeight:
-    """The weight of the output projection, of whose format all are."""
+    """The weight of the output projection. All weights of a fused layer have its format."""
     assert layer.out.weight is not None
     return layer.out.weight
 
 
 def scale_dtype(weight: PackedWeight) -> str:
-    """The kernels' SCALE_DTYPE. "float" stands for float32, because Triton's serialization would make a type of "fp32" (see `aot`)."""
+    """The kernels' constant SCALE_DTYPE: "float" for float32, because Triton's serialization would turn "fp32" into a type (see `aot`)."""
     if weight.scale is None:
         return "float"
     return {torch.float16: "float16", torch.bfloat16: "bfloat16"}.get(weight.scale.dtype, "float")
 
 
 def linear_flags(layer: FusedLayer) -> dict[str, str]:
-    """The constexpr arguments GATED and HAS_BIAS: one number per linear."""
+    """The constexpr arguments GATED and HAS_BIAS: strings of `pack_numbers` with 0 or 1 per linear."""
     return {
         "GATED": pack_numbers(linear.fusion.gate is not None for linear in layer.linears),
         "HAS_BIAS": pack_numbers(linear.weight is not None and linear.weight.bias is not None for linear in layer.linears),
@@ -66,6 +66,7 @@ def linear_flags(layer: FusedLayer) -> dict[str, str]:
 
 
 def _format(weight: PackedWeight) -> tuple[object, ...]:
+    """What must be equal for all weights of a fused layer."""
     return kernel_format(weight), weight.zero_kind, weight.group_size, scale_dtype(weight), weight.values.device
 
 
@@ -85,7 +86,7 @@ def _is_aligned(weight: PackedWeight) -> bool:
 
 
 def _has_standard_fusions(layer: FusedLayer) -> bool:
-    """RMS norms with weights before gate_up and qkv, and a gated MLP with a known activation."""
+    """Whether gate_up and qkv have RMS norms with weights, and the MLP is gated by a known activation."""
     normed = [linear.fusion for linear in (layer.up, layer.qkv) if linear is not None]
     rms = all(f.norm_kind == "rms" and f.norm_weight is not None and f.norm_bias is None for f in normed)
     return rms and layer.up.fusion.gate in ACTIVATIONS and all(f.input_gate is None for f in normed)

@@ -38,7 +38,7 @@ from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 
 
 class ExpertOptions(NamedTuple):
-    """Constants: how choices are spread over experts."""
+    """Constants: the experts of this rank, and how choices (token, expert) are assigned to rows."""
 
     count: int  # experts of this rank
     segments: int  # count + 2 segments, rounded up to a power of two
@@ -48,7 +48,7 @@ class ExpertOptions(NamedTuple):
 
 @triton.jit
 def find_expert_tile(tile, offsets_ptr, num_rows, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
-    """(expert, first row, end) of a token tile. Expert -1: rows of other ranks. end <= first: there is no such tile.
+    """(expert, first row, end row) of token tile number `tile`. Expert -1: rows of other ranks. end <= first: there is no such tile.
 
     Segment 0 has the rows before offsets[0], segment e + 1 those of expert e, the last one those from offsets[count] on.
     """
@@ -70,7 +70,7 @@ def find_expert_tile(tile, offsets_ptr, num_rows, EXPERTS: tl.constexpr, TOKENS:
 
 @triton.jit
 def expert_scale_offset(expert, n, k, FORMAT: tl.constexpr):
-    """Elements from the scales (and zeros) of expert 0 to those of `expert`."""
+    """The number of elements from the scales (and zeros) of expert 0 to those of `expert`. n and k: sizes of one expert's weight."""
     FORM: tl.constexpr = FORMAT.form
     if FORM == "int4":
         return expert.to(tl.int64) * (k // FORMAT.group) * n
@@ -108,6 +108,11 @@ def expert_linear_kernel(
     EXPERTS: tl.constexpr,  # ExpertOptions
     USE_PDL: tl.constexpr,
 ):
+    """One CTA: a split-K slice of one tile of one expert, stored or combined.
+
+    `x`: ActivationPointers; `weight`: WeightPointers; `output`: OutputPointers; `split_k`: SplitKPointers. Constants: named tuples of
+    `gemm.quantized.arguments`.
+    """
     BLOCK_N: tl.constexpr = TILE.block_n
     TOKENS: tl.constexpr = TILE.tokens
     DIGITS: tl.constexpr = PRODUCT.digits

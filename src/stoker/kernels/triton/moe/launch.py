@@ -1,4 +1,4 @@
-"""Mixture of experts on the GPU. Which experts run, and over which rows, is computed and stays on the device.
+"""Mixture of experts on the GPU. The chosen experts and their rows are computed on the device and never read by the host.
 
     route           router logits -> Routing: the experts of each token, and all choices sorted by expert
     expert_up       x [T, k], a row per token -> [T × top_k, n], a row per sorted choice
@@ -32,7 +32,10 @@ MAX_EXPERTS = 1024
 
 
 def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> Routing:
-    """See `ops.route`. Of experts with equal scores the first is chosen. A token with a NaN logit gets NaN weights."""
+    """Choose the experts of each token (`ops.route`). Of experts with equal scores the first one is chosen.
+
+    A token with a NaN logit gets NaN weights. Raises ValueError for more than MAX_EXPERTS experts or groups of unequal size.
+    """
     tokens, experts = logits.shape
     if experts > MAX_EXPERTS or experts % params.num_groups:
         raise ValueError(
@@ -73,14 +76,14 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
 
 
 def expert_up(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile | None = None) -> Tensor:
-    """See `ops.expert_up`."""
+    """The first projection of each token by each of its experts (`ops.expert_up`). `tile` overrides the choice by rule."""
     if tile is None and library_gemm.is_faster(x, weight, routing):
         return library_gemm.expert_linear(x, weight, routing, is_sorted=False)
     return _project(_operands(x, weight, routing, is_sorted=False), routing, False, x.dtype, tile)
 
 
 def expert_down(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile | None = None) -> Tensor:
-    """See `ops.expert_down`."""
+    """The last projection by each expert, summed per token (`ops.expert_down`). `tile` overrides the choice by rule."""
     if tile is None and library_gemm.is_faster(x, weight, routing):
         y = library_gemm.expert_linear(x, weight, routing, is_sorted=True)
         return _combine(y, routing, library_gemm.inverse_order(routing))
@@ -88,11 +91,12 @@ def expert_down(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTi
 
 
 def _operands(x: Tensor, weight: PackedWeight, routing: Routing, *, is_sorted: bool) -> ExpertOperands:
+    """Activations and weight of a projection in a form that the kernel supports. `is_sorted`: x has a row per sorted choice."""
     return expert_operands(x, weight, routing, tile_tokens(routing.order.shape[0], routing.offsets.shape[0] - 1), is_sorted)
 
 
 def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
-    """See `ops.clipped_gate`."""
+    """The gate of gpt-oss (`ops.clipped_gate`)."""
     gate_up = gate_up.contiguous()
     size = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
@@ -103,7 +107,7 @@ def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
 
 
 def _project(operands: ExpertOperands, routing: Routing, scatter: bool, dtype: torch.dtype, tile: QuantTile | None) -> Tensor:
-    """[T × k, n]: sorted rows through their experts, in the order of routing.order, or with `scatter` in the order of the choices."""
+    """[T × k, n]: each row times the weight of its expert. Rows are in the order of routing.order, or of the choices with `scatter`."""
     values, weight = operands.x.values_ptr, operands.weight
     if not weight.values.is_contiguous() or values.stride(-1) != 1:
         raise ValueError(
@@ -148,12 +152,15 @@ def _project(operands: ExpertOperands, routing: Routing, scatter: bool, dtype: t
 
 
 def tile_tokens(rows: int, experts: int) -> int:
-    """Tokens of a tile: twice an expert's rows when choices are spread evenly. With fewer, an expert with some more rows than others would
-    read its weights twice."""
+    """The number of tokens of a tile: twice the rows of an expert when choices are spread evenly.
+
+    With smaller tiles, an expert with slightly more rows than others would read its weights twice.
+    """
     return min(128, max(8, triton.next_power_of_2(2 * triton.cdiv(rows, experts))))
 
 
 def _tile(rows: int, tokens: int, operands: ExpertOperands, weight_format: QuantizedWeightFormat) -> QuantTile:
+    """The tile for `rows` rows in tiles of `tokens` tokens, by a rule."""
     values, weight = operands.x.values_ptr, operands.weight
     item, form, group = values.element_size(), weight_format.form, weight_format.group
     if item == 4:
@@ -171,7 +178,10 @@ def _tile(rows: int, tokens: int, operands: ExpertOperands, weight_format: Quant
 
 
 def _block_k(weight: PackedWeight, form: str, limit: int) -> int:
-    """Input features of a tile: at most `limit`, as far as the groups of the weight allow. int4: whole pairs of groups that divide k."""
+    """The number of input features of a tile: at most `limit`, if the groups of the weight allow it.
+
+    For int4 it is a whole number of pairs of groups that divides k.
+    """
     k, group = weight.in_features, weight.group_size
     if form == "int4":
         return largest_block(k, 2 * group, limit)
@@ -181,7 +191,10 @@ def _block_k(weight: PackedWeight, form: str, limit: int) -> int:
 
 
 def _combine(y: Tensor, routing: Routing, rows: Tensor | None = None) -> Tensor:
-    """[T, size]: the weighted sum of each token's choices. `rows` int32 [T × k]: the row of y of each choice; None: row c is choice c."""
+    """[T, size]: the sum of each token's choices, weighted by `routing.weights`.
+
+    `rows` int32 [T × k] is the row of y of each choice; None means that row c is choice c.
+    """
     tokens, size = routing.weights.shape[0], y.shape[1]
     out = torch.empty((tokens, size), dtype=y.dtype, device=y.device)
     if tokens:

@@ -23,7 +23,7 @@ LIBRARY_ROWS = {torch.float8_e4m3fn: 96, torch.bfloat16: 256}
 
 
 def is_faster(x: Tensor, weight: PackedWeight, routing: Routing) -> bool:
-    """Whether the library supports this product, and is faster."""
+    """Whether the library supports this product and is faster than `moe.kernel`."""
     if weight.group_size or weight.bias is not None or not routing.is_whole or x.dtype != torch.bfloat16:
         return False
     if weight.format != "dense" and weight.activations == "none":
@@ -34,7 +34,7 @@ def is_faster(x: Tensor, weight: PackedWeight, routing: Routing) -> bool:
 
 
 def expert_linear(x: Tensor, weight: PackedWeight, routing: Routing, *, is_sorted: bool) -> Tensor:
-    """[T × k, n]: row c is x of the choice routing.order[c], times the weight of its expert.
+    """[T × k, n]: row c is the input of choice routing.order[c], multiplied by the weight of its expert.
 
     x is bfloat16. With `is_sorted` it has a row per choice in the order of routing.order, else a row per token.
     """
@@ -53,6 +53,6 @@ def expert_linear(x: Tensor, weight: PackedWeight, routing: Routing, *, is_sorte
 
 
 def inverse_order(routing: Routing) -> Tensor:
-    """int32 [T × k]: the index in routing.order of each choice."""
+    """int32 [T × k]: for each choice, its index in routing.order."""
     order = routing.order.long()
     return torch.empty_like(routing.order).scatter_(0, order, torch.arange(len(order), dtype=torch.int32, device=order.device))

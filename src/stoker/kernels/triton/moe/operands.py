@@ -41,7 +41,10 @@ class ExpertOperands:
 
 
 def expert_operands(x: Tensor, weight: PackedWeight, routing: Routing, tile_tokens: int, is_sorted: bool) -> ExpertOperands:
-    """The operands for tiles of `tile_tokens` tokens. With `is_sorted` x has a row per sorted choice, else a row per token."""
+    """The operands of a projection for tiles of `tile_tokens` tokens.
+
+    With `is_sorted` x has a row per sorted choice, else a row per token.
+    """
     if weight.format == "dense":
         return _unquantized(x, weight, is_sorted)
     if weight.format == "int4":
@@ -53,11 +56,12 @@ def expert_operands(x: Tensor, weight: PackedWeight, routing: Routing, tile_toke
 
 
 def _unquantized(x: Tensor, weight: PackedWeight, is_sorted: bool) -> ExpertOperands:
+    """x and the weight as they are."""
     return ExpertOperands(ActivationPointers(x, None, None), weight, is_sorted=is_sorted)
 
 
 def _row_scaled_operands(x: Tensor, weight: PackedWeight, is_sorted: bool) -> ExpertOperands:
-    """Activations quantized to the weight's dtype, or unquantized against dequantized weights."""
+    """For weights with a scale per row: x quantized to the weight's dtype, or unquantized if the format has no activation quantization."""
     if weight.activations == "none":
         return _unquantized(x, weight, is_sorted)
     quantized = quantize_rows(x, weight.format, x.shape[1], input_scale=weight.input_scale)
@@ -65,7 +69,10 @@ def _row_scaled_operands(x: Tensor, weight: PackedWeight, is_sorted: bool) -> Ex
 
 
 def _int4_operands(x: Tensor, weight: PackedWeight, routing: Routing, tile_tokens: int, is_sorted: bool) -> ExpertOperands:
-    """Weights in groups that no tile supports are dequantized in every call."""
+    """For int4 weights: x, reordered if the weight has a column order, and quantized by `_group_operands`.
+
+    Weights in groups that no tile supports are dequantized in every call.
+    """
     if weight.column_order is not None:
         x, is_sorted = gather_features(x, weight.column_order, routing, is_sorted), True
     if weight.layout == "stored":
@@ -74,7 +81,7 @@ def _int4_operands(x: Tensor, weight: PackedWeight, routing: Routing, tile_token
 
 
 def _group_operands(x: Tensor, weight: PackedWeight, tile_tokens: int, is_sorted: bool) -> ExpertOperands:
-    """Activations as digits of full groups for small tiles, else unquantized, to be multiplied by dequantized weights."""
+    """For weights in groups: x as digits of whole groups for small tiles, else x unquantized, which dequantized weights multiply."""
     group = weight.group_size
     if not digits_are_faster(tile_tokens, group, 4 if weight.format == "int4" else 8):
         return _unquantized(x, weight, is_sorted)
@@ -83,8 +90,10 @@ def _group_operands(x: Tensor, weight: PackedWeight, tile_tokens: int, is_sorted
 
 
 def _block_operands(x: Tensor, weight: PackedWeight, is_sorted: bool) -> ExpertOperands:
-    """float8_e4m3fn activations with a scale per group of features. Weights in blocks that no tile supports are dequantized in every
-    call."""
+    """For FP8 weights in blocks: x quantized to float8_e4m3fn with a scale per group of features.
+
+    Weights in blocks that no tile supports are dequantized in every call.
+    """
     columns = weight.group_size
     if columns not in BLOCK_COLUMNS:
         dequantized = _dequantized(weight, x.dtype, lambda expert, _: widen_blocks(expert))
@@ -94,7 +103,10 @@ def _block_operands(x: Tensor, weight: PackedWeight, is_sorted: bool) -> ExpertO
 
 
 def _dequantized(weight: PackedWeight, dtype: torch.dtype, dequantize: Callable[[PackedWeight, torch.dtype], Tensor]) -> PackedWeight:
-    """A dense weight [E, N, K] of the same values, one expert after another to limit the size of temporary float32 tensors."""
+    """The weight in the dense format, [E, N, K] in `dtype`. `dequantize(expert weight, dtype)` is called for one expert after another.
+
+    This limits the size of temporary float32 tensors.
+    """
     dense = torch.empty((weight.num_experts, weight.out_features, weight.in_features), dtype=dtype, device=weight.values.device)
     for expert in range(len(dense)):
         dense[expert] = dequantize(weight.expert(expert), dtype)
@@ -102,9 +114,9 @@ def _dequantized(weight: PackedWeight, dtype: torch.dtype, dequantize: Callable[
 
 
 def gather_features(x: Tensor, features: Tensor, routing: Routing, is_sorted: bool) -> Tensor:
-    """[T × k, K]: the row of x of each sorted choice, with its features in the order of its expert, `features` int32 [num_experts, K].
+    """[T × k, K]: for each sorted choice, the row of x with its features in the order that its expert requires.
 
-    Rows of other ranks' choices are in the order of one of the experts here.
+    `features` is int32 [num_experts, K]. Rows of other ranks' choices are in the order of one of the experts here.
     """
     rows, (experts, k) = routing.order.shape[0], features.shape
     out = torch.empty((rows, k), dtype=x.dtype, device=x.device)
@@ -145,6 +157,7 @@ def gather_features_kernel(
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
+    """One CTA: BLOCK features of one sorted choice. TOP_K is 0 if x has a row per sorted choice."""
     choice = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pdl_wait(USE_PDL)

@@ -24,14 +24,17 @@ from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 
 @triton.jit
 def largest_and_index(x, index):
-    """(largest of x [G, S], the lowest index that has it; larger than all indices when x is NaN)."""
+    """(largest element of x [G, S], the lowest value of `index` [G, S] at which it occurs); the index is too large if x has a NaN."""
     largest = tl.max(tl.max(x, 1), 0)
     return largest, tl.min(tl.min(tl.where(x == largest, index, 1 << 30), 1), 0)
 
 
 @triton.jit
 def best_groups(scores, inside, group, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr):
-    """bool [G]: the TOP_GROUPS groups with the highest scores. A group's score is that of its best expert, or the sum of its two best."""
+    """bool [G]: True for the TOP_GROUPS groups with the highest scores. scores [G, S].
+
+    A group's score is that of its best expert or, with TOP2, the sum of its two best. `group` are the indices of groups.
+    """
     group_score = tl.max(scores, 1)
     if TOP2:
         column = tl.arange(0, scores.shape[1])[None, :]
@@ -67,7 +70,7 @@ def choose_experts_kernel(
     BLOCK_K: tl.constexpr,  # TOP_K, likewise
     USE_PDL: tl.constexpr,
 ):
-    """One CTA chooses for one token. Tiles are [BLOCK_GROUPS, BLOCK_SIZE]: groups × experts of a group."""
+    """One CTA: choose the experts of one token. Tiles are [BLOCK_GROUPS, BLOCK_SIZE]: groups × experts of a group."""
     token = tl.program_id(0).to(tl.int64)
     SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
     group = tl.arange(0, BLOCK_GROUPS)
@@ -125,7 +128,7 @@ def sort_choices_kernel(
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One CTA per expert writes the expert's offset and choices. One more, for the number after the last expert, writes the last offset."""
+    """One CTA per expert writes the expert's offset and its choices in order. One more CTA writes the last offset."""
     expert = tl.program_id(0)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
@@ -153,7 +156,7 @@ def combine_kernel(
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One CTA: BLOCK features of one token. Choices are added in their order."""
+    """One CTA: BLOCK features of one token. Its choices are added in their order."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pdl_wait(USE_PDL)
@@ -179,7 +182,7 @@ def clipped_gate_kernel(
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One CTA: BLOCK results of one row. Gates are clipped from above only."""
+    """One CTA: BLOCK results of one row. Gates are clipped from above only, the other half on both sides."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pdl_wait(USE_PDL)

@@ -22,7 +22,7 @@ MBARRIER_BYTES = gl.constexpr(8)
 
 @gluon.jit
 def init_mbarriers(mbarriers, count, thread):
-    """Initialize `count` contiguous mbarriers, each of which expects one arrival. By thread 0; a CTA barrier must follow."""
+    """Initialize `count` contiguous mbarriers, each of which expects one arrival. Thread 0 does it; a CTA barrier must follow."""
     gl.inline_asm_elementwise(
         _INIT_MBARRIERS, "=r,r,r", [thread * 0 + mbarriers, thread * 0 + count], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -32,14 +32,14 @@ def init_mbarriers(mbarriers, count, thread):
 def fence_global_for_bulk_copies():
     """Order the stores to global memory that are visible to thread 0 before the bulk copies that it issues next.
 
-    Call it after the grid barrier that makes the stores of all CTAs visible. The fence takes some 0.5 µs, so once for all copies.
+    Call it after the grid barrier that makes the stores of all CTAs visible, and once for all copies, because it takes about 0.5 µs.
     """
     gl.inline_asm_elementwise(_FENCE_GLOBAL, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def issue_bulk_copy(target, source, mbarrier, thread, NUM_BYTES: gl.constexpr):
-    """Issue the copy of NUM_BYTES from `source` (int64, global) to `target` (shared memory), by thread 0."""
+    """Issue the copy of NUM_BYTES from `source` (int64, global) to `target` (shared memory). Thread 0 does it."""
     code: gl.constexpr = _issue_bulk_copy(NUM_BYTES)
     arguments = [thread * 0 + target, thread.to(gl.int64) * 0 + source, thread * 0 + mbarrier]
     gl.inline_asm_elementwise(code, "=r,r,l,r", arguments, dtype=gl.int32, is_pure=False, pack=1)
@@ -47,7 +47,7 @@ def issue_bulk_copy(target, source, mbarrier, thread, NUM_BYTES: gl.constexpr):
 
 @gluon.jit
 def wait_for_bulk_copy(mbarrier, thread):
-    """Wait in every thread for the copy that completes `mbarrier`. Afterwards wgmma and ordinary loads see its bytes."""
+    """Wait in every thread for the copy that completes `mbarrier`. Its bytes are then visible to wgmma and ordinary loads."""
     gl.inline_asm_elementwise(_WAIT_FOR_BULK_COPY, "=r,r", [thread * 0 + mbarrier], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -87,6 +87,7 @@ _WAIT_FOR_BULK_COPY = ptx(
 
 @triton.constexpr_function
 def _issue_bulk_copy(num_bytes):
+    """PTX of `issue_bulk_copy`. Operands: target $1, source $2, mbarrier $3."""
     return ptx_text(
         "{ .reg .pred p;",
         ".reg .b32 t;",

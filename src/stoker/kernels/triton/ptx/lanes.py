@@ -16,13 +16,13 @@ def warp_index():
 
 @gluon.jit
 def bf16_twice(value):
-    """A register with a float32, rounded to bfloat16, in both halves."""
+    """A 32-bit register with `value` (float32), rounded to bfloat16, in both halves."""
     return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [value], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def sum_over_fragment_rows(value):
-    """The sum over the eight lanes of a warp that have the same l % 4: over the rows of an accumulator fragment."""
+    """The sum of `value` over the eight lanes with the same l % 4, that is over the rows of an accumulator fragment."""
     return gl.inline_asm_elementwise(_SUM_OVER_FRAGMENT_ROWS, "=&f,f", [value], dtype=gl.float32, is_pure=False, pack=1)
 
 

@@ -36,10 +36,10 @@ from stoker.kernels.triton.ptx.registers import float32_registers, int32_registe
 
 @triton.jit
 def load_weight_fragment(address, mask, OFFSET: tl.constexpr):
-    """Four registers from the 16 bytes at `address` (int64) + OFFSET, zeros where `mask` is 0. For memory that no kernel of a step writes.
+    """Four registers from the 16 bytes at `address` (int64) + OFFSET, zeros where `mask` is 0.
 
-    `ld.relaxed` because the assembler moves a plain load behind `griddepcontrol.wait`; a relaxed one stays in front of it, so that weights
-    are on their way while the previous kernel still runs.
+    For memory that no kernel of a step writes: the load is `ld.relaxed`, because the assembler moves a plain load behind
+    `griddepcontrol.wait`. A relaxed one stays in front of it, so that weights are loaded while the previous kernel still runs.
     """
     types: tl.constexpr = int32_registers(4)
     code: tl.constexpr = _load_weight_fragment(OFFSET)
@@ -48,14 +48,17 @@ def load_weight_fragment(address, mask, OFFSET: tl.constexpr):
 
 @triton.jit
 def load_token_fragment(address, mask):
-    """The same for activations, which the previous kernel may have written: a plain load is not moved in front of `griddepcontrol.wait`."""
+    """Four registers from the 16 bytes at `address` (int64), zeros where `mask` is 0.
+
+    For activations, which the previous kernel may have written: a plain load is not moved in front of `griddepcontrol.wait`.
+    """
     types: tl.constexpr = int32_registers(4)
     return tl.inline_asm_elementwise(_LOAD_TOKEN_FRAGMENT, "=&r,=&r,=&r,=&r,l,r", [address, mask], dtype=types, is_pure=False, pack=1)
 
 
 @triton.jit
 def load_fragment(address, OFFSET: tl.constexpr):
-    """Four registers from the 16 bytes at `address` (int64) + OFFSET, with a plain load as `load_token_fragment`, and no mask."""
+    """Four registers from the 16 bytes at `address` (int64) + OFFSET, by a plain load without a mask (see `load_token_fragment`)."""
     types: tl.constexpr = int32_registers(4)
     code: tl.constexpr = _load_fragment(OFFSET)
     return tl.inline_asm_elementwise(code, "=&r,=&r,=&r,=&r,l", [address], dtype=types, is_pure=False, pack=1)
@@ -63,7 +66,7 @@ def load_fragment(address, OFFSET: tl.constexpr):
 
 @triton.jit
 def e4m3_to_f16(words):
-    """Eight registers of two float16 each, from four registers of four e4m3 each."""
+    """Eight registers with two float16 values each, from four registers with four e4m3 values each."""
     types: tl.constexpr = int32_registers(2)
     halves = ()
     for i in tl.static_range(4):
@@ -106,7 +109,7 @@ def dequantize_int4(words, scale_zero, SIDE: tl.constexpr, XTYPE: tl.constexpr, 
 
 @triton.jit
 def pack_twice(value):
-    """A register with the same 16-bit value in both halves."""
+    """A 32-bit register with the same 16-bit value in both halves."""
     return (value.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
 
 
@@ -160,6 +163,7 @@ _E4M3_TO_F16 = ptx(
 
 @triton.constexpr_function
 def _load_weight_fragment(offset):
+    """PTX of `load_weight_fragment`. Operands: results $0 … $3, address $4, mask $5."""
     return ptx_text(
         "{ .reg .pred p;",
         "setp.ne.b32 p, $5, 0;",  # p: the mask
@@ -176,6 +180,7 @@ def _load_weight_fragment(offset):
 
 @triton.constexpr_function
 def _load_fragment(offset):
+    """PTX of `load_fragment`. Operands: results $0 … $3, address $4."""
     return f"ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
 
 
@@ -201,14 +206,14 @@ def _dequantize_int4(side, xtype, is_float, is_native):
 
 @triton.constexpr_function
 def _mma_constraints(kind, words):
-    """Four results, the registers of both rows and of the tokens, and the four sums before."""
+    """Operand constraints of `mma_m16n8`: four results, the registers of both rows and of the tokens, and the accumulators."""
     acc = "r" if kind in ("bytes", "low", "high", "upper") else "f"
     return ",".join(["=&" + acc] * 4 + ["r"] * (words * (4 if kind == "e4m3" else 3)) + [acc] * 4)
 
 
 @triton.constexpr_function
 def _mma_chunk(kind, words):
-    """PTX of `mma_m16n8`. Results $0 … $3; then `words` registers of row g, as many of row g + 8, those of the tokens, the sums before."""
+    """PTX of `mma_m16n8`. Results $0 … $3; then `words` registers of row g, `words` of row g + 8, the tokens', and the accumulators."""
     u, v = ([f"${4 + words * row + i}" for i in range(words)] for row in range(2))
     last = 4 + words * (4 if kind == "e4m3" else 3)
     t, before = [f"${i}" for i in range(4 + 2 * words, last)], [f"${last + i}" for i in range(4)]

@@ -1,4 +1,4 @@
-"""PTX of differences and products of two 16-bit numbers per register, for every compute capability.
+"""PTX for differences and products of two 16-bit numbers per register, on every compute capability.
 
 sm_80 and sm_89 have no sub.bf16x2 and mul.bf16x2. There a fused multiply-add gives the same results:
 
@@ -22,7 +22,7 @@ def has_bf16x2_arithmetic():
 
 @triton.constexpr_function
 def subtract(pair, result, a, b, is_native):
-    """PTX of result = a - b, of two "bf16x2" or "f16x2" values. The operands must not be registers named `c`."""
+    """PTX of result = a - b, for two "bf16x2" or "f16x2" values per register. The operands must not be registers named `c`."""
     if pair == "f16x2" or is_native:
         return f"sub.rn.{pair} {result}, {a}, {b};"
     return f"{{ .reg .b32 c; mov.b32 c, 0xbf80bf80; fma.rn.{pair} {result}, {b}, c, {a}; }}"  # c: -1.0, twice
@@ -30,7 +30,7 @@ def subtract(pair, result, a, b, is_native):
 
 @triton.constexpr_function
 def multiply(pair, result, a, b, is_native):
-    """PTX of result = a × b, likewise."""
+    """PTX of result = a × b, for two "bf16x2" or "f16x2" values per register. The operands must not be registers named `c`."""
     if pair == "f16x2" or is_native:
         return f"mul.rn.{pair} {result}, {a}, {b};"
     return f"{{ .reg .b32 c; mov.b32 c, 0x80008000; fma.rn.{pair} {result}, {a}, {b}, c; }}"  # c: -0.0, twice

@@ -40,7 +40,10 @@ BLOCK_BYTES = tl.constexpr(16 * 128)
 
 @triton.constexpr_function
 def groups_per_block(group_size):
-    """The quantization groups of a row of a block of int4: 128 bytes are 256 features. group_size 0 (a format without groups): 1."""
+    """The number of quantization groups in one row of an int4 block: 128 bytes are 256 features. 1 for group_size 0 (no groups).
+
+    Constexpr.
+    """
     return 256 // group_size if group_size else 1
 
 
@@ -78,7 +81,7 @@ def issue_copy_16(address, source, size, mask):
 
 @gluon.jit
 def commit_copies(lane):
-    """Make the copies that were issued since the last call one group, for the waits in `load_block` and `load_row_pairs`."""
+    """Group the copies that were issued since the last call, for the waits in `load_block` and `load_row_pairs`."""
     gl.inline_asm_elementwise(_COMMIT_COPIES, "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -86,9 +89,8 @@ def commit_copies(lane):
 def load_block(stage, lane, PENDING: gl.constexpr):
     """Wait until at most PENDING copy groups are in flight, then load a block: 16 registers per lane, the A fragments of wgmma.
 
-    Lane l gets 32 contiguous bytes of two rows, from byte 32 × (l % 4) on:
-    registers 0–3 and 8–11: the first and second 16 bytes of row l / 4; registers 4–7 and 12–15: of row l / 4 + 8.
-    Afterwards new copies may be issued into the stage.
+    Lane l gets 32 contiguous bytes of two rows, from byte 32 × (l % 4) on. Registers 0–3 and 8–11 are the first and second 16 bytes of row
+    l / 4; registers 4–7 and 12–15 those of row l / 4 + 8. After the call, new copies may be issued into the stage.
     """
     even = stage + lane // 4 * 128 + ((lane % 4 * 2) ^ (lane // 4)) * 16
     types: gl.constexpr = int32_registers(16)
@@ -99,7 +101,7 @@ def load_block(stage, lane, PENDING: gl.constexpr):
 
 @gluon.jit
 def row_pair_of(lane):
-    """The first of the two neighbouring rows of a block, 0 … 14, that `load_row_pairs` gives a lane.
+    """The first of the two neighbouring rows of a block (0 … 14) that `load_row_pairs` loads for a lane.
 
     Lanes 4i … 4i + 3 have rows 0, 4, 2, 6, 8, 12, 10, 14 for i = 0 … 7: in this order no quarter of a warp reads two rows from the same
     banks.
@@ -112,7 +114,7 @@ def row_pair_of(lane):
 def load_row_pairs(stage, lane, PIECE_BYTES: gl.constexpr, NUM_BLOCKS: gl.constexpr, PENDING: gl.constexpr):
     """Wait until at most PENDING copy groups are in flight, then load all blocks of a stage: 16 registers per lane and block.
 
-    Lane l gets 32 bytes of rows `row_pair_of(l)` and the one after it, in pieces of PIECE_BYTES (8 or 16): piece i begins at byte
+    Lane l gets 32 bytes of rows `row_pair_of(l)` and `row_pair_of(l)` + 1, in pieces of PIECE_BYTES (8 or 16): piece i begins at byte
     PIECE_BYTES × (4i + l % 4) of the row. Order of the registers: piece 0 of the first row, of the second row, piece 1 of the first row, …
     """
     row = row_pair_of(lane)

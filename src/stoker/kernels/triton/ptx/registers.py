@@ -19,25 +19,25 @@ def ptx(*instructions: str) -> tl.constexpr:
 
 @triton.constexpr_function
 def ptx_text(*instructions):
-    """The same within a constexpr function, whose results need no wrapper."""
+    """The text of an inline assembly block, one instruction per line, without the wrapper that `ptx` adds. For constexpr functions."""
     return "\n".join(instructions)
 
 
 @triton.constexpr_function
 def int32_registers(count):
-    """Result types of an assembly block that returns `count` 32-bit registers, of any content."""
+    """Result types of an assembly block that returns `count` 32-bit registers with any content. Constexpr."""
     return (tl.int32,) * count
 
 
 @triton.constexpr_function
 def float32_registers(count):
-    """Result types of an assembly block that returns `count` float32 registers."""
+    """Result types of an assembly block that returns `count` float32 registers. Constexpr."""
     return (tl.float32,) * count
 
 
 @triton.jit
 def repeat(value, COUNT: tl.constexpr):
-    """A tuple of COUNT times `value`."""
+    """A tuple with COUNT times `value`."""
     values = ()
     for _ in tl.static_range(COUNT):
         values = values + (value,)

@@ -17,7 +17,7 @@ from stoker.kernels.triton.ptx.registers import float32_registers, int32_registe
 
 @gluon.jit
 def shared_base(thread):
-    """The address where the kernel's shared memory begins, in every thread."""
+    """The address at which the kernel's shared memory begins, int32, the same in every thread."""
     return gl.inline_asm_elementwise("mov.u32 $0, global_smem; // $1", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -31,13 +31,13 @@ def load_shared_words(address, OFFSET: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def load_shared_float(address):
-    """One float32."""
+    """The float32 at `address`."""
     return gl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [address], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def load_shared_floats(address, COUNT: gl.constexpr):
-    """2, 4 or 8 contiguous float32."""
+    """COUNT (2, 4 or 8) contiguous float32 values from `address` on."""
     types: gl.constexpr = float32_registers(COUNT)
     code: gl.constexpr = _load_floats(COUNT)
     return gl.inline_asm_elementwise(code, "=&f," * COUNT + "r", [address], dtype=types, is_pure=False, pack=1)
@@ -45,14 +45,14 @@ def load_shared_floats(address, COUNT: gl.constexpr):
 
 @gluon.jit
 def load_shared_as_float(address, DTYPE: gl.constexpr):
-    """One value of DTYPE ("bfloat16", "float16", or "byte", unsigned) as float32."""
+    """The value of DTYPE ("bfloat16", "float16", or "byte", unsigned) at `address`, converted to float32."""
     code: gl.constexpr = _load_as_float(DTYPE)
     return gl.inline_asm_elementwise(code, "=f,r", [address], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def load_shared_pair_as_float(address, DTYPE: gl.constexpr):
-    """Two contiguous values of DTYPE ("bfloat16", "float16", or "byte", unsigned) as float32."""
+    """Two contiguous values of DTYPE ("bfloat16", "float16", or "byte", unsigned) at `address`, converted to float32."""
     types: gl.constexpr = float32_registers(2)
     code: gl.constexpr = _load_pair_as_float(DTYPE)
     return gl.inline_asm_elementwise(code, "=f,=f,r", [address], dtype=types, is_pure=False, pack=1)
@@ -66,7 +66,7 @@ def store_shared_float(address, value, mask):
 
 @gluon.jit
 def store_shared_word_pair(address, first, second):
-    """Store two 32-bit registers side by side."""
+    """Store two 32-bit registers at `address` and `address` + 4."""
     gl.inline_asm_elementwise(_STORE_WORD_PAIR, "=r,r,r,r", [address, first, second], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -111,12 +111,14 @@ _STORE_HALVES = ptx(
 
 @triton.constexpr_function
 def _load_words(offset, count):
+    """PTX of `load_shared_words`."""
     results = ", ".join(f"${i}" for i in range(count))
     return f"ld.shared.v{count}.b32 {{{results}}}, [${count} + {offset}];" if count > 1 else f"ld.shared.b32 $0, [$1 + {offset}];"
 
 
 @triton.constexpr_function
 def _load_floats(count):
+    """PTX of `load_shared_floats`."""
     lines = []
     for first in range(0, count, 4):
         results = [f"${i}" for i in range(first, min(first + 4, count))]
@@ -126,6 +128,7 @@ def _load_floats(count):
 
 @triton.constexpr_function
 def _load_as_float(dtype):
+    """PTX of `load_shared_as_float`."""
     if dtype == "byte":
         return ptx_text(
             "{ .reg .b16 h;",
@@ -150,6 +153,7 @@ def _load_as_float(dtype):
 
 @triton.constexpr_function
 def _load_pair_as_float(dtype):
+    """PTX of `load_shared_pair_as_float`."""
     if dtype == "byte":
         return ptx_text(
             "{ .reg .b16 w, l, h;",

@@ -22,15 +22,15 @@ cta_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 @gluon.jit
 def warp_barrier(lane):
-    """Wait for all lanes of the warp; their accesses of shared memory before the barrier are ordered before those after it."""
+    """Wait for all lanes of the warp. Their accesses of shared memory before the barrier are ordered before those after it."""
     gl.inline_asm_elementwise(_WARP_BARRIER, "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def grid_barrier(counter_ptr, num_ctas, is_first, thread):
-    """Wait for all `num_ctas` CTAs, of which exactly one passes `is_first`. What each stored before is then visible to all.
+    """Wait for all `num_ctas` CTAs, of which exactly one passes `is_first` = True. The stores of each are then visible to all.
 
-    counter_ptr: int32 [1], zero at first; launches that share it must run one after another.
+    `counter_ptr`: int32 [1], zero at first. Launches that share it must run one after another.
     """
     cta_barrier()
     increment = gl.where(is_first, 2147483647 - (num_ctas - 2), 1)

@@ -20,7 +20,7 @@ from stoker.kernels.triton.ptx.registers import ptx, ptx_text
 
 @triton.jit
 def unpack_int4(packed, PACKED: tl.constexpr):
-    """(low, high) nibbles of each byte as int8, 0 … 15."""
+    """(low, high): the nibbles of each byte of `packed` as int8, 0 … 15."""
     if PACKED:
         low, high = tl.inline_asm_elementwise(_UNPACK_INT4, "=&r,=&r,r", [packed], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)
         return low, high
@@ -30,7 +30,7 @@ def unpack_int4(packed, PACKED: tl.constexpr):
 
 @triton.jit
 def unpack_int4_biased(packed, DTYPE: tl.constexpr, PACKED: tl.constexpr):
-    """(low, high) nibbles of each byte as DTYPE, plus `int4_bias(DTYPE)`, exactly.
+    """(low, high): the nibbles of each byte of `packed` in DTYPE, plus `int4_bias(DTYPE)`. The conversion is exact.
 
     With PACKED a nibble is or-ed into the fraction of the bias, whose last place is one, so no conversion instruction is needed.
     """
@@ -49,7 +49,7 @@ def unpack_int4_biased(packed, DTYPE: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def dequantize_16bit(values, zero, scale, offset):
-    """(values - zero) × scale, + offset unless it is None, two 16-bit numbers per register. Triton would widen them to 32 bits."""
+    """(values - zero) × scale, plus `offset` unless it is None, on two 16-bit numbers per register. Triton would widen them to 32 bits."""
     PAIR: tl.constexpr = "bf16x2" if values.dtype == tl.bfloat16 else "f16x2"
     if offset is None:
         code: tl.constexpr = _dequantize_16bit(PAIR, False, has_bf16x2_arithmetic())
@@ -61,17 +61,17 @@ def dequantize_16bit(values, zero, scale, offset):
 
 @triton.constexpr_function
 def int4_bias(dtype):
-    """What `unpack_int4_biased` adds: the number with the last fraction bit worth one and bits 0–3 clear. None is needed in float32."""
+    """The number that `unpack_int4_biased` adds: its last fraction bit is worth one, and bits 0–3 are clear. 0 for float32. Constexpr."""
     return 128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 0.0
 
 
 @triton.jit
 def unpack_8bit(values, DTYPE: tl.constexpr, PACKED: tl.constexpr):
-    """int8 or float8_e4m3fn values as DTYPE, exactly.
+    """int8 or float8_e4m3fn values converted to DTYPE, exactly.
 
     int8 to bfloat16: 128 + q does not fit beside a fraction of seven bits when q is negative, so the low seven bits are or-ed into 128, and
-    128, or 256 for a negative q (128 with the sign bit or-ed in), is subtracted.
-    int8 to float16: q + 128, an unsigned byte, becomes the low byte of 1024, and 1152 is subtracted.
+    128, or 256 for a negative q (128 with the sign bit or-ed in), is subtracted. int8 to float16: q + 128, an unsigned byte, becomes the
+    low byte of 1024, and 1152 is subtracted.
     """
     if PACKED and values.dtype == tl.int8 and tl.bfloat16 == DTYPE:
         code: tl.constexpr = _int8_to_bf16(has_bf16x2_arithmetic())
@@ -118,6 +118,7 @@ _INT8_TO_F16 = ptx(
 
 @triton.constexpr_function
 def _int8_to_bf16(is_native):
+    """PTX of `unpack_8bit` from int8 to bfloat16."""
     return ptx_text(
         "{ .reg .b32 t, u, a, b;",
         "prmt.b32 t, $2, 0, 0x4140;",  # bytes 0 and 1, one per half
@@ -133,5 +134,6 @@ def _int8_to_bf16(is_native):
 
 @triton.constexpr_function
 def _dequantize_16bit(pair, has_offset, is_native):
+    """PTX of `dequantize_16bit`."""
     last = f"fma.rn.{pair} $0, t, $3, $4;" if has_offset else multiply(pair, "$0", "t", "$3", is_native)
     return ptx_text("{ .reg .b32 t;", subtract(pair, "t", "$1", "$2", is_native), last + " }")

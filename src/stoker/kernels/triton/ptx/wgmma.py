@@ -48,19 +48,19 @@ SUBNORMAL_SCALES = gl.constexpr((2.0**117, 2.0**113))  # SUM_SCALE ÷ the value 
 
 @triton.constexpr_function
 def operand_bytes(tokens):
-    """Bytes of the B operand of one block: 256 bfloat16 features of each token."""
+    """The size in bytes of the B operand of one block: 256 bfloat16 features of each token. Constexpr."""
     return 512 * tokens
 
 
 @triton.constexpr_function
 def first_features(group_size):
-    """For c = 0 … 3, the feature of the low nibble of byte 32c of a row's block, for groups of 32, 64 or 128."""
+    """For c = 0 … 3, the feature in the low nibble of byte 32c of a row's block, for groups of 32, 64 or 128. Constexpr."""
     return tuple(c * 32 // group_size * 2 * group_size + c * 32 % group_size for c in range(4))
 
 
 @gluon.jit
 def operand_offset(feature, token, TOKENS: gl.constexpr, GROUP_SIZE: gl.constexpr):
-    """Where a feature of a token lies in the B operands of all blocks, in elements."""
+    """The index, in elements, of a feature of a token in the B operands of all blocks."""
     in_block = feature & 255
     byte = in_block // (2 * GROUP_SIZE) * GROUP_SIZE + in_block % GROUP_SIZE  # of the row's block
     side = (feature >> 8) * 2 + (in_block // GROUP_SIZE & 1)
@@ -72,7 +72,7 @@ def operand_offset(feature, token, TOKENS: gl.constexpr, GROUP_SIZE: gl.constexp
 def load_token_pieces(address, are_valid, GROUP_SIZE: gl.constexpr):
     """16 registers: the 16 bytes at `address` (int64) + 2 × f for each f of `first_features`, loaded through L2 only.
 
-    are_valid: four int32, 0 where a piece lies outside of the row and becomes zeros.
+    `are_valid`: four int32, 0 where a piece lies outside of the row and becomes zeros.
     """
     types: gl.constexpr = int32_registers(16)
     code: gl.constexpr = _load_token_pieces(first_features(GROUP_SIZE))
@@ -81,9 +81,9 @@ def load_token_pieces(address, are_valid, GROUP_SIZE: gl.constexpr):
 
 @gluon.jit
 def store_core_matrix_rows(address, pieces, TOKENS: gl.constexpr):
-    """Store what `load_token_pieces` loaded: a token's rows of the four core matrices of two neighbouring instructions.
+    """Store `pieces` from `load_token_pieces`: a token's rows of the four core matrices of two neighbouring instructions.
 
-    address: the token's 16 bytes in the first of these core matrices.
+    `address`: the shared address of the token's 16 bytes in the first of these core matrices.
     """
     code: gl.constexpr = _store_core_matrix_rows(TOKENS)
     gl.inline_asm_elementwise(code, "=r,r" + ",r" * 16, (address,) + pieces, dtype=gl.int32, is_pure=False, pack=1)
@@ -99,11 +99,13 @@ def fence_shared_for_wgmma(thread):
 def wgmma_int4_block(acc, words, scales, offsets, operand, TOKENS: gl.constexpr):
     """acc + the products of 64 rows × 256 features. All four warps of the warpgroup must call it together.
 
-    acc: TOKENS / 2 float32 registers: register 4j + 2i + k is row g + 8i, token 8j + 2c + k, times SUM_SCALE.
-    words: 16 registers of `pipeline.load_block`.
-    scales, offsets: four registers each of two equal bfloat16 (`lanes.bf16_twice`): row g with low nibbles, row g with high nibbles, then
-    row g + 8. A scale is multiplied by its SUBNORMAL_SCALES, an offset, the value of q = 0, by SUM_SCALE.
-    operand: int32, the address of the block's B operand.
+    `acc`: TOKENS / 2 float32 registers: register 4j + 2i + k is row g + 8i, token 8j + 2c + k, times SUM_SCALE. `words`: 16 registers of
+    `pipeline.load_block`.
+
+    `scales`, `offsets`: four registers each of two equal bfloat16 (`lanes.bf16_twice`): row g with low nibbles, row g with high nibbles,
+    then row g + 8. A scale is multiplied by its SUBNORMAL_SCALES; an offset, the value of q = 0, by SUM_SCALE.
+
+    `operand`: int32, the shared address of the block's B operand.
     """
     COUNT: gl.constexpr = TOKENS // 2
     types: gl.constexpr = float32_registers(COUNT)

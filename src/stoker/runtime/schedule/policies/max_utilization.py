@@ -19,6 +19,7 @@ class MaxUtilization(Policy):
         return demand.num_blocks_now + min(1, demand.num_blocks_later) <= demand.num_free
 
     def victim(self, running: Iterable[Sequence]) -> Sequence | None:
+        """The sequence that is last in the order of admission."""
         return max(running, key=self.order, default=None)
 
 

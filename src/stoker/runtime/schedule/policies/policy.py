@@ -9,7 +9,7 @@ from stoker.runtime.request import Sequence
 
 
 class Demand:
-    """The blocks that admitting a sequence requires, and those available. Blocks that it shares are not counted."""
+    """The number of blocks that admitting a sequence requires, and of those available. Blocks that it shares are not counted."""
 
     __slots__ = ("num_blocks_later", "num_blocks_now", "num_free", "num_holding", "num_reserved")
 
@@ -32,13 +32,13 @@ class Policy(ABC):
     whole_batches = False  # admit beyond the token limit of the step, and without waiting for prefixes that other sequences compute
 
     def order(self, seq: Sequence) -> tuple[float, ...]:
-        """The sort key of admission: by priority, then arrival. It is unique per sequence and does not change."""
+        """The sort key by which sequences are admitted: priority, then arrival. It is unique per sequence and does not change."""
         return seq.priority, seq.arrival, seq.seq_id
 
     @abstractmethod
     def admits(self, demand: Demand) -> bool:
-        """Whether the next sequence gets blocks now. If not, all others wait too, so that a large sequence does not starve."""
+        """Whether the next sequence may be admitted now. If not, all others wait, too, so that a large sequence does not starve."""
 
     def victim(self, running: Iterable[Sequence]) -> Sequence | None:
-        """The sequence to preempt when a running one needs a block and none is free. None: the running one waits."""
+        """The sequence to preempt when a running one needs a block and none is free. None: the running sequence waits."""
         return None

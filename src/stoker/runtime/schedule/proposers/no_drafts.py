@@ -1,4 +1,4 @@
-"""none: one token per row and step."""
+"""The draft proposer `none`: every row has one token per step."""
 
 from __future__ import annotations
 

@@ -21,4 +21,4 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self, seq: Sequence, limit: int) -> Seq[int]:
-        """At most `limit` (1 to max_drafts) ids of tokens that may follow the newest token of `seq`."""
+        """At most `limit` (1 to max_drafts) ids of tokens that may follow the newest token of `seq`; -1 for ids only the device knows."""

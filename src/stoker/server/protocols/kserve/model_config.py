@@ -87,6 +87,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
+TRITON = "triton"  # the name of a Triton server in its metadata, which clients compare
 UNLOADED = ModelStatus("UNAVAILABLE", "unloaded")
 
 

@@ -16,7 +16,7 @@ from stoker.base.errors import StokerError
 from stoker.base.logging import get_logger
 from stoker.server.coordination import Coordinator
 from stoker.server.protocols.kserve.model_config import UNLOADED, ModelStatus, TritonOptions
-from stoker.server.protocols.kserve.test_models import test_models
+from stoker.server.protocols.kserve.test_models import NAMES
 from stoker.server.settings import ServerSettings
 
 log = get_logger(__name__)
@@ -154,7 +154,7 @@ class ModelControl:
         return options if isinstance(options, TritonOptions) else TritonOptions()
 
     def _known_names(self) -> set[str]:
-        tests = [served.model.name for served in test_models()] if self._settings.test_models else []
+        tests = NAMES if self._settings.test_models else ()
         return {*(model.name for model in self._options.models), *tests}
 
     def _is_loaded(self, name: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from stoker.frontend.service import Service
+from stoker.server.protocols.common.parsers.selection import with_parsers
 from stoker.server.settings import ServerSettings
 
 LATEST = ":latest"
@@ -43,6 +44,7 @@ def running_object(name: str, service: Service) -> dict[str, Any]:
 def show_object(service: Service, settings: ServerSettings, started: str) -> dict[str, Any]:
     """The response of /api/show."""
     family = _family(service)
+    settings = with_parsers(settings, service)
     capabilities = {"completion": True, "tools": settings.tool_parser is not None, "thinking": settings.reasoning_parser is not None}
     return {
         "modelfile": "",

@@ -14,6 +14,7 @@ from stoker.server.protocols.common.chat.template_values import thinking_switche
 from stoker.server.protocols.common.chat.tools import ToolUse, function_tool
 from stoker.server.protocols.common.chat.turn import ChatTurn, prepare_raw_turn, prepare_turn
 from stoker.server.protocols.common.guides import OBJECT_GUIDE
+from stoker.server.protocols.common.parsers.selection import with_parsers
 from stoker.server.protocols.ollama.fields import MAX_TOKENS, OPTIONS
 from stoker.server.protocols.ollama.messages import read_messages
 from stoker.server.settings import ServerSettings
@@ -76,7 +77,7 @@ async def _prepare(
         service,
         settings,
         tools=tools,
-        template_values=_template_values(values, settings),
+        template_values=_template_values(values, with_parsers(settings, service)),
         max_tokens=_max_tokens(values),
     )
 

@@ -16,6 +16,7 @@ from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.common.client_names import with_client_name
 from stoker.server.protocols.common.logprobs import token_text
 from stoker.server.protocols.common.parsers.reasoning import REASONING_PARSERS
+from stoker.server.protocols.common.parsers.selection import check_parser
 from stoker.server.protocols.common.parsers.tools import TOOL_PARSERS
 from stoker.server.protocols.openai import fields
 from stoker.server.protocols.openai import response_json as wire
@@ -44,10 +45,8 @@ class OpenAI(Protocol):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        if (parser := context.settings.tool_parser) is not None:
-            TOOL_PARSERS.get(parser)  # raises for an unknown name when the server starts
-        if (parser := context.settings.reasoning_parser) is not None:
-            REASONING_PARSERS.get(parser)
+        check_parser(TOOL_PARSERS, context.settings.tool_parser)  # raises for an unknown name when the server starts
+        check_parser(REASONING_PARSERS, context.settings.reasoning_parser)
         self._created = int(time.time())
         self._responses = Responses(context, self._service)
         self._batches = Batches(context, self.handlers())

@@ -47,6 +47,7 @@ TABLE = FieldTable(
         accepted("length_penalty", Real(-100, 100), "beam search: score ÷ length ** length_penalty; default 1", "length_penalty"),
         accepted("early_stopping", _FLAG, "beam search: end when enough candidates have ended; default false", "early_stopping"),
         no_effect("model", Text(512), "the path names the model"),
+        no_effect("eos_token_id", ANYTHING, "the model's own end token applies, as in Truss"),
         no_effect("request_id", ANYTHING, "the header X-Request-Id names the request"),
     ]
 )

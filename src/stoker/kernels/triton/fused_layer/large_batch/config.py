@@ -63,7 +63,7 @@ def make_config(
     max_slice_blocks,
     num_tokens,
 ):
-    """The config of the kernel's constexpr arguments, of which the first three are texts of `pack_numbers`."""
+    """The LargeBatchConfig of the kernel's constexpr arguments. The first three are strings from `pack_numbers`. Constexpr."""
     return LargeBatchConfig(
         gated=unpack_numbers(gated),
         has_bias=unpack_numbers(has_bias),
@@ -80,19 +80,19 @@ def make_config(
 
 @triton.constexpr_function
 def stage_bytes(group_size):
-    """One stage of one warp; zeros take at most as much as scales."""
+    """Size in bytes of one stage of one warp, in which zeros have at most the size of scales. Constexpr."""
     return BLOCK_BYTES.value + 64 * groups_per_block(group_size)
 
 
 @triton.constexpr_function
 def scale_scratch_bytes(group_size):
-    """Bytes in which the lanes of one warp share the scales of a block (`scales`). With groups of 32 each lane computes its own."""
+    """Bytes of shared memory in which the lanes of one warp share converted scales (`scales`); 0 for groups of 32. Constexpr."""
     return PAIR_SCALE_BYTES.value * groups_per_block(group_size) // 2 if group_size > 32 else 0
 
 
 @triton.constexpr_function
 def shared_offsets(num_stages, num_tokens, max_slice_blocks, group_size):
-    """Offsets in shared memory of the operand, the squares, the mbarriers, the schedule, the scale scratch, and the end, in bytes."""
+    """Offsets in bytes of the regions of shared memory: operand, squares, mbarriers, schedule, scale scratch, and the end. Constexpr."""
     operand = num_stages * NUM_WARPS.value * stage_bytes(group_size)
     squares = operand + max_slice_blocks * operand_bytes(num_tokens)
     mbarriers = squares + 4 * NUM_THREADS.value

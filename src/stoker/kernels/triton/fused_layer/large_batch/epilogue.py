@@ -26,7 +26,10 @@ SQUARES_IN_FLIGHT = gl.constexpr(16)  # loads of a thread
 
 @gluon.jit
 def reduce_squares(linear, squares_ptr, squares, thread, TOKENS: gl.constexpr):
-    """Add up squares_ptr float32 [k / 16, TOKENS] to one number per thread in shared memory `squares`: of token thread % TOKENS."""
+    """Sum squares_ptr float32 [k / 16, TOKENS] to one partial sum per thread, stored at shared address `squares`.
+
+    Thread i sums entries of token i % TOKENS; `norm_factor` adds the threads' sums.
+    """
     count = linear.k // 16
     total = thread.to(gl.float32) * 0.0
     for first in range(0, count, SQUARES_IN_FLIGHT * (NUM_THREADS // TOKENS)):
@@ -38,7 +41,7 @@ def reduce_squares(linear, squares_ptr, squares, thread, TOKENS: gl.constexpr):
 
 @gluon.jit
 def norm_factor(linear, squares, token, TOKENS: gl.constexpr):
-    """rsqrt(mean of squares + eps) of a token, from what `reduce_squares` stored."""
+    """rsqrt(mean of squares + eps) of one token, from the partial sums that `reduce_squares` stored in shared memory."""
     total = load_shared_float(squares + 4 * token)
     for i in gl.static_range(1, NUM_THREADS // TOKENS):
         total += load_shared_float(squares + 4 * (i * TOKENS + token))
@@ -61,11 +64,11 @@ def store_outputs(
     INDEX: gl.constexpr,
     CONFIG: gl.constexpr,
 ):
-    """Finish this CTA's share of the tiles whose slices it and the other CTAs with the same tiles have computed.
+    """Receive the partial sums of this CTA's units of work, and store the finished outputs of linear number INDEX.
 
-    A unit is a tile × 8 × COLUMNS tokens; units are dealt out first to CTAs, then to warpgroups, because one SM receives partial sums at
-    32 KB per µs only. A lane has rows g and g + 8 of its warp's 16 (of a gated linear, gate g and the row that it gates), and two tokens
-    of each 8.
+    A unit is a tile × 8 × COLUMNS tokens. The units of the tiles that several CTAs share are distributed over these CTAs first, then over
+    warpgroups, because one SM receives partial sums at only 32 KB per µs. A lane has rows g and g + 8 of its warp's 16 (of a gated linear,
+    gate g and the row that it gates), and two tokens of each 8.
     """
     GATED: gl.constexpr = CONFIG.gated[INDEX]
     HAS_BIAS: gl.constexpr = CONFIG.has_bias[INDEX]

@@ -90,7 +90,10 @@ def multiply(
     INDEX: gl.constexpr,
     CONFIG: gl.constexpr,
 ):
-    """Multiply the warpgroup's run of blocks of linear number INDEX, and send the sums of each tile. Returns (state, next stage)."""
+    """Multiply the warpgroup's run of blocks of linear number INDEX, and send the partial sums of each tile.
+
+    Returns (prefetch state, next stage). Other arguments are addresses in shared memory and the thread's indices.
+    """
     SPLIT_K: gl.constexpr = CONFIG.split_k[INDEX]
     TOKENS: gl.constexpr = CONFIG.num_tokens
     STAGES: gl.constexpr = CONFIG.num_stages
@@ -137,9 +140,9 @@ def run_linear(
     CONFIG: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):
-    """Linear number INDEX: wait for its input, bring the operand, multiply, and store this CTA's share of the outputs.
+    """Compute linear number INDEX: wait for its input, load the operand, multiply, and store this CTA's rows of the outputs.
 
-    Linears 0 and 2 (out_proj, down) add a residual; linears 1 and 3 (gate_up, qkv) begin with a norm.
+    Linears 0 and 2 (out_proj, down) add a residual; linears 1 and 3 (gate_up, qkv) begin with a norm. Returns (prefetch state, next stage).
     """
     linear = linears[INDEX]
     ADDS_RESIDUAL: gl.constexpr = INDEX % 2 == 0
@@ -211,6 +214,7 @@ def fused_layer_large_batch_kernel(
     NUM_TOKENS: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):
+    """One CTA of the persistent launch. GATED, HAS_BIAS and SPLIT_K are strings of `pack_numbers` with one number per linear."""
     config: gl.constexpr = make_config(
         GATED,
         HAS_BIAS,

@@ -30,7 +30,7 @@ REGISTERS = 128  # per thread: what 16 warps can have
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a launch cuts the linears, and how far ahead it prefetches."""
+    """How a launch cuts the linears into slices, and how many stages it prefetches."""
 
     num_tokens: int  # a power of two
     split_k: tuple[int, ...]  # per linear, the number of slices of its input features
@@ -39,10 +39,10 @@ class Plan:
 
 
 def supports_large_batch(layer: FusedLayer, rows: int) -> bool:
-    """Whether the kernel takes `rows` rows of a layer that `meets_requirements`.
+    """Whether the kernel computes `rows` rows of a layer that `meets_requirements`.
 
-    It needs int4 weights of whole 64-row tiles, bfloat16 norms, and outputs that are whole blocks of the next linear, since a linear
-    writes the next one's operand.
+    It needs int4 weights of whole 64-row tiles, bfloat16 norms, and outputs that are whole blocks of the next linear, since a linear writes
+    the next one's operand.
     """
     weight, norms = first_weight(layer), [linear.fusion.norm_weight for linear in (layer.up, layer.qkv) if linear is not None]
     if (
@@ -58,7 +58,10 @@ def supports_large_batch(layer: FusedLayer, rows: int) -> bool:
 
 
 def run_large_batch(x: Tensor, residual: Tensor, layer: FusedLayer, plan: Plan | None = None) -> tuple[Tensor, Tensor | None]:
-    """`ops.fused_layer` of MIN_TOKENS to MAX_TOKENS rows of bfloat16. A cooperative launch, as `run_small_batch`."""
+    """Compute a fused layer (`ops.fused_layer`) for MIN_TOKENS to MAX_TOKENS rows of bfloat16, by one cooperative launch.
+
+    `plan` overrides `plan_for`.
+    """
     (m, hidden), num_ctas = residual.shape, num_sms(x.device)
     plan = plan or plan_for(layer, m, num_ctas)
     assert plan is not None
@@ -102,20 +105,20 @@ def run_large_batch(x: Tensor, residual: Tensor, layer: FusedLayer, plan: Plan |
 
 
 def plan_for(layer: FusedLayer, rows: int, num_ctas: int) -> Plan | None:
-    """The plan for `rows` rows; None where shared memory has no room for MIN_STAGES stages, or the device's costs were not measured."""
+    """The plan for `rows` rows. None where shared memory has no room for MIN_STAGES stages, or the device's costs were not measured."""
     weight = first_weight(layer)
     costs = device_tuning(weight.values.device).costs.fused_layer_large_batch
     return None if costs is None else _plan(_sizes(layer), weight.group_size, max(8, triton.next_power_of_2(rows)), num_ctas, costs)
 
 
 def plan_with_split_k(layer: FusedLayer, num_tokens: int, split_k: tuple[int, ...]) -> Plan | None:
-    """The plan with given numbers of slices. Used by benchmarks."""
+    """The plan with a given number of slices of each linear, or None if it does not fit. Used by benchmarks."""
     return _plan_with_split_k(_sizes(layer), first_weight(layer).group_size, num_tokens, split_k)
 
 
 @cache
 def _plan(sizes: tuple[tuple[int, int], ...], group_size: int, num_tokens: int, num_ctas: int, costs: LargeBatchCosts) -> Plan | None:
-    """Cached, because all layers are alike, and eager steps need it for every one of them."""
+    """The plan with the least estimated time. Cached, because all layers are alike, and eager steps need it for every one of them."""
     max_blocks = max((count for count in range(1, 257) if _num_stages(num_tokens, count, group_size) >= MIN_STAGES), default=0)
     split_k = tuple(
         _best_split_k(tiles, blocks, num_tokens, num_ctas, max_blocks, nth == 0, costs) for nth, (tiles, blocks) in enumerate(sizes)
@@ -124,21 +127,23 @@ def _plan(sizes: tuple[tuple[int, int], ...], group_size: int, num_tokens: int, 
 
 
 def _plan_with_split_k(sizes: tuple[tuple[int, int], ...], group_size: int, num_tokens: int, split_k: tuple[int, ...]) -> Plan | None:
+    """The plan with given numbers of slices, or None if shared memory has no room for MIN_STAGES stages."""
     slice_blocks = max(triton.cdiv(blocks, count) for (_, blocks), count in zip(sizes, split_k, strict=True))
     num_stages = min(_num_stages(num_tokens, slice_blocks, group_size), MAX_STAGES)
     return Plan(num_tokens, split_k, slice_blocks, num_stages) if num_stages >= MIN_STAGES else None
 
 
 def _num_stages(num_tokens: int, slice_blocks: int, group_size: int) -> int:
-    """The stages that shared memory has room for beside the operand of `slice_blocks` blocks."""
+    """The number of stages that fit into shared memory beside the operand of `slice_blocks` blocks."""
     other_bytes = shared_offsets(0, num_tokens, slice_blocks, group_size)[-1] + SCRATCH_BYTES
     return int(SHARED_BYTES - other_bytes) // (NUM_WARPS.value * stage_bytes(group_size))
 
 
 def _best_split_k(tiles: int, blocks: int, num_tokens: int, num_ctas: int, max_blocks: int, is_first: bool, costs: LargeBatchCosts) -> int:
-    """The number of slices with the least estimated time, of at most `max_blocks` blocks each; 0 if there is none."""
+    """The number of slices with the least estimated time, where a slice has at most `max_blocks` blocks; 0 if there is none."""
 
     def estimate_us(count: int) -> float:
+        """The estimated time in µs of the linear with `count` slices."""
         slice_blocks, cta_tiles = triton.cdiv(blocks, count), triton.cdiv(tiles, num_ctas // count)
         steps = max(triton.cdiv(cta_tiles * slice_blocks, NUM_WARPGROUPS.value), slice_blocks)
         operand = (costs.first_operand_factor if is_first else 1) * slice_blocks * operand_bytes(num_tokens)
@@ -152,24 +157,24 @@ def _best_split_k(tiles: int, blocks: int, num_tokens: int, num_ctas: int, max_b
 
 
 def _sizes(layer: FusedLayer) -> tuple[tuple[int, int], ...]:
-    """(64-row tiles, blocks of a row) of each weight."""
+    """(number of 64-row tiles, number of blocks per row) of each weight."""
     weights = (linear.weight for linear in layer.linears if linear.weight is not None)
     return tuple((weight.out_features // TILE_ROWS.value, weight.row_bytes // BLOCK_ROW_BYTES.value) for weight in weights)
 
 
 def _partials_count(sizes: tuple[tuple[int, int], ...], plan: Plan) -> int:
-    """Elements of `partials_ptr`: two segments for each slice and tile of the linear that has the most."""
+    """The number of float32 elements of `partials_ptr`: two segments per slice and tile, for the linear that needs the most."""
     return max(tiles * count for (tiles, _), count in zip(sizes, plan.split_k, strict=True)) * 2 * TILE_ROWS.value * plan.num_tokens
 
 
 @cache
 def _max_partials_count(sizes: tuple[tuple[int, int], ...], group_size: int, num_ctas: int, costs: LargeBatchCosts) -> int:
-    """For any number of tokens: one buffer serves all launches, 59 MB with Llama-3.1-8B's shapes."""
+    """The largest `_partials_count` for any number of tokens. One buffer serves all launches, 59 MB with Llama-3.1-8B's shapes."""
     plans = (_plan(sizes, group_size, num_tokens, num_ctas, costs) for num_tokens in (8, 16, 32, MAX_TOKENS))
     return max(_partials_count(sizes, plan) for plan in plans if plan is not None)
 
 
 @cache
 def _partials(device: torch.device, count: int) -> Tensor:
-    """The buffer of partial sums. Every launch leaves it at zero; launches on a device run one after another."""
+    """The buffer of partial sums. It is zero before and after each launch; launches on a device run one after another."""
     return torch.zeros(count, dtype=torch.float32, device=device)

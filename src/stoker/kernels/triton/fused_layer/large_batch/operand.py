@@ -20,10 +20,10 @@ from stoker.kernels.triton.ptx.wgmma import first_features, load_token_pieces, o
 
 @gluon.jit
 def store_operand(linear, operand, num_ctas, m, lane, warp, SPLIT_K: gl.constexpr, TOKENS: gl.constexpr, GROUP_SIZE: gl.constexpr):
-    """Store this CTA's slice of x [m, k] as the operand; tokens beyond m and features beyond k are zeros.
+    """Store this CTA's slice of x [m, k] in shared memory as the operand. Tokens beyond m and features beyond k are zeros.
 
-    A warp does one unit at a time: one side (low or high nibbles) of one block for 8 tokens. Lane l has token l % 8 of them, and the
-    features of instructions 2 × (l / 8) and the one after it.
+    A warp processes one unit at a time: one side (low or high nibbles) of one block for 8 tokens. Lane l has token l % 8 of these, and the
+    features of instructions 2 × (l / 8) and 2 × (l / 8) + 1.
     """
     COLUMNS: gl.constexpr = TOKENS // 8
     firsts: gl.constexpr = first_features(GROUP_SIZE)
@@ -43,7 +43,7 @@ def store_operand(linear, operand, num_ctas, m, lane, warp, SPLIT_K: gl.constexp
 
 @gluon.jit
 def issue_operand_copies(linear, operand, mbarriers, num_ctas, thread, SPLIT_K: gl.constexpr, TOKENS: gl.constexpr):
-    """Issue the copies of this CTA's slice of the operand, block by block.
+    """Issue the bulk copies of this CTA's slice of the operand, one per block with its own mbarrier.
 
     Only for a CTA that multiplies it: in the last linear a CTA without tiles would end with copies under way into its shared memory.
     """

@@ -26,9 +26,10 @@ from stoker.kernels.triton.ptx.wgmma import SUBNORMAL_SCALES, SUM_SCALE
 
 @gluon.jit
 def load_scales(address, scale_scratch, lane, CONFIG: gl.constexpr):
-    """(scales, offsets) of this lane, four registers each: row g of both groups of its pair, then row g + 8.
+    """(scales, offsets) of this lane, four registers each: row g for both groups of its pair, then row g + 8.
 
-    address: of the stage's scales; scale_scratch: this warp's `scale_scratch_bytes`. Afterwards copies may be issued into the stage.
+    `address` is that of the scales in the stage; `scale_scratch` that of this warp's scratch. After the call, new copies may be issued into
+    the stage.
     """
     SCALE_DTYPE: gl.constexpr = CONFIG.scale_dtype
     ZERO_KIND: gl.constexpr = CONFIG.zero_kind
@@ -59,7 +60,10 @@ def load_scales(address, scale_scratch, lane, CONFIG: gl.constexpr):
 
 @gluon.jit
 def convert_scale(address, pair, entry, subnormal_scale, SCALE_DTYPE: gl.constexpr, ZERO_KIND: gl.constexpr, GROUP_SIZE: gl.constexpr):
-    """(scale × subnormal_scale, value of q = 0 × SUM_SCALE), each twice in a register. entry: 16 × the side of the pair + the row."""
+    """(scale × subnormal_scale, value of q = 0 × SUM_SCALE), each as bfloat16 twice in one register, loaded from a stage.
+
+    `pair` is the index of the pair of groups; `entry` is 16 × the side of the pair + the row.
+    """
     ZEROS: gl.constexpr = 32 * groups_per_block(GROUP_SIZE)  # bytes of scales, after which zeros lie
     scale = load_shared_as_float(address + 64 * pair + 2 * entry, SCALE_DTYPE).to(gl.bfloat16).to(gl.float32)
     if ZERO_KIND == "none":

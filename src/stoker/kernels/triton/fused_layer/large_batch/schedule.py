@@ -53,7 +53,7 @@ STRIDE_ROW, ROWS_TO_EIGHT, ALL_ROWS, TILE_STRIDE, BLOCKS, FIRST_BLOCK, RUN_LENGT
 
 
 class LargeBatchPrefetchState(NamedTuple):
-    """Where a warp's prefetch stands."""
+    """The state of a warp's prefetch: the block that it copies next."""
 
     linear: Any  # index
     block: Any  # of the tile
@@ -69,32 +69,35 @@ class LargeBatchPrefetchState(NamedTuple):
 
 @gluon.jit
 def slice_of_cta(split_k, num_ctas):
-    """(the slice that this CTA has, its number among the CTAs that have this slice, how many these are)."""
+    """(index of this CTA's slice, index of this CTA among those with the same slice, number of CTAs with the same slice)."""
     return gl.program_id(0) % split_k, gl.program_id(0) // split_k, num_ctas // split_k
 
 
 @gluon.jit
 def blocks_of_slice(blocks, slice_idx, split_k):
-    """(the first of a row's `blocks` blocks that is in the slice, the number of its blocks)."""
+    """(index of the slice's first block, number of its blocks), where a row has `blocks` blocks."""
     per_slice = gl.cdiv(blocks, split_k)
     return slice_idx * per_slice, gl.minimum(per_slice, blocks - slice_idx * per_slice)
 
 
 @gluon.jit
 def num_tiles_of_cta(n, tile_outputs, index, step):
-    """The number of tiles index, index + step, … of a linear with n outputs, `tile_outputs` per tile. None for index >= step."""
+    """The number of tiles index, index + step, … of a linear with n outputs, `tile_outputs` per tile. 0 if index >= step."""
     return gl.where(index < step, gl.maximum(0, gl.cdiv(n // tile_outputs - index, step)), 0)
 
 
 @gluon.jit
 def run_length(tiles, blocks):
-    """How many of a CTA's tiles × blocks a warpgroup has: at least a tile's, so that no tile is shared by three warpgroups."""
+    """The number of blocks per warpgroup when a CTA has `tiles` tiles of `blocks` blocks.
+
+    It is at least one tile's, so that no tile is divided among three warpgroups.
+    """
     return gl.maximum(gl.cdiv(tiles * blocks, NUM_WARPGROUPS), blocks)
 
 
 @gluon.jit
 def run_of_warpgroup(tiles, blocks, warp):
-    """(the first of the CTA's blocks that this warp's warpgroup has, the one after its last)."""
+    """(index of the first block of this warp's warpgroup, index after its last), among the CTA's tiles × blocks."""
     length = run_length(tiles, blocks)
     first = gl.minimum(warp // 4 * length, tiles * blocks)
     return first, gl.minimum(first + length, tiles * blocks)
@@ -102,9 +105,9 @@ def run_of_warpgroup(tiles, blocks, warp):
 
 @gluon.jit
 def advance_scales(scales, zeros, lane, count, GROUP_SIZE: gl.constexpr, ZERO_KIND: gl.constexpr):
-    """A lane's sources of scales and zeros, `count` values on. Scales have 2 bytes; zeros have 1 ("int") or 2.
+    """The lane's source addresses of scales and zeros, advanced by `count` values. Scales have 2 bytes; zeros have 1 ("int") or 2.
 
-    With groups of 128 one copy brings both (`issue_scale_copies`): then `scales` is this lane's source of either.
+    With groups of 128, one copy loads both (`issue_scale_copies`), and `scales` is this lane's source of either.
     """
     if GROUP_SIZE == 128:
         if ZERO_KIND == "int":
@@ -140,7 +143,10 @@ def issue_scale_copies(address, scales, zeros, all_rows, is_valid, lane, GROUP_S
 
 @gluon.jit
 def write_schedule(linears, num_ctas, schedule, thread, CONFIG: gl.constexpr):
-    """Write the schedule entries of all warps and linears, and empty ones after the last linear, at `schedule`: one thread each."""
+    """Write the schedule entries of all warps and linears to `schedule`, and empty ones after the last linear.
+
+    One thread writes one entry.
+    """
     GATED: gl.constexpr = CONFIG.gated
     SPLIT_K: gl.constexpr = CONFIG.split_k
     COUNT: gl.constexpr = len(GATED)
@@ -175,21 +181,21 @@ def write_schedule(linears, num_ctas, schedule, thread, CONFIG: gl.constexpr):
 
 @gluon.jit
 def schedule_entry(schedule, linear, warp):
-    """The address of a warp's schedule entry for a linear."""
+    """The shared-memory address of a warp's schedule entry for a linear."""
     return schedule + (linear * NUM_WARPS + warp) * SCHEDULE_ENTRY_BYTES
 
 
 @gluon.jit
 def load_addresses(entry):
-    """(address of the weight, of the scales, of the zeros) of a schedule entry."""
+    """(address of the weight, address of its scales, address of its zeros), all int64, loaded from a schedule entry in shared memory."""
     return gl.inline_asm_elementwise(_LOAD_ADDRESSES, "=&l,=&l,=&l,r", [entry], dtype=(gl.int64, gl.int64, gl.int64), is_pure=False, pack=1)
 
 
 @gluon.jit
 def begin_linear(schedule, linear, lane, warp, CONFIG: gl.constexpr):
-    """The `LargeBatchPrefetchState` at the first linear, from number `linear` on, of which this warp has blocks.
+    """The prefetch state at the first linear with number >= `linear` of which this warp has blocks.
 
-    After the last linear it has no blocks.
+    After the last linear, the state has no blocks left.
     """
     COUNT: gl.constexpr = len(CONFIG.gated)
     GROUPS: gl.constexpr = groups_per_block(CONFIG.group_size)
@@ -219,7 +225,7 @@ def begin_linear(schedule, linear, lane, warp, CONFIG: gl.constexpr):
 
 @gluon.jit
 def prefetch(state, schedule, stage, lane, warp, CONFIG: gl.constexpr):
-    """Issue the copies of the warp's rows of its next block into the stage at address `stage`, as one group. Returns the state after it.
+    """Issue the copies of the warp's rows of its next block into the stage at address `stage`, as one group. Returns the advanced state.
 
     After the last block a stage is filled with zeros, so that every call commits one group.
     """

@@ -32,19 +32,19 @@ LOADS_IN_FLIGHT = gl.constexpr(16)  # 16-byte loads that a lane waits for togeth
 
 @triton.constexpr_function
 def columns_at_once(split_k, tokens):
-    """How many groups of 8 tokens a lane sums at once: all segments of these take at most half of LOADS_IN_FLIGHT."""
+    """The number of groups of 8 tokens that a lane sums at once. Their segments use at most half of LOADS_IN_FLIGHT. Constexpr."""
     return max(1, min(tokens // 8, LOADS_IN_FLIGHT.value // 4 // split_k))
 
 
 @gluon.jit
 def partials_address(partials_ptr, tile, slice_idx, segment, SPLIT_K: gl.constexpr, TOKENS: gl.constexpr):
-    """int64: where the partial sums of a tile's slice and segment lie."""
+    """int64: the address of the partial sums of one tile, slice and segment."""
     return partials_ptr.to(gl.int64) + ((tile * SPLIT_K + slice_idx) * 2 + segment).to(gl.int64) * (256 * TOKENS)
 
 
 @gluon.jit
 def send_partials(address, acc, TOKENS: gl.constexpr):
-    """Store a lane's accumulators (TOKENS / 2 float32 registers) at `address` (int64), 16 bytes for each 8 tokens."""
+    """Store a lane's accumulators `acc` (TOKENS / 2 float32 registers) at `address` (int64), 16 bytes for each 8 tokens."""
     COUNT: gl.constexpr = TOKENS // 2
     code: gl.constexpr = _send_partials(COUNT)
     gl.inline_asm_elementwise(code, "=r,l" + ",r" * COUNT, (address,) + acc, dtype=gl.int32, is_pure=False, pack=1)
@@ -52,9 +52,9 @@ def send_partials(address, acc, TOKENS: gl.constexpr):
 
 @gluon.jit
 def receive_partials(linear, address, nth, num_tiles, thread, SPLIT_K: gl.constexpr, COLUMNS: gl.constexpr, TOKENS: gl.constexpr):
-    """Four float32 registers of a lane for each of COLUMNS groups of 8 tokens: a tile's sums over all features, once all have arrived.
+    """The sums of a tile over all features: four float32 registers of a lane for each of COLUMNS groups of 8 tokens. Waits for the senders.
 
-    address (int64): of the lane's first partial sums. nth: which of the CTA's `num_tiles` tiles it is.
+    `address` (int64) is that of the lane's first partial sums; `nth` is the index of the tile among the CTA's `num_tiles` tiles.
     """
     _, last_blocks = blocks_of_slice(linear.row_blocks, SPLIT_K - 1, SPLIT_K)  # the last slice may be shorter
     two_segments = thread * 0 + has_two_segments(nth, num_tiles, gl.cdiv(linear.row_blocks, SPLIT_K))
@@ -67,14 +67,14 @@ def receive_partials(linear, address, nth, num_tiles, thread, SPLIT_K: gl.conste
 
 @gluon.jit
 def has_two_segments(nth, num_tiles, blocks):
-    """1 where two warpgroups have blocks of the CTA's tile number `nth`, else 0."""
+    """1 if two warpgroups have blocks of the CTA's tile number `nth`, else 0. `blocks` is the number of blocks of a tile."""
     length = run_length(num_tiles, blocks)
     return gl.where(nth * blocks % length + blocks > length, 1, 0)
 
 
 @triton.constexpr_function
 def _send_partials(count):
-    """PTX of `send_partials`: the address is $1, then `count` sums."""
+    """PTX of `send_partials` for `count` sums. Operand $1 is the address, the sums follow. Constexpr."""
     lines = ["{ .reg .b32 t<4>;"]
     for first in range(0, count, 4):
         lines += [f"or.b32 t{i}, ${2 + first + i}, 1;" for i in range(4)]  # not zero: it has arrived
@@ -85,10 +85,10 @@ def _send_partials(count):
 
 @triton.constexpr_function
 def _receive_partials(split_k, columns, segment_bytes):
-    """PTX of `receive_partials`: after the results the address, whether a tile has two segments, and the same for the last slice.
+    """PTX of `receive_partials`. Operands after the results: address, whether a tile has two segments, the same for the last slice.
 
     Up to LOADS_IN_FLIGHT loads are issued together and repeated until all have arrived: waiting for one after another would take a memory
-    latency each. The sums are then added in the order slice, segment.
+    latency each. The sums are then added in the order slice, segment. Constexpr.
     """
     count = 4 * columns
     address, two_segments, last_two_segments = (f"${count + i}" for i in range(3))

@@ -20,20 +20,23 @@ from stoker.kernels.triton.ptx.shared import store_shared_bytes, store_shared_fl
 
 @gluon.jit
 def round_in_fraction(x):
-    """x + 1.5 × 2^23: a float whose low bits are the integer nearest to x, to even on a tie, for |x| < 2^22."""
+    """x + 1.5 × 2^23: a float32 whose low fraction bits are x rounded to the nearest integer, ties to even, for |x| < 2^22."""
     return x + 12582912.0
 
 
 @gluon.jit
 def load_token(linear, token, WIDTH: gl.constexpr, WARPS: gl.constexpr):
-    """x of a token [WIDTH], zeros beyond k; through L2 (cg), because other CTAs stored it in this launch."""
+    """The input x of linear `linear` for one token: [WIDTH], zeros from k on. Read through L2 (cg), because other CTAs stored it."""
     cols = gl.arange(0, WIDTH, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
     return gl.load(linear.x_ptr + token * linear.k + cols, mask=cols < linear.k, other=0.0, cache_modifier=".cg")
 
 
 @gluon.jit
 def store_16bit(linear, row, norm_weight, address, NORMED: gl.constexpr, WIDTH: gl.constexpr, CONFIG: gl.constexpr):
-    """Store a token, normalized, as 16-bit values at `address`."""
+    """Store one token's input as 16-bit values at shared address `address`, after the RMS norm if NORMED.
+
+    `row` is a result of `load_token`.
+    """
     cols = gl.arange(0, WIDTH, layout=gl.BlockedLayout([8], [32], [CONFIG.num_warps], [0]))
     v = row.to(gl.float32)
     if NORMED:
@@ -43,15 +46,16 @@ def store_16bit(linear, row, norm_weight, address, NORMED: gl.constexpr, WIDTH: 
 
 @gluon.jit
 def sum_and_max(sum, largest, other_sum, other_largest):
+    """Combine two (sum, maximum) pairs: the function of one `gl.reduce`."""
     return sum + other_sum, gl.maximum(largest, other_largest)
 
 
 @gluon.jit
 def quantize_token(linear, row, norm_weight, address, group_sums, NORMED: gl.constexpr, WIDTH: gl.constexpr, CONFIG: gl.constexpr):
-    """Store a token, normalized and quantized, at `address`, and its group sums at `group_sums`. Returns its step: the real value of one
-    unit.
+    """Store one token's input, quantized, at shared address `address`, after the RMS norm if NORMED. Returns the real value of one unit.
 
-    The norm and the largest magnitude come from one reduction: the step is max |x × weight| × rsqrt(mean(x²) + eps) ÷ the largest integer.
+    For int4, the sum of each group's integers is stored at `group_sums`. The norm and the largest magnitude come from one reduction: the
+    unit is max |x × weight| × rsqrt(mean(x²) + eps) ÷ the largest integer.
     """
     k = linear.k
     WARPS: gl.constexpr = CONFIG.num_warps
@@ -91,7 +95,7 @@ def quantize_token(linear, row, norm_weight, address, group_sums, NORMED: gl.con
 
 @gluon.jit
 def store_activations(linear, norm_weight, address, group_sums, NORMED: gl.constexpr, INDEX: gl.constexpr, CONFIG: gl.constexpr):
-    """Store the activations of all tokens for linear number INDEX. Returns the step of each token (1 for 16-bit activations).
+    """Store the inputs of all tokens for linear number INDEX in shared memory. Returns the unit of each token (1 for 16-bit weights).
 
     The next token is loaded before the current one is processed.
     """

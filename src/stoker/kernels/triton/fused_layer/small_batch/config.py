@@ -70,7 +70,7 @@ def make_config(
     max_rows,
     num_tokens,
 ):
-    """The config of the kernel's constexpr arguments, of which the first three are texts of `pack_numbers`."""
+    """The SmallBatchConfig of the kernel's constexpr arguments. The first three are strings from `pack_numbers`. Constexpr."""
     return SmallBatchConfig(
         gated=unpack_numbers(gated),
         has_bias=unpack_numbers(has_bias),
@@ -90,7 +90,10 @@ def make_config(
 
 @triton.constexpr_function
 def scale_bytes(config):
-    """Scales and zeros of one block, 16 rows of each group, padded to whole 128-byte lines."""
+    """Bytes of the scales and zeros of one block, 16 rows of each group, padded to whole 128-byte lines.
+
+    Constexpr, as all functions here.
+    """
     group_size = config.group_size
     scales = 32 * groups_per_block(group_size) if group_size else 0
     zeros = {"none": 0, "int": scales // 2, "float": scales}[config.zero_kind]
@@ -99,31 +102,31 @@ def scale_bytes(config):
 
 @triton.constexpr_function
 def stage_bytes(config):
-    """One stage of one warp."""
+    """Bytes of one stage of one warp."""
     return config.blocks_per_stage * (BLOCK_BYTES.value + scale_bytes(config))
 
 
 @triton.constexpr_function
 def digit_distance(config):
-    """Bytes from the coarse digits of a token to its fine ones."""
+    """Bytes from the coarse digits of a token to its fine digits."""
     return max(config.padded_k) + 64
 
 
 @triton.constexpr_function
 def activation_bytes(config):
-    """The activations of one token."""
+    """Bytes of the activations of one token."""
     return (1 if config.format == "fp8" else 2) * digit_distance(config)
 
 
 @triton.constexpr_function
 def group_sum_bytes(config):
-    """The group sums of one token; 16 bytes of padding let lanes of several tokens use different banks."""
+    """Bytes of the group sums of one token. 16 bytes of padding let lanes of several tokens use different banks."""
     return 4 * max(config.padded_k) // config.group_size + 16 if config.group_size else 0
 
 
 @triton.constexpr_function
 def shared_offsets(config):
-    """Offsets in shared memory of the activations, the group sums, the partial results, and the end, in bytes."""
+    """Offsets in bytes of the regions of shared memory: activations, group sums, partial results, and the end."""
     activations = config.num_stages * config.num_warps * stage_bytes(config)
     group_sums = activations + config.num_tokens * activation_bytes(config)
     partials = group_sums + config.num_tokens * group_sum_bytes(config)
@@ -145,5 +148,5 @@ def has_row_scales(config):
 
 @triton.constexpr_function
 def block_features(config):
-    """Features of a row of a block, 128 bytes."""
+    """Number of features in one row of a block, which has 128 bytes."""
     return 256 if config.format == "int4" else 64 if is_16bit(config) else 128

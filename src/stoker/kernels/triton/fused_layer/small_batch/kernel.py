@@ -80,9 +80,10 @@ activated = gluon.jit(activation.activated.fn)
 
 @gluon.jit
 def multiply(state, stage, linears, num_ctas, shared, lane, warp, INDEX: gl.constexpr, CONFIG: gl.constexpr):
-    """Multiply all tiles of this CTA of linear number INDEX by the activations, over this warp's features, into the partial results.
+    """Multiply this CTA's tiles of linear number INDEX by the activations and store each warp's partial results in shared memory.
 
-    stage: number of the pipeline stage to use next. Returns the `SmallBatchPrefetchState` and the stage after the last one used.
+    Every warp multiplies its own features. `stage` is the number of the pipeline stage to use next. Returns the `SmallBatchPrefetchState`
+    and the stage after the last one used.
     """
     GATED: gl.constexpr = CONFIG.gated[INDEX]
     INT4: gl.constexpr = CONFIG.format == "int4"
@@ -136,7 +137,7 @@ def multiply(state, stage, linears, num_ctas, shared, lane, warp, INDEX: gl.cons
 
 @gluon.jit
 def sum_over_warps(address, CONFIG: gl.constexpr):
-    """The sum of all warps' partial results of one row and token; address: of warp 0's."""
+    """The sum of the partial results of all warps for one row and token. `address` is the shared address of warp 0's."""
     WARPS: gl.constexpr = CONFIG.num_warps
     y = load_shared_float(address)
     for warp in gl.static_range(1, WARPS):
@@ -148,7 +149,7 @@ def sum_over_warps(address, CONFIG: gl.constexpr):
 def load_constants(linear, num_ctas, thread, NORMED: gl.constexpr, INDEX: gl.constexpr, CONFIG: gl.constexpr):
     """(scale, scale of the gated row, bias, bias of the gated row, norm weights): what a linear reads besides its weight and activations.
 
-    The first four are of this thread's output row. No kernel of a step writes them, so they are loaded while the previous linear is
+    The first four belong to this thread's output row. No kernel of a step writes them, so they are loaded while the previous linear is
     multiplied: a load that is issued while the pipeline fills waits behind the copies (1.8 µs per linear on an H200).
     """
     GATED: gl.constexpr = CONFIG.gated[INDEX]
@@ -178,7 +179,10 @@ def load_constants(linear, num_ctas, thread, NORMED: gl.constexpr, INDEX: gl.con
 
 @gluon.jit
 def load_residuals(residual_ptr, n, mask, TOKENS: gl.constexpr):
-    """The residual of each token at this thread's row; through L2 (cg), because other CTAs may have stored it in this launch."""
+    """The residual of each token at this thread's output row.
+
+    Read through L2 (cg), because other CTAs may have stored it in this launch.
+    """
     residuals = ()
     for token in gl.static_range(TOKENS):
         residuals = residuals + (gl.load(residual_ptr + token * n, mask=mask, other=0.0, cache_modifier=".cg"),)
@@ -199,10 +203,10 @@ def run_linear(
     CONFIG: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):
-    """Linear number INDEX: wait for its input, quantize it, multiply, and store this CTA's rows (one thread per row).
+    """Compute linear number INDEX: wait for its input, quantize it, multiply, and store this CTA's rows (one thread per row).
 
-    Linears 0 and 2 (out_proj, down) add a residual; linears 1 and 3 (gate_up, qkv) begin with a norm.
-    constants: of `load_constants` for this linear. Returns the state, the stage, and the constants of the next linear.
+    Linears 0 and 2 (out_proj, down) add a residual; linears 1 and 3 (gate_up, qkv) begin with a norm. `constants` is the result of
+    `load_constants` for this linear. Returns the prefetch state, the next stage, and the constants of the next linear.
     """
     linear = linears[INDEX]
     GATED: gl.constexpr = CONFIG.gated[INDEX]
@@ -280,6 +284,7 @@ def fused_layer_small_batch_kernel(
     NUM_TOKENS: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):
+    """One CTA of the persistent launch. GATED, HAS_BIAS and PADDED_K are strings of `pack_numbers` with one number per linear."""
     config: gl.constexpr = make_config(
         GATED,
         HAS_BIAS,

@@ -26,14 +26,14 @@ MIN_STAGES = 2
 
 
 def supports_small_batch(layer: FusedLayer, rows: int) -> bool:
-    """Whether the kernel takes `rows` rows of a layer that `meets_requirements`: whether its activations fit into shared memory."""
+    """Whether the kernel computes `rows` rows of a layer that `meets_requirements`: it has a measured tile and the activations fit."""
     weight = first_weight(layer)
     tile = measured_tile(weight)
     return tile is not None and rows <= tile.max_tokens and _config(layer, rows, num_sms(weight.values.device), tile) is not None
 
 
 def run_small_batch(x: Tensor, residual: Tensor, layer: FusedLayer, tile: SmallBatchTile | None = None) -> tuple[Tensor, Tensor | None]:
-    """`ops.fused_layer` of up to MAX_TOKENS rows.
+    """Compute a fused layer (`ops.fused_layer`) for up to MAX_TOKENS rows. `tile` overrides `measured_tile`.
 
     The launch is cooperative, because the grid barrier needs all CTAs to be resident: where processes share a device, half of a grid must
     not wait for the other half. Without it a step is up to 2 % faster, since CTAs start one by one while attention still runs.
@@ -79,7 +79,7 @@ def run_small_batch(x: Tensor, residual: Tensor, layer: FusedLayer, tile: SmallB
 
 
 def measured_tile(weight: PackedWeight) -> SmallBatchTile | None:
-    """The device's tile for the weight's format. Without one the kernel is not used."""
+    """The tile of the weight's format from the device's tuning table. None means that the kernel is not used."""
     dtype = str(weight.values.dtype).removeprefix("torch.") if weight.format == "dense" else weight.format
     tile: SmallBatchTile | None = device_tuning(weight.values.device).tile("fused_layer_small_batch", dtype)
     return tile
@@ -87,12 +87,12 @@ def measured_tile(weight: PackedWeight) -> SmallBatchTile | None:
 
 @cache
 def barrier_counter(device: torch.device) -> Tensor:
-    """The counter of the grid barrier. One for all launches on a device, which run one after another."""
+    """The counter of the grid barrier: int32 [1], shared by all launches on a device, which run one after another."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def _config(layer: FusedLayer, tokens: int, num_ctas: int, tile: SmallBatchTile) -> SmallBatchConfig | None:
-    """The constants of a launch; None where a CTA has more rows than threads, or shared memory has no room for two stages."""
+    """The constants of a launch. None where a CTA has more rows than threads, or shared memory has no room for two stages."""
     weights = [linear.weight for linear in layer.linears if linear.weight is not None]
     sizes = tuple((one.outputs, weight.out_features, weight.row_bytes) for one, weight in zip(layer.linears, weights, strict=True))
     biases = tuple(int(weight.bias is not None) for weight in weights)
@@ -114,7 +114,10 @@ def _plan(
     num_ctas: int,
     tile: SmallBatchTile,
 ) -> SmallBatchConfig | None:
-    """sizes: outputs, rows and bytes of a row of each linear. Cached, because all layers are alike, and eager steps need it for each."""
+    """Compute `_config`. Cached, because all layers are alike, and eager steps need it for each of them.
+
+    `sizes` has (outputs, rows, bytes of a row) of each linear; `weight_format` is (FORMAT, group size, scale dtype, zero kind).
+    """
     form, group_size, scales, zero_kind = weight_format
     config = SmallBatchConfig(
         gated=tuple(rows // outputs - 1 for outputs, rows, _ in sizes),

@@ -25,7 +25,7 @@ repeat = gluon.jit(registers.repeat.fn)
 
 @triton.constexpr_function
 def piece_bytes(config):
-    """Contiguous bytes of a row that a lane multiplies at a time: 8 in groups of 32, so that an instruction's features are one group's."""
+    """Contiguous bytes of a row that a lane multiplies at a time: 8 for groups of 32, so that an instruction's features are one group's."""
     return 8 if config.group_size == 32 else 16
 
 
@@ -33,8 +33,8 @@ def piece_bytes(config):
 def add_byte_products(acc, words, activations, CONFIG: gl.constexpr):
     """acc + the products of one step, for formats other than int4.
 
-    acc: four registers for each half block: independent accumulators, because an instruction waits for the previous one on its accumulator.
-    words: 16 registers per block (`load_row_pairs`). activations: address of this lane's activations of the step.
+    `acc`: four registers for each half block. They are independent, because an instruction waits for the previous one on its accumulator.
+    `words`: 16 registers per block (`load_row_pairs`). `activations`: shared address of this lane's activations of the step.
     """
     KIND: gl.constexpr = "e4m3" if CONFIG.format == "fp8" else CONFIG.format
     sums = ()
@@ -50,10 +50,9 @@ def add_byte_products(acc, words, activations, CONFIG: gl.constexpr):
 
 @gluon.jit
 def load_scales(address, lane, CONFIG: gl.constexpr):
-    """(scales, zeros) of the groups of a stage, for this lane's two rows: registers [block, group, row] of float32; zeros () if there are
-    none.
+    """(scales, zeros) of the groups of a stage for this lane's two rows: float32 registers [block, group, row]; zeros may be ().
 
-    address: of the stage's scales.
+    `address` is that of the stage's scales.
     """
     BLOCKS: gl.constexpr = CONFIG.blocks_per_stage
     GROUPS: gl.constexpr = groups_per_block(CONFIG.group_size)
@@ -76,9 +75,9 @@ def load_scales(address, lane, CONFIG: gl.constexpr):
 def group_products(words, activations, zero, CONFIG: gl.constexpr):
     """Integer products of one step of int4, group by group: four registers per group, eight in groups of 128.
 
-    A pair of groups shares bytes: the first has the low nibbles, the second the high ones. High nibbles are multiplied where they are,
-    which makes their products 16 times as large (`add_group` divides). Groups of 128 have two independent accumulators.
-    zero: an int32 register of zeros.
+    A pair of groups shares bytes: the first has the low nibbles, the second the high ones. High nibbles are not shifted before the product,
+    which makes their products 16 times as large (`add_group` divides). Groups of 128 have two independent accumulators. `zero`: an int32
+    register of zeros.
     """
     BLOCKS: gl.constexpr = CONFIG.blocks_per_stage
     GROUP_SIZE: gl.constexpr = CONFIG.group_size
@@ -105,9 +104,9 @@ def group_products(words, activations, zero, CONFIG: gl.constexpr):
 
 @gluon.jit
 def add_group(acc, products, group_sum, scales, zeros, side, CONFIG: gl.constexpr):
-    """acc + one group: (254 × coarse + fine - zero × group_sum) × scale, for this lane's two rows and its token.
+    """acc + the result of one group, (254 × coarse + fine - zero × group_sum) × scale, for this lane's two rows and its token.
 
-    products: registers c0 … c3 of one or two accumulators. side: 1 where products are 16 times as large.
+    `products`: registers c0 … c3 of one or two accumulators. `side`: 1 where products are 16 times as large, else 0.
     """
     sums = ()
     for row in gl.static_range(2):
@@ -130,7 +129,10 @@ def add_group(acc, products, group_sum, scales, zeros, side, CONFIG: gl.constexp
 
 @gluon.jit
 def add_group_products(acc, products, group_sums, scales_zeros, CONFIG: gl.constexpr):
-    """acc (two registers: this lane's rows) + the products of all groups of a step. group_sums: address of those of this lane's token."""
+    """acc (two registers: this lane's rows) + the results of all groups of a step.
+
+    `group_sums` is the shared address of the group sums of this lane's token; `scales_zeros` is a result of `load_scales`.
+    """
     scales, zeros = scales_zeros
     BLOCKS: gl.constexpr = CONFIG.blocks_per_stage
     GROUPS: gl.constexpr = groups_per_block(CONFIG.group_size)
@@ -154,7 +156,7 @@ def add_group_products(acc, products, group_sums, scales_zeros, CONFIG: gl.const
 
 @gluon.jit
 def sums_of_rows(acc, CONFIG: gl.constexpr):
-    """The sums of this lane's two rows for token l % 4, float32, from the accumulators of `add_byte_products` or `add_group_products`."""
+    """The float32 sums of this lane's two rows for token l % 4, from the accumulators of `add_byte_products` or `add_group_products`."""
     if CONFIG.format == "int4":
         sums = acc
     else:

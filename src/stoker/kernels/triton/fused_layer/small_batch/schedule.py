@@ -26,7 +26,7 @@ from stoker.kernels.triton.ptx.pipeline import BLOCK_BYTES, commit_copies, group
 
 
 class LinearTiles(NamedTuple):
-    """What the prefetch needs of one linear."""
+    """The properties of one linear that the prefetch needs."""
 
     weight: Any  # int64: address
     scale: Any  # int64
@@ -41,7 +41,7 @@ class LinearTiles(NamedTuple):
 
 
 class SmallBatchPrefetchState(NamedTuple):
-    """Where a warp's prefetch stands."""
+    """The state of a warp's prefetch: the step that it copies next."""
 
     linear: Any  # index
     tile: Any  # of the CTA's tiles of the linear
@@ -54,7 +54,7 @@ class SmallBatchPrefetchState(NamedTuple):
 
 @gluon.jit
 def tiles_of_cta(n, num_ctas):
-    """(first 16-row tile, number of tiles) of this CTA, of a linear with n output features."""
+    """(first 16-row tile, number of tiles) of this CTA in a linear with n output features."""
     tiles = n // 16
     per_cta = gl.cdiv(tiles, num_ctas)
     first = gl.minimum(gl.program_id(0) * per_cta, tiles)
@@ -63,7 +63,7 @@ def tiles_of_cta(n, num_ctas):
 
 @gluon.jit
 def linear_tiles(linears, index, num_ctas, CONFIG: gl.constexpr):
-    """The `LinearTiles` of linear number `index`, a run-time value; without tiles after the last linear."""
+    """The `LinearTiles` of the linear with run-time index `index`. After the last linear it has no tiles."""
     GATED: gl.constexpr = CONFIG.gated
     COUNT: gl.constexpr = len(GATED)
     STEP_BLOCKS: gl.constexpr = CONFIG.num_warps * CONFIG.blocks_per_stage
@@ -85,7 +85,7 @@ def linear_tiles(linears, index, num_ctas, CONFIG: gl.constexpr):
 
 @gluon.jit
 def next_linear_with_tiles(linears, index, num_ctas, CONFIG: gl.constexpr):
-    """(number, `LinearTiles`) of the first linear from `index` on of which this CTA has tiles."""
+    """(index, `LinearTiles`) of the first linear with at least the given index of which this CTA has tiles."""
     tiles = linear_tiles(linears, index, num_ctas, CONFIG)
     while (tiles.num_tiles == 0) & (index < len(CONFIG.gated)):
         index += 1
@@ -95,22 +95,27 @@ def next_linear_with_tiles(linears, index, num_ctas, CONFIG: gl.constexpr):
 
 @gluon.jit
 def tile_row(tile, tiles):
-    """A tile's first row in the weight; tiles of gates and of what they gate alternate. num_parts is 1 or 2: no division, which would take
-    150 cycles."""
+    """The first row of tile number `tile` in the weight. In a gated linear, tiles of gates alternate with tiles of the rows that they gate.
+
+    `num_parts` is 1 or 2, so that no division is needed, which would take 150 cycles.
+    """
     second = tiles.num_parts - 1
     return tiles.first_row + (tile >> second) * 16 + (tile & second) * tiles.n
 
 
 @gluon.jit
 def weight_source(row, tiles, lane, warp, CONFIG: gl.constexpr):
-    """This lane's first 16 bytes of a tile: of row lane / 8, at chunk lane % 8 of the warp's first block."""
+    """int64: the address of the first 16 bytes that this lane copies of a tile.
+
+    They are in row lane / 8, at chunk lane % 8 of the warp's first block.
+    """
     byte = (warp * (128 * CONFIG.blocks_per_stage) + lane % 8 * 16).to(gl.int64)
     return tiles.weight + byte + (row + lane // 8).to(gl.int64) * tiles.stride_row
 
 
 @gluon.jit
 def scale_source(row, tiles, lane, warp, CONFIG: gl.constexpr):
-    """(this lane's first 16 bytes of a tile's scales or zeros, bytes from a block to the next).
+    """(address of the first 16 bytes of scales or zeros that this lane copies of a tile, bytes from a block to the next).
 
     The first 2 × groups lanes copy scales of eight rows each; the lanes after them zeros, of eight rows (16 bits) or 16 rows (bytes).
     """
@@ -129,7 +134,7 @@ def scale_source(row, tiles, lane, warp, CONFIG: gl.constexpr):
 
 @gluon.jit
 def begin_prefetch(linears, num_ctas, lane, warp, CONFIG: gl.constexpr):
-    """The `SmallBatchPrefetchState` at the first tile of the first linear."""
+    """The prefetch state at the first tile of the first linear."""
     zero = gl.to_tensor(0)
     index, tiles = next_linear_with_tiles(linears, zero, num_ctas, CONFIG)
     row = tile_row(zero, tiles)
@@ -140,7 +145,7 @@ def begin_prefetch(linears, num_ctas, lane, warp, CONFIG: gl.constexpr):
 
 @gluon.jit
 def prefetch(state, linears, num_ctas, stage, lane, warp, CONFIG: gl.constexpr):
-    """Issue the copies of the warp's next blocks into the stage at address `stage`, as one group. Returns the state after them.
+    """Issue the copies of the warp's next blocks into the stage at address `stage`, as one group. Returns the advanced state.
 
     Beyond the end of a row, and after the last linear, a stage is filled with zeros, so that every step commits one group.
     """

@@ -35,7 +35,7 @@ from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 
 @triton.jit
 def load_columns(pointers, is_column, EVEN_K: tl.constexpr):
-    """The values at `pointers`; without EVEN_K zeros where `is_column` is False, that is from k on."""
+    """Load the values at `pointers`. Unless EVEN_K, values are zero where `is_column` is False (columns from k on)."""
     if EVEN_K:
         return tl.load(pointers)
     else:
@@ -63,7 +63,7 @@ def gemv_kernel(
     EVEN_K: tl.constexpr,  # whether BLOCK_K divides k
     USE_PDL: tl.constexpr,
 ):
-    """One token, by multiply-adds: 15 of 16 columns of a matrix instruction's tile would be padding."""
+    """One CTA: BLOCK_N outputs of one token, by multiply-adds. In a matrix instruction 15 of 16 columns would be padding."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = rows < n
     loaded_rows = tl.where(is_row, rows, 0).to(tl.int64)
@@ -120,7 +120,10 @@ def store_outputs(
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Apply the norm's factor, bias, gate and residual to the sums of a tile, and store them."""
+    """Apply the norm's factor, bias, gate and residual to the sums y (and `up`) of a tile, and store the result.
+
+    `squares` are the tokens' sums of x²; `rows` and `tokens` are the indices of the tile's rows and tokens.
+    """
     is_row = rows < n
     if NORM:
         scale = tl.rsqrt(squares / k + eps)
@@ -167,7 +170,10 @@ def small_gemm_kernel(
     EVEN_K: tl.constexpr,  # whether BLOCK_K divides k
     USE_PDL: tl.constexpr,
 ):
-    """Up to BLOCK_M tokens."""
+    """One CTA: a split-K slice of BLOCK_N outputs of up to BLOCK_M tokens.
+
+    The last CTA of a tile combines the slices and stores the result.
+    """
     NORM: tl.constexpr = norm_weight_ptr is not None
     tile = tl.program_id(0)
     split = tl.program_id(1)

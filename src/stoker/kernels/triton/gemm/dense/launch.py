@@ -21,7 +21,7 @@ MAX_TILES = 1 << 16
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.linear`."""
+    """x × weightᵀ + bias with `fusion` (`ops.linear`): up to MAX_ROWS rows by the kernels here, more by the library's GEMM."""
     if fusion.input_gate is not None:
         x, fusion = activation.gated(x, fusion.input_gate), replace(fusion, input_gate=None)
     if x.shape[0] == 0:
@@ -34,7 +34,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion
 
 
 def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion) -> Tensor:
-    """The library's GEMM, whose epilogue adds the residual, or else the bias."""
+    """x × weightᵀ + bias with `fusion`, by the library's GEMM, whose epilogue adds the residual or else the bias."""
     if fusion.norm_kind is not None:
         x, fusion = _apply_norm(x, fusion)
     if fusion.residual is not None and fusion.gate is None:
@@ -49,7 +49,10 @@ def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusio
 
 
 def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion, tile: LinearTile | None = None) -> Tensor:
-    """One launch for at most MAX_ROWS tokens; a second one for the norm if the tile does not fuse it. `tile` replaces the tuned choice."""
+    """x × weightᵀ + bias with `fusion` for at most MAX_ROWS tokens, in one launch, or two if the tile does not fuse the norm.
+
+    `tile` overrides the tuned choice. Raises ValueError for strides, dtypes or a residual that the kernels do not support.
+    """
     m, k = x.shape
     gated = fusion.gate is not None
     n = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -101,18 +104,22 @@ def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion,
 
 
 def _apply_norm(x: Tensor, fusion: Fusion) -> tuple[Tensor, Fusion]:
-    """x after the norm, by a kernel of its own, and the rest of the fusion. A layer norm always needs it: it subtracts a mean."""
+    """(x after the norm, the fusion without it). A kernel of its own computes the norm.
+
+    A layer norm always needs it: it subtracts a mean.
+    """
     x = norm.norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind or "rms")
     return x, Fusion(gate=fusion.gate, residual=fusion.residual)
 
 
 @cache
 def _split_counters(device: torch.device) -> Tensor:
-    """Finished splits of each tile. Every launch leaves them at zero; the launches of a device run one after another."""
+    """Counters of finished splits, one int32 per tile: zero after every launch. The launches of a device run one after another."""
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
 def _check(x: Tensor, weight: Tensor, fusion: Fusion, n: int) -> None:
+    """Raise ValueError for strides, dtypes or a residual that the kernels do not support. n is the number of outputs."""
     if not weight.is_contiguous() or x.stride(-1) != 1:
         raise ValueError(
             f"a linear needs a dense weight and rows of x that are dense, but their strides are {weight.stride()} and {x.stride()}: "

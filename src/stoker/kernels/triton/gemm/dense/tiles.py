@@ -11,12 +11,15 @@ MAX_ROWS = 64  # rows of activations; more are computed by the library's GEMM
 
 
 def padded_rows(rows: int) -> int:
-    """1 for one row (a GEMV without matrix instructions), else the height of the tile: 16, 32 or 64."""
+    """1 for one row (a GEMV without matrix instructions), else the smallest tile height (16, 32, 64 …) of at least `rows`."""
     return 1 if rows == 1 else max(16, triton.next_power_of_2(rows))
 
 
 def linear_tile(rows: int, n: int, k: int, gated: bool, itemsize: int, num_sms: int, tuning: TuningTable) -> LinearTile:
-    """The tile for `rows` rows (a result of `padded_rows`) and a weight [n (2 × n when gated), k] whose elements have `itemsize` bytes."""
+    """The tile for `rows` rows (a result of `padded_rows`) and a weight [n, k], or [2 × n, k] if gated.
+
+    `itemsize` is the size of an element in bytes.
+    """
     measured: LinearTile | None = tuning.tile("dense_linear", "16-bit", rows, n, k, gated) if itemsize == 2 else None
     if measured is not None:
         return measured

@@ -55,7 +55,7 @@ class QuantizedActivations:
 
 
 class QuantizedRow(NamedTuple):
-    """Where a kernel stores one quantized row."""
+    """The addresses at which a kernel stores one quantized row."""
 
     values_ptr: Any  # the row's values, or coarse digits
     fine_offset: Any  # elements from a coarse digit to its fine digit
@@ -65,13 +65,16 @@ class QuantizedRow(NamedTuple):
 
 @triton.jit
 def round_half_even(x):
-    """The nearest integer, to even on a tie, for |x| < 2^22: adding 1.5 × 2^23 leaves no fraction bits."""
+    """x rounded to the nearest integer, ties to even, as float32, for |x| < 2^22: adding 1.5 × 2^23 leaves no fraction bits."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def row_values(x_row_ptr, norm_weight_ptr, cols, k, NORM: tl.constexpr, GATE: tl.constexpr):
-    """float32 (x, x × norm weight) of some features of a row. With GATE, the row holds k gates, then k values: x = act(gate) × value."""
+    """(x, x × norm weight) of the features `cols` of one row, float32; zeros from k on.
+
+    With GATE, the row holds k gates, then k values, and x is act(gate) × value.
+    """
     x = tl.load(x_row_ptr + cols, mask=cols < k, other=0.0).to(tl.float32)
     if GATE is not None:
         x = activated(x, GATE) * tl.load(x_row_ptr + k + cols, mask=cols < k, other=0.0).to(tl.float32)
@@ -84,7 +87,11 @@ def row_values(x_row_ptr, norm_weight_ptr, cols, k, NORM: tl.constexpr, GATE: tl
 
 @triton.jit
 def quantization_step(squares, largest, input_scale_ptr, k, eps, NORM: tl.constexpr, LIMIT: tl.constexpr):
-    """(factor of the norm, step) of a row with the sum of squares `squares`, whose largest magnitude before that factor is `largest`."""
+    """(factor of the norm, quantization step) of one row.
+
+    `squares` is its sum of squares, `largest` its largest magnitude before the norm's factor. The step is `input_scale` if given. LIMIT is
+    the largest quantized value.
+    """
     factor = 1.0
     if NORM:
         factor = tl.rsqrt(squares / k + eps)
@@ -108,7 +115,7 @@ def row_quantization_step(
     CHUNK: tl.constexpr,
     GATE: tl.constexpr = None,
 ):
-    """`quantization_step` of a row that is read in chunks."""
+    """(factor of the norm, quantization step) of one row, which is read in chunks of CHUNK features."""
     squares = tl.zeros([CHUNK], tl.float32)
     largest = tl.zeros([CHUNK], tl.float32)
     for start in range(0, k, CHUNK):
@@ -134,7 +141,10 @@ def quantize_row(
     CHUNK: tl.constexpr,
     GATE: tl.constexpr = None,
 ):
-    """Store the quantized features begin : end of one row. `end` is a multiple of GROUP, beyond k where the values are padded."""
+    """Quantize the features begin : end of one row and store them at `target` (a QuantizedRow).
+
+    `factor` and `step` are results of `row_quantization_step`. `end` is a multiple of GROUP, beyond k where the values are padded.
+    """
     for start in range(begin, end, CHUNK):
         _, weighted = row_values(x_row_ptr, norm_weight_ptr, start + tl.arange(0, CHUNK), k, NORM, GATE)
         store_quantized(weighted * factor, target, step, start, end, DIGITS, GROUP, CHUNK)
@@ -142,7 +152,7 @@ def quantize_row(
 
 @triton.jit
 def store_quantized(x, target, step, start, end, DIGITS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr):
-    """Store x [CHUNK], the features from `start` on, quantized. Those from `end` on are not stored."""
+    """Quantize x [CHUNK], the features from `start` on, and store those before `end` at `target` (a QuantizedRow)."""
     cols = start + tl.arange(0, CHUNK)
     units = x * (1.0 / step)
     target_ptr = target.values_ptr + cols
@@ -162,7 +172,7 @@ def store_quantized(x, target, step, start, end, DIGITS: tl.constexpr, GROUP: tl
 
 @triton.jit
 def round_to(units, DTYPE: tl.constexpr):
-    """The nearest values of DTYPE, int8 within ± 127 or float8_e4m3fn within ± 448."""
+    """The nearest values of DTYPE: int8, clamped to ± 127, or float8_e4m3fn, clamped to ± 448."""
     if DTYPE == tl.int8:  # noqa: SIM300
         return round_half_even(tl.minimum(tl.maximum(units, -127.0), 127.0)).to(tl.int8)
     else:
@@ -194,6 +204,7 @@ def quantize_rows_kernel(
     SINGLE_CHUNK: tl.constexpr,  # a chunk holds the row, which is read once
     USE_PDL: tl.constexpr,
 ):
+    """One CTA: quantize one of `num_rows` rows. LIMIT is the largest quantized value; DIGITS is 1 or 2; GROUP > 0 adds sums of groups."""
     row = tl.program_id(0)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
@@ -226,7 +237,7 @@ def quantize_groups_kernel(
     CHUNK: tl.constexpr,  # features of one CTA
     USE_PDL: tl.constexpr,
 ):
-    """float8_e4m3fn values of one row with a scale per GROUP features. A CTA has CHUNK features of the row."""
+    """One CTA: quantize CHUNK features of one row to float8_e4m3fn, with a scale per GROUP features."""
     row = tl.program_id(0).to(tl.int64)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
@@ -240,7 +251,7 @@ def quantize_groups_kernel(
 
 
 def empty_activations(x: Tensor, form: str, padded_k: int, group: int = 0) -> QuantizedActivations:
-    """Uninitialized memory for x, quantized as `form`."""
+    """Uninitialized memory for x [M, K] quantized as `form` ("fp8", "int8" or "digits"), with group sums if `group` > 0."""
     m, is_digits = x.shape[0], form == "digits"
     values = torch.empty(
         (m * (2 if is_digits else 1), padded_k), dtype=torch.float8_e4m3fn if form == "fp8" else torch.int8, device=x.device
@@ -263,8 +274,8 @@ def quantize_rows(
 ) -> QuantizedActivations:
     """x [M, K] quantized with a scale per row, after an RMS norm when there is `norm_weight`.
 
-    `form` is "fp8", "int8" or "digits". `group`: features of a group of the weight, for which digits get their sums (0: none). With `gate`,
-    x is [M, 2 × K]: gates, then the values that act(gate) multiplies.
+    `form` is "fp8", "int8" or "digits". With digits and `group` > 0, the sums over each `group` features are stored, too. With `gate`, x is
+    [M, 2 × K]: gates, then the values that act(gate) multiplies. `input_scale` replaces the scale per row.
     """
     result = empty_activations(x, form, padded_k, group)
     row_chunk = max(triton.next_power_of_2(padded_k), 2 * group, 128)
@@ -296,7 +307,7 @@ def quantize_rows(
 
 
 def quantize_groups(x: Tensor, group: int) -> QuantizedActivations:
-    """x [M, K] as float8_e4m3fn with a scale for each `group` (a power of two) neighbouring features: scale [groups, M]."""
+    """x [M, K] quantized to float8_e4m3fn with a scale for each `group` neighbouring features (a power of two): scale [groups, M]."""
     rows, k = x.shape
     groups = triton.cdiv(k, group)
     values = torch.empty((rows, groups * group), dtype=torch.float8_e4m3fn, device=x.device)

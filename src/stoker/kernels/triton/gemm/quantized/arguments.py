@@ -13,7 +13,10 @@ from torch import Tensor
 
 
 class ActivationPointers(NamedTuple):
-    """Runtime: the activations as they are multiplied. They have M rows: one per token, or per sorted choice of an expert."""
+    """Runtime: the activations as they are multiplied.
+
+    They have M rows: one per token, or one per (token, expert) pair sorted by expert.
+    """
 
     values_ptr: Tensor  # [M, k] unquantized, int8 or float8_e4m3fn; as digits [2 × M, k]: all coarse ones, then all fine ones
     scale_ptr: Tensor | None  # float32 [M]; block_fp8: [ceil(k / group), M]; None: not quantized
@@ -21,7 +24,7 @@ class ActivationPointers(NamedTuple):
 
 
 class WeightPointers(NamedTuple):
-    """Runtime: a quantized weight of n rows (2 × n with a gate: n gate rows, then n up rows), or of that many for each expert."""
+    """Runtime: a quantized weight of n rows (with a gate 2 × n: gate rows, then up rows), for one linear or for each expert."""
 
     values_ptr: Tensor  # [(experts,) n, stride_weight]; see `QuantizedWeightFormat.form`
     scale_ptr: Tensor | None
@@ -29,7 +32,7 @@ class WeightPointers(NamedTuple):
 
 
 class OutputPointers(NamedTuple):
-    """Runtime: what is added to the product, and where the result is stored."""
+    """Runtime: the bias and the residual that are added to the product, and the memory for the result."""
 
     bias_ptr: Tensor | None  # [(experts,) n], [2 × n] with a gate
     residual_ptr: Tensor | None  # [m, n]

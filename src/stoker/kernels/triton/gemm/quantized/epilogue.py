@@ -36,7 +36,10 @@ def store_or_combine(
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Store the result of a tile; with split-K, the last CTA of the tile does."""
+    """Store the result of a tile. With split-K, store this slice's sums instead, and the last CTA of the tile combines them.
+
+    `acc` and `acc_up` float32 [BLOCK_N, TOKENS]; `x_scale` [TOKENS] or None; `tokens`: TokenTile; `rows`: WeightRows; `sizes`: GemmSizes.
+    """
     BLOCK_N: tl.constexpr = TILE.block_n
     TOKENS: tl.constexpr = TILE.tokens
     SPLITS: tl.constexpr = TILE.splits
@@ -76,7 +79,7 @@ def store_outputs(
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Apply scales, bias, gate and residual, and store the tile, transposed: out is [tokens, n]."""
+    """Apply scales, bias, gate and residual to the sums y (and `up`) [BLOCK_N, TOKENS], and store them transposed: out is [tokens, n]."""
     if x_scale is not None:
         y = y * x_scale[None, :]
     if GATED and x_scale is not None:

@@ -38,12 +38,12 @@ BLOCK_COLUMNS = (32, 64, 128, 256)  # columns of a block that a tile can have
 
 
 def prepare_weight(weight: PackedWeight) -> PackedWeight:
-    """See `ops.prepare_weight`. The kernels require contiguous scales."""
+    """The weight with contiguous scales (`ops.prepare_weight`)."""
     return replace(weight, scale=weight.scale.contiguous()) if weight.scale is not None else weight
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.packed_linear`. Blocks with a number of columns that is not in BLOCK_COLUMNS are computed by the reference."""
+    """A linear with an FP8 weight (`ops.packed_linear`). The reference computes block formats whose columns are not in BLOCK_COLUMNS."""
     if weight.group_size:
         if weight.group_size in BLOCK_COLUMNS:
             return block_fp8_activation_linear(x, weight, fusion)
@@ -67,7 +67,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
 
 
 def library_fp8_linear(x: Tensor, weight: PackedWeight, fusion: Fusion) -> Tensor:
-    """The library's GEMM with a scale for each row of both operands."""
+    """A linear by the library's FP8 GEMM, with a scale for each row of both operands."""
     x, fusion = apply_unfused_norm(x, fusion)
     k, scale = weight.in_features, weight.scale
     assert scale is not None
@@ -79,5 +79,5 @@ def library_fp8_linear(x: Tensor, weight: PackedWeight, fusion: Fusion) -> Tenso
 
 
 def _library_supports(x: Tensor, weight: PackedWeight) -> bool:
-    """cuBLAS multiplies FP8 with a scale per row to bfloat16 only, for sides that are multiples of 16."""
+    """Whether cuBLAS multiplies these operands: it supports scales per row for bfloat16 results and sides that are multiples of 16."""
     return not x.is_cpu and x.dtype == torch.bfloat16 and weight.out_features % 16 == 0 and weight.in_features % 16 == 0

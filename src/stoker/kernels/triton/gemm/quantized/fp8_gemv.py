@@ -62,7 +62,7 @@ _HIGH_HALF = ptx("{ .reg .b16 l, h;", "mov.b32 {l, h}, $1;", "cvt.f32.f16 $0, h;
 
 @triton.jit
 def load_scaled(x_ptr, norm_weight_ptr, cols, k, factor, NORM: tl.constexpr):
-    """float32 x × factor, × the norm's weight with NORM; zeros beyond k."""
+    """float32: x × factor at the features `cols`, also multiplied by the norm's weight if NORM; zeros from k on."""
     x = tl.load(x_ptr + cols, mask=cols < k, other=0.0).to(tl.float32) * factor
     if NORM:
         x = x * tl.load(norm_weight_ptr + cols, mask=cols < k, other=0.0).to(tl.float32)
@@ -71,7 +71,10 @@ def load_scaled(x_ptr, norm_weight_ptr, cols, k, factor, NORM: tl.constexpr):
 
 @triton.jit
 def multiply_packed(x_ptr, norm_weight_ptr, words_ptr, words, load_rows, k, factor, NORM: tl.constexpr, WORDS: tl.constexpr):
-    """float32 [BLOCK_N]: q · W × 2^-8. `words_ptr`: the weight as int32 [n, k / 4]. `words` [BLOCK_N, WORDS]: its first tile."""
+    """float32 [BLOCK_N]: q · W × 2^-8 for the rows `load_rows`, where q is x × factor quantized to FP8.
+
+    `words_ptr` is the weight as int32 [n, k / 4]; `words` [BLOCK_N, WORDS] is its first tile, loaded before.
+    """
     row_words = k // 4
     word = tl.arange(0, WORDS)
     acc = tl.zeros_like(words)  # two float16 per element
@@ -99,7 +102,7 @@ def multiply_packed(x_ptr, norm_weight_ptr, words_ptr, words, load_rows, k, fact
 def multiply_unpacked(
     x_ptr, norm_weight_ptr, weight_ptr, load_rows, k, factor, NORM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """The definition of `multiply_packed` in float32, which the interpreter runs, over the weight [n, k]."""
+    """The same result as `multiply_packed`, in float32 over the weight [n, k]: the definition, which the interpreter runs."""
     total = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, k, WIDTH):
         cols = start + tl.arange(0, WIDTH)
@@ -134,6 +137,7 @@ def fp8_gemv_kernel(
     PACKED: tl.constexpr,  # True on a GPU: inline PTX; False in the interpreter: the equivalent Triton operations
     USE_PDL: tl.constexpr,
 ):
+    """One CTA: BLOCK_N outputs of one token. LIMIT is the largest FP8 value; PACKED selects `multiply_packed`."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < n
     load_rows = tl.where(inside, rows, 0).to(tl.int64)
@@ -169,11 +173,11 @@ class GemvTile:
 
 
 def gemv_tile(x: Tensor, weight: PackedWeight, fusion: Fusion) -> GemvTile | None:
-    """The tile with which `fp8_gemv` computes this product; None where it cannot, or where the skinny GEMM is faster.
+    """The tile with which `fp8_gemv` computes this product. None where it cannot, or where the skinny GEMM is faster.
 
     Llama-3.1-8B on an H200, µs, GEMV and skinny GEMM: gate and up 39 and 32, down 20.7 and 19.2, language model head 150 and 123, but qkv
-    9.6 and 10.1, output projection 7.2 and 7.9. With the GEMV the 70B's qkv and output projection lose 13 µs per layer, and the slices that
-    one of two or four ranks has of them 5 to 12.
+    9.6 and 10.1, output projection 7.2 and 7.9. With the GEMV the 70B's qkv and output projection lose 13 µs per layer, and their shards
+    for two or four ranks lose 5 to 12.
     """
     n, k = weight.values.shape
     if x.shape[0] != 1 or fusion.gate is not None or fusion.needs_separate_norm or k % 4 or k > MAX_FEATURES or n >= MAX_WEIGHT_ROWS:
@@ -182,7 +186,7 @@ def gemv_tile(x: Tensor, weight: PackedWeight, fusion: Fusion) -> GemvTile | Non
 
 
 def fp8_gemv(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: GemvTile) -> Tensor:
-    """y [1, n] of x [1, k] and a float8_e4m3fn weight [n, k], with an RMS norm before it and a residual after it."""
+    """[1, n]: the product of x [1, k] and a float8_e4m3fn weight [n, k], after the fusion's RMS norm, with bias and residual added."""
     n, k = weight.values.shape
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     fp8_gemv_kernel[(triton.cdiv(n, tile.block_n),)](

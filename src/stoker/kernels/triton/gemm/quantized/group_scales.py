@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def load_scale_and_zero(scale_ptr, zero_ptr, offset, ZERO: tl.constexpr):
-    """(scale,) or (scale, zero point or offset), as stored, at the element offsets `offset`."""
+    """(scale,) or (scale, zero point or offset), in their stored dtypes, loaded at the element offsets `offset`."""
     if ZERO == "none":
         return (tl.load(scale_ptr + offset),)
     else:
@@ -23,7 +23,7 @@ def load_scale_and_zero(scale_ptr, zero_ptr, offset, ZERO: tl.constexpr):
 
 @triton.jit
 def scale_and_offset(stored, ZERO: tl.constexpr):
-    """float32 (scale, offset) of what `load_scale_and_zero` loaded for int4: the real value of q is q × scale + offset."""
+    """(scale, offset), float32, from a result of `load_scale_and_zero` for int4: the real value of q is q × scale + offset."""
     s = stored[0].to(tl.float32)
     if ZERO == "none":
         return s, s * -8.0
@@ -45,7 +45,9 @@ def load_pair_scales(
     PAIRS: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """A flat tuple of the scales and zeros of PAIRS pairs of int4 groups. Tensors of each pair (zeros absent when ZERO is "none"):
+    """A flat tuple with the scales and zeros of PAIRS pairs of int4 groups, from input feature `col` on.
+
+    The tensors of each pair (zeros are absent when ZERO is "none"):
 
     scale, zero of the low group | scale, zero of the high group | the same two of the up rows, which are n rows further, when GATED
     """

@@ -44,9 +44,10 @@ MIN_GROUP = 16  # the depth of a 16-bit matrix instruction
 
 
 def prepare_weight(weight: PackedWeight) -> PackedWeight:
-    """See `ops.prepare_weight`. The result does not refer to the given tensors, so that these can be freed.
+    """The weight in the layout `paired` (`ops.prepare_weight`). The result does not refer to the given tensors, so that these can be freed.
 
-    Groups that are no multiple of MIN_GROUP, such as those that a shard boundary splits, are returned unchanged: no tile supports them.
+    A weight whose group size is no multiple of MIN_GROUP, such as groups that a shard boundary splits, is returned unchanged: no tile
+    supports it.
     """
     if weight.group_size % MIN_GROUP:
         return weight
@@ -60,7 +61,10 @@ def prepare_weight(weight: PackedWeight) -> PackedWeight:
 
 
 def _pair_groups(values: Tensor, pairs: int, group: int) -> Tensor:
-    """Stored values in the layout `paired`. Experts are converted one after another: temporary tensors are larger than the weight."""
+    """`values` converted from the layout `stored` to the layout `paired` with `pairs` pairs of groups per row.
+
+    Experts are converted one after another, because temporary tensors are larger than the weight.
+    """
     if values.dim() == 3:
         paired = values.new_empty(*values.shape[:2], pairs * group)
         for expert, target in zip(values, paired, strict=True):
@@ -72,11 +76,11 @@ def _pair_groups(values: Tensor, pairs: int, group: int) -> Tensor:
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.packed_linear`. By the number of rows, from low to high:
+    """A linear with an int4 weight (`ops.packed_linear`). The method depends on the number of rows, from low to high:
 
-    digits against the stored integers (`gemm.skinny`, `quantized_activation_linear`), weights dequantized in registers
-    (`gemm.skinny_int4`, `plain_activation_linear`), weights dequantized in memory (`dequantized_linear`). A weight that `prepare_weight`
-    left unchanged is dequantized by the reference in every call.
+    digits against the stored integers (`gemm.skinny`, `quantized_activation_linear`), weights dequantized in registers (`gemm.skinny_int4`,
+    `plain_activation_linear`), weights dequantized in memory (`dequantized_linear`). A weight that `prepare_weight` left unchanged is
+    dequantized by the reference in every call.
     """
     if weight.layout == "stored":
         return reference.packed_linear(x, weight, fusion)
@@ -113,6 +117,10 @@ def dequantize_kernel(
     PACKED: tl.constexpr,  # True on a GPU: inline PTX; False in the interpreter: the equivalent Triton operations
     USE_PDL: tl.constexpr,
 ):
+    """One CTA: dequantize BLOCK_N rows of one pair of groups.
+
+    The rows first : last of the weight are written to out [last - first, size].
+    """
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     pair = tl.program_id(1)
     pdl_wait(USE_PDL)
@@ -138,7 +146,7 @@ def dequantize_kernel(
 
 
 def dequantize_int4(weight: PackedWeight, first: int, last: int, in_features: int, dtype: torch.dtype) -> Tensor:
-    """Rows first : last of the real weight."""
+    """Rows first : last of the weight, dequantized to `dtype`: [last - first, in_features]."""
     n, half = weight.values.shape
     out = torch.empty((last - first, in_features), dtype=dtype, device=weight.values.device)
     dequantize_kernel[(triton.cdiv(last - first, 16), half // weight.group_size)](

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from stoker.kernels.triton.gemm.quantized.group_scales import load_pair_scales, scale_and_offset
-from stoker.kernels.triton.gemm.quantized.operand_tiles import join_digits, load_tile, x_columns
+from stoker.kernels.triton.gemm.quantized.operand_tiles import combine_digits, load_tile, x_columns
 from stoker.kernels.triton.ptx.unpack import dequantize_16bit, int4_bias, unpack_int4, unpack_int4_biased
 
 # int4 × 16-bit activations: the sums of groups of at least SCALED_SUMS_MIN_GROUP are scaled instead of the values, for at most
@@ -38,7 +38,7 @@ def multiply_int4(
     PRODUCT: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """`multiply` for the form int4.
+    """Compute `products.multiply` for int4 weights.
 
     With digits, the scales and zeros of the next iteration are loaded one iteration ahead: loaded where they are used, each iteration would
     wait for memory. With 16-bit activations they scale operands of `tl.dot`, and values that are carried from the previous iteration would
@@ -92,16 +92,21 @@ def multiply_int4(
 
 @triton.jit
 def add_int4_pair(acc, packed, low_x, high_x, group_sums, scales, ZERO: tl.constexpr, PRODUCT: tl.constexpr):
-    """acc + the products of a pair of groups: the low nibbles of `packed` by low_x, the high ones by high_x."""
+    """acc + the products of a pair of groups: the low nibbles of `packed` by low_x, the high ones by high_x.
+
+    `scales` is the part of `load_pair_scales` for this pair; `group_sums` are the sums of x for both groups, used with digits only.
+    """
     PACKED: tl.constexpr = PRODUCT.packed
     low_scale = scales[: len(scales) // 2]
     high_scale = scales[len(scales) // 2 :]
     if low_x.dtype == tl.int8:
         low, high = unpack_int4(packed, PACKED)
         s, b = scale_and_offset(low_scale, ZERO)
-        acc = (acc + b[:, None] * group_sums[0][None, :]) + join_digits(tl.dot(low, low_x, out_dtype=tl.int32)).to(tl.float32) * s[:, None]
+        acc = (acc + b[:, None] * group_sums[0][None, :]) + combine_digits(tl.dot(low, low_x, out_dtype=tl.int32)).to(tl.float32) * s[
+            :, None
+        ]
         s, b = scale_and_offset(high_scale, ZERO)
-        high_product = join_digits(tl.dot(high, high_x, out_dtype=tl.int32)).to(tl.float32)
+        high_product = combine_digits(tl.dot(high, high_x, out_dtype=tl.int32)).to(tl.float32)
         acc = (acc + b[:, None] * group_sums[1][None, :]) + high_product * s[:, None]
     else:
         low, high = unpack_int4_biased(packed, low_x.dtype, PACKED)
@@ -118,7 +123,7 @@ def add_int4_pair(acc, packed, low_x, high_x, group_sums, scales, ZERO: tl.const
 
 @triton.jit
 def subtract_zero(nibbles, scale, ZERO: tl.constexpr, PACKED: tl.constexpr):
-    """w - zero of the values w that `unpack_int4_biased` unpacked, exactly. `scale`: what `load_scale_and_zero` loaded."""
+    """w - zero for values w from `unpack_int4_biased`, computed without rounding. `scale` is a result of `load_scale_and_zero`."""
     BIAS: tl.constexpr = int4_bias(nibbles.dtype)
     if ZERO == "none":
         zero = BIAS + 8.0
@@ -134,9 +139,9 @@ def subtract_zero(nibbles, scale, ZERO: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def dequantize_nibbles(nibbles, scale, ZERO: tl.constexpr, PACKED: tl.constexpr):
-    """The real values of what `unpack_int4_biased` unpacked, in its dtype: (w - zero) × scale, or w × scale + offset.
+    """The real values of `nibbles` from `unpack_int4_biased`, in their dtype: (w - zero) × scale, or w × scale + offset.
 
-    The only rounding is that of the product (and of the sum with an offset).
+    The only rounding is that of the product (and of the sum with an offset). `scale` is a result of `load_scale_and_zero`.
     """
     BIAS: tl.constexpr = int4_bias(nibbles.dtype)
     s = scale[0].to(nibbles.dtype)[:, None]

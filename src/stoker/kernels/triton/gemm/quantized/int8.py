@@ -27,12 +27,12 @@ _BLOCK = 1024
 
 
 def prepare_weight(weight: PackedWeight) -> PackedWeight:
-    """See `ops.prepare_weight`: unchanged."""
+    """The weight itself, unchanged (`ops.prepare_weight`)."""
     return weight
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.packed_linear`."""
+    """A linear with an int8 weight (`ops.packed_linear`)."""
     if weight.group_size:
         return reference.packed_linear(x, weight, fusion)
     if weight.activations != "none":
@@ -48,14 +48,14 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
 
 
 def packed_embedding(token_ids: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """See `ops.packed_embedding`."""
+    """Rows of an int8 embedding table, dequantized to `dtype` (`ops.packed_embedding`)."""
     if weight.group_size:
         return reference.packed_embedding(token_ids, weight, dtype)
     return _dequantize_rows(weight.values, _scales(weight), dtype, token_ids)
 
 
 def dequantize_int8(weight: PackedWeight, first: int, last: int, dtype: torch.dtype) -> Tensor:
-    """Rows first : last of the real weight, which has no groups."""
+    """Rows first : last of a weight without groups, dequantized to `dtype`."""
     return _dequantize_rows(weight.values[first:last], _scales(weight)[first:last], dtype, None)
 
 
@@ -75,7 +75,7 @@ def int8_rows_kernel(
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Ids that are not in the table give rows of zeros."""
+    """One CTA: BLOCK features of one row, dequantized. Without `ids_ptr`, all rows in order. Ids outside the table give zeros."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pdl_wait(USE_PDL)
@@ -90,7 +90,7 @@ def int8_rows_kernel(
 
 
 def _dequantize_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype, ids: Tensor | None) -> Tensor:
-    """Rows `ids` [T], or all rows, of weight int8 [N, K] × scale float32 [N] in `dtype`."""
+    """Rows `ids` [T] (None: all rows) of weight int8 [N, K] × scale float32 [N], in `dtype`."""
     size = weight.shape[1]
     out = torch.empty((weight.shape[0] if ids is None else ids.shape[0], size), dtype=dtype, device=weight.device)
     if out.numel():

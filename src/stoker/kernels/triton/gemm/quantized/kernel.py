@@ -47,7 +47,7 @@ TOKEN_TILES_PER_GROUP = tl.constexpr(8)  # token tiles that follow each other at
 
 @triton.jit
 def tile_of_cta(tile_idx, m_tiles, n_tiles):
-    """(token tile, weight tile) of a CTA: up to TOKEN_TILES_PER_GROUP token tiles follow each other at each weight tile."""
+    """(token tile, weight tile) of the CTA with index `tile_idx` on axis 0, in the order that the module describes."""
     width = TOKEN_TILES_PER_GROUP * n_tiles
     first = tile_idx // width * TOKEN_TILES_PER_GROUP
     height = tl.minimum(m_tiles - first, TOKEN_TILES_PER_GROUP)
@@ -56,7 +56,7 @@ def tile_of_cta(tile_idx, m_tiles, n_tiles):
 
 @triton.jit
 def weight_rows(n_tile, n, TILE: tl.constexpr):
-    """The `WeightRows` of weight tile number `n_tile`."""
+    """The `WeightRows` of weight tile number `n_tile` of a weight with n rows."""
     BLOCK_N: tl.constexpr = TILE.block_n
     row = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = row < n
@@ -65,7 +65,7 @@ def weight_rows(n_tile, n, TILE: tl.constexpr):
 
 @triton.jit
 def consecutive_tokens(m_tile, m, TILE: tl.constexpr, PRODUCT: tl.constexpr):
-    """The `TokenTile` number `m_tile` of m tokens in order."""
+    """The `TokenTile` number `m_tile` of m tokens that are stored in order."""
     TOKENS: tl.constexpr = TILE.tokens
     DIGITS: tl.constexpr = PRODUCT.digits
     token = m_tile * TOKENS + tl.arange(0, TOKENS)
@@ -77,7 +77,7 @@ def consecutive_tokens(m_tile, m, TILE: tl.constexpr, PRODUCT: tl.constexpr):
 
 @triton.jit
 def split_k_slice(split, k, TILE: tl.constexpr):
-    """(begin, end) of the input features of a split-K slice: a multiple of BLOCK_K each, but for the last."""
+    """(begin, end) of the input features of a split-K slice. All slices but the last have the same length, a multiple of BLOCK_K."""
     length = tl.cdiv(tl.cdiv(k, TILE.block_k), TILE.splits) * TILE.block_k
     begin = split * length
     return begin, tl.minimum(k, begin + length)
@@ -110,6 +110,11 @@ def quantized_linear_kernel(
     ACTIVATION: tl.constexpr,  # of the gate
     USE_PDL: tl.constexpr,
 ):
+    """One CTA: a split-K slice of one tile, stored or combined.
+
+    `x`: ActivationPointers; `weight`: WeightPointers; `output`: OutputPointers; `split_k`: SplitKPointers; `unquantized`: UnquantizedRow,
+    with QUANTIZE only. The constants are the named tuples of `arguments`; strides are in elements.
+    """
     DIGITS: tl.constexpr = PRODUCT.digits
     GROUP: tl.constexpr = FORMAT.group
     tile_idx = tl.program_id(0)

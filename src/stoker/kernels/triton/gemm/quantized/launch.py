@@ -1,4 +1,4 @@
-"""The launches that quantized linears share, by what the activations become:
+"""The launches that quantized linears share: one function per form of the activations.
 
 quantized_activation_linear    FP8, int8 or digits with a scale per token; weights are multiplied as they are stored
 block_fp8_activation_linear    FP8 with a scale per token and group of features
@@ -51,7 +51,10 @@ _SCRATCH_BYTES = 128 << 20  # of a dequantized weight
 def quantized_activation_linear(
     x: Tensor, weight: PackedWeight, form: str, tuning_key: str, fusion: Fusion, tile: QuantTile | None = None
 ) -> Tensor:
-    """x quantized as `form` (fp8, int8 or digits) with a scale per token. `tuning_key` is the dtype whose tuning table has the tiles."""
+    """A linear with x quantized as `form` (fp8, int8 or digits) with a scale per token.
+
+    `tuning_key` is the dtype whose rows of the tuning table have the tiles; `tile` overrides them.
+    """
     x, fusion = apply_unfused_norm(x, fusion)
     digits = 2 if form == "digits" else 1
     gated = fusion.gate is not None
@@ -74,7 +77,7 @@ def quantized_activation_linear(
 
 
 def block_fp8_activation_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: QuantTile | None = None) -> Tensor:
-    """x as float8_e4m3fn with a scale for each group of features, for any number of rows."""
+    """A linear with x quantized to float8_e4m3fn with a scale for each group of features, for any number of rows."""
     x = apply_input_fusion(x, fusion)
     quantized = quantize_groups(x, weight.group_size)
     gated = fusion.gate is not None
@@ -89,7 +92,7 @@ def block_fp8_activation_linear(x: Tensor, weight: PackedWeight, fusion: Fusion,
 
 
 def plain_activation_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: QuantTile | None = None) -> Tensor:
-    """x unquantized: each tile of weights is converted to its dtype in registers."""
+    """A linear with unquantized x: each tile of the weight is converted to the dtype of x in registers."""
     x = apply_input_fusion(x, fusion)
     gated = fusion.gate is not None
     tokens = min(padded_tokens(x.shape[0]), MAX_COLUMNS // (2 if gated else 1))
@@ -101,7 +104,10 @@ def plain_activation_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, til
 
 
 def dequantized_linear(x: Tensor, weight: PackedWeight, dequantize: Callable[[int, int], Tensor], fusion: Fusion) -> Tensor:
-    """The library's GEMM over some rows of the weight at a time: dequantize(first, last) returns those rows in x's dtype."""
+    """A linear by the library's GEMM over a range of rows of the weight at a time.
+
+    `dequantize(first, last)` returns rows first : last of the weight in the dtype of x.
+    """
     x, n, bias = apply_input_fusion(x, fusion), weight.out_features, weight.bias
     out = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
     step = max(128, _SCRATCH_BYTES // (x.shape[1] * x.element_size()) // 128 * 128)
@@ -122,10 +128,10 @@ def launch(
     unquantized: Tensor | None = None,
     limit: float = 0.0,
 ) -> Tensor:
-    """One launch over all rows of x, `tokens` of them per tile. `operand` is x as it is multiplied.
+    """Launch the kernel once for all rows of x, in tiles of `tokens` rows. `operand` is x in the form in which it is multiplied.
 
-    With `unquantized` [1, k], the kernel fills `operand` itself with values of at most `limit`, and applies the RMS norm of `fusion`. Else
-    the norm was applied before.
+    With `unquantized` [1, k], the kernel quantizes this row into `operand` with values of at most `limit`, after the RMS norm of `fusion`.
+    Without it, the caller has applied the norm.
     """
     m = x.shape[0]
     gated = fusion.gate is not None
@@ -173,13 +179,14 @@ def launch(
 
 
 def quantized_weight_format(values: Tensor, weight: PackedWeight) -> QuantizedWeightFormat:
-    """How a weight is multiplied by the activations `values`."""
+    """The constants FORMAT for a weight that is multiplied by the activations `values`."""
     form = _weight_form(values, weight)
     has_row_scale = form in ("direct", "upcast") and weight.scale is not None
     return QuantizedWeightFormat(form, has_row_scale, max(1, weight.group_size), weight.block_rows, weight.zero_kind)
 
 
 def _weight_form(values: Tensor, weight: PackedWeight) -> str:
+    """The field `form` of QuantizedWeightFormat."""
     if weight.format == "int4":
         return "int4"
     if weight.group_size:
@@ -188,7 +195,7 @@ def _weight_form(values: Tensor, weight: PackedWeight) -> str:
 
 
 def gemm_tile(weight_format: QuantizedWeightFormat, tile: QuantTile, tokens: int, num_tiles: int) -> GemmTile:
-    """The tile of a launch over `num_tiles` tiles."""
+    """The constants TILE of a launch with `num_tiles` tiles of `tokens` tokens."""
     form, group = weight_format.form, weight_format.group
     block_k = group if form == "block_fp8" else tile.block_k
     groups = block_k // (2 * group) if form == "int4" else block_k // group if form == "grouped_int8" else 1
@@ -196,7 +203,7 @@ def gemm_tile(weight_format: QuantizedWeightFormat, tile: QuantTile, tokens: int
 
 
 def product_format(values: Tensor, weight_format: QuantizedWeightFormat, k: int, tile: GemmTile, digits: int) -> ProductFormat:
-    """How the activations `values` are multiplied by a weight of k input features."""
+    """The constants PRODUCT for the activations `values` and a weight of k input features."""
     is_fp8_product = values.dtype == torch.float8_e4m3fn and weight_format.form != "upcast"
     return ProductFormat(
         digits=digits,
@@ -208,7 +215,7 @@ def product_format(values: Tensor, weight_format: QuantizedWeightFormat, k: int,
 
 
 def split_k_pointers(num_tiles: int, tile: GemmTile, gated: bool, device: torch.device) -> SplitKPointers:
-    """Memory for the split-K slices of a launch."""
+    """Memory for the split-K slices of a launch with `num_tiles` tiles."""
     if tile.splits == 1:
         return SplitKPointers(None, None)
     partial = torch.empty((num_tiles, tile.splits, (2 if gated else 1) * tile.block_n, tile.tokens), dtype=torch.float32, device=device)
@@ -217,24 +224,24 @@ def split_k_pointers(num_tiles: int, tile: GemmTile, gated: bool, device: torch.
 
 @cache
 def split_counters(device: torch.device) -> Tensor:
-    """Counters of finished split-K slices, one per tile. Every launch leaves them at zero. Launches of a device run one after another."""
+    """Counters of finished split-K slices, one int32 per tile: zero after every launch. The launches of a device run one after another."""
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
 def apply_unfused_norm(x: Tensor, fusion: Fusion) -> tuple[Tensor, Fusion]:
-    """Apply a norm that the quantization cannot, and the gate before it. Returns (x, the remaining fusion)."""
+    """(x, remaining fusion), after applying a norm that the quantization kernel does not support, with the input gate before it."""
     if not fusion.needs_separate_norm:
         return x, fusion
     return apply_input_fusion(x, fusion), replace(fusion, norm_kind=None, norm_weight=None, input_gate=None)
 
 
 def apply_input_gate(x: Tensor, fusion: Fusion) -> tuple[Tensor, Fusion]:
-    """Apply the gate of the input. Returns (x, the remaining fusion)."""
+    """(x, remaining fusion), after applying the fusion's input gate, if it has one."""
     return (x, fusion) if fusion.input_gate is None else (activation.gated(x, fusion.input_gate), replace(fusion, input_gate=None))
 
 
 def apply_input_fusion(x: Tensor, fusion: Fusion) -> Tensor:
-    """Apply the gate of the input and the norm."""
+    """x after the fusion's input gate and norm."""
     x, fusion = apply_input_gate(x, fusion)
     if fusion.norm_kind is None:
         return x
@@ -242,13 +249,14 @@ def apply_input_fusion(x: Tensor, fusion: Fusion) -> Tensor:
 
 
 def apply_output_fusion(y: Tensor, fusion: Fusion) -> Tensor:
-    """Apply the gate and the residual to the result of a library's product."""
+    """y after the fusion's output gate and residual. May overwrite y."""
     if fusion.gate is not None:
         y = activation.gated(y, fusion.gate)
     return y if fusion.residual is None else y.add_(fusion.residual)
 
 
 def check_residual(fusion: Fusion, m: int, n: int) -> None:
+    """Raise ValueError unless the fusion's residual is absent or contiguous [m, n]."""
     if fusion.residual is not None and (fusion.residual.shape != (m, n) or not fusion.residual.is_contiguous()):
         raise ValueError(
             f"residual of shape {tuple(fusion.residual.shape)} and strides {fusion.residual.stride()}: must be contiguous [{m}, {n}]"

@@ -1,4 +1,4 @@
-"""Loading tiles of the operands of a quantized GEMM, and joining the digits of its sums. See `products` for the tiles."""
+"""Loads tiles of the operands of a quantized GEMM, and combines the sums of coarse and fine digits. See `products` for the tiles."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def load_tile(pointers, inside, MASKED: tl.constexpr):
+    """Load the values at `pointers`; with MASKED, zeros where `inside` is False."""
     if MASKED:
         return tl.load(pointers, mask=inside, other=0.0)
     else:
@@ -16,12 +17,15 @@ def load_tile(pointers, inside, MASKED: tl.constexpr):
 
 @triton.jit
 def x_columns(x, tokens, sizes):
-    """[1, COLUMNS]: pointers to the first feature of each column."""
+    """[1, COLUMNS]: pointers to the first feature of each column of the product.
+
+    `x`: ActivationPointers; `tokens`: TokenTile; `sizes`: GemmSizes.
+    """
     return x.values_ptr + tokens.column_row.to(tl.int64)[None, :] * sizes.stride_x
 
 
 @triton.jit
-def join_digits(acc):
-    """254 × coarse + fine: [BLOCK_N, TOKENS] of [BLOCK_N, 2 × TOKENS]. int32 holds a group's sums of it."""
+def combine_digits(acc):
+    """254 × coarse + fine: [BLOCK_N, TOKENS] from acc [BLOCK_N, 2 × TOKENS]. The sums over one group fit int32."""
     coarse, fine = tl.split(tl.reshape(acc, (acc.shape[0], acc.shape[1] // 2, 2)))
     return coarse * 254 + fine

@@ -1,4 +1,4 @@
-"""The main loop of the quantized GEMM kernels: one CTA's sums of weight × activations over a slice of the input features.
+"""The main loop of the quantized GEMM kernels: one CTA multiplies its weight tile by the activations over a slice of the input features.
 
 The weight is the left operand of `tl.dot`, so that the long side of a matrix instruction (16 rows of mma.sync, 64 of wgmma) is filled
 however small the number of tokens is. One iteration multiplies BLOCK_K features:
@@ -8,8 +8,9 @@ however small the number of tokens is. One iteration multiplies BLOCK_K features
     W tile [BLOCK_N,      +--------------------
             BLOCK_K]      | sums [BLOCK_N, COLUMNS]  += W tile · x tile
 
-Both digits of a token are neighbours so that one thread holds both sums and joins them without shared memory (with all coarse digits first:
-548 instead of 396 instructions per iteration of 64 rows × 256 features × 32 tokens).
+An activation is one column, or two: the coarse and the fine int8 digit (`activations`). Both digits of a token are neighbours so that one
+thread holds both sums and combines them without shared memory (with all coarse digits first: 548 instead of 396 instructions per iteration
+of 64 rows × 256 features × 32 tokens).
 
 The products of int4 are in `int4_products`.
 """
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 
 from stoker.kernels.triton.gemm.quantized.int4_products import multiply_int4
-from stoker.kernels.triton.gemm.quantized.operand_tiles import join_digits, load_tile, x_columns
+from stoker.kernels.triton.gemm.quantized.operand_tiles import combine_digits, load_tile, x_columns
 from stoker.kernels.triton.ptx.unpack import unpack_8bit
 
 
@@ -38,9 +39,10 @@ def multiply(
     PRODUCT: tl.constexpr,  # ProductFormat
     GATED: tl.constexpr,
 ):
-    """float32 [BLOCK_N, TOKENS]: (sums, sums of the up rows) of the features begin : end. Without a gate the second is the first.
+    """(sums, sums of the up rows), float32 [BLOCK_N, TOKENS] each: W · x over the features begin : end. Without a gate both are the same.
 
-    Scales of groups and blocks are applied; scales of whole rows of x and of the weight are not.
+    Scales of groups and blocks are applied; scales of whole rows of x and of the weight are not. `x`: ActivationPointers; `weight`:
+    WeightPointers; `tokens`: TokenTile; `rows`: WeightRows; `sizes`: GemmSizes.
     """
     FORM: tl.constexpr = FORMAT.form
     if FORM == "int4":
@@ -66,7 +68,7 @@ def multiply_bytes(
     PRODUCT: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """`multiply` for the forms direct, upcast and block_fp8."""
+    """Compute `multiply` for the forms direct, upcast and block_fp8."""
     FORM: tl.constexpr = FORMAT.form
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_K: tl.constexpr = TILE.block_k
@@ -95,16 +97,16 @@ def multiply_bytes(
         acc = add_bytes(acc, weight_rows_ptr, x_tile, cols, sizes.k, row_scale, x_scale, FORM, PRODUCT)
         if GATED:
             acc_up = add_bytes(acc_up, up_rows_ptr, x_tile, cols, sizes.k, up_scale, x_scale, FORM, PRODUCT)
-    sums = join_columns(acc, TILE, PRODUCT)
+    sums = combine_digit_columns(acc, TILE, PRODUCT)
     if GATED:
-        return sums, join_columns(acc_up, TILE, PRODUCT)
+        return sums, combine_digit_columns(acc_up, TILE, PRODUCT)
     else:
         return sums, sums
 
 
 @triton.jit
 def add_bytes(acc, weight_rows_ptr, x_tile, cols, k, row_scale, x_scale, FORM: tl.constexpr, PRODUCT: tl.constexpr):
-    """acc + W[rows, cols] · x_tile. block_fp8: times the scales row_scale [BLOCK_N] and x_scale [TOKENS] of these columns."""
+    """acc + W[rows, cols] · x_tile. For block_fp8 the product is scaled by row_scale [BLOCK_N] and x_scale [TOKENS] of these columns."""
     IMPRECISE: tl.constexpr = PRODUCT.imprecise
     PRECISION: tl.constexpr = PRODUCT.precision
     w = load_tile(weight_rows_ptr[:, None] + cols[None, :], (cols < k)[None, :], not PRODUCT.even_k)  # [BLOCK_N, BLOCK_K]
@@ -130,7 +132,7 @@ def multiply_grouped_int8(
     TILE: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
-    """`multiply` for the form grouped_int8. Each group is one product, whose result is scaled and added."""
+    """Compute `multiply` for the form grouped_int8. Each group is one product, whose result is scaled and added."""
     GROUP: tl.constexpr = FORMAT.group
     ZERO: tl.constexpr = FORMAT.zero
     BLOCK_N: tl.constexpr = TILE.block_n
@@ -155,11 +157,14 @@ def multiply_grouped_int8(
 
 @triton.jit
 def add_int8_group(acc, w, x_tile, group_sums, scale_ptr, zero_ptr, offset, ZERO: tl.constexpr, PRODUCT: tl.constexpr):
-    """acc + the product of one group of int8, whose scales are at `offset` [BLOCK_N]. `group_sums` [TOKENS]: of x as digits."""
+    """acc + the scaled product of one group of int8 weights w, whose scales are at the element offsets `offset` [BLOCK_N].
+
+    `group_sums` [TOKENS] are the sums of x over the group; they are read if x is stored as digits.
+    """
     PRECISION: tl.constexpr = PRODUCT.precision
     s = tl.load(scale_ptr + offset).to(tl.float32)
     if x_tile.dtype == tl.int8:
-        acc += join_digits(tl.dot(w, x_tile, out_dtype=tl.int32)).to(tl.float32) * s[:, None]
+        acc += combine_digits(tl.dot(w, x_tile, out_dtype=tl.int32)).to(tl.float32) * s[:, None]
         total = group_sums
     else:
         acc += tl.dot(unpack_8bit(w, x_tile.dtype, PRODUCT.packed), x_tile, input_precision=PRECISION) * s[:, None]
@@ -170,9 +175,12 @@ def add_int8_group(acc, w, x_tile, group_sums, scale_ptr, zero_ptr, offset, ZERO
 
 
 @triton.jit
-def join_columns(acc, TILE: tl.constexpr, PRODUCT: tl.constexpr):
-    """float32 [BLOCK_N, TOKENS] of [BLOCK_N, COLUMNS]. Digits are joined as floats: int32 does not hold the sum over all features."""
+def combine_digit_columns(acc, TILE: tl.constexpr, PRODUCT: tl.constexpr):
+    """float32 [BLOCK_N, TOKENS] from the accumulator [BLOCK_N, COLUMNS], whose digit columns are combined as 254 × coarse + fine.
+
+    It is computed in float32, because int32 cannot hold the sum over all features.
+    """
     if PRODUCT.digits == 2 and acc.shape[1] != TILE.tokens:
-        return join_digits(acc.to(tl.float32))
+        return combine_digits(acc.to(tl.float32))
     else:
         return acc.to(tl.float32)

@@ -20,15 +20,15 @@ MAX_UPCAST_ROWS = 512  # of FP8 weights against unquantized activations
 
 
 def padded_tokens(rows: int, digits: int = 1, columns: int = 16) -> int:
-    """Tokens of a tile: a power of two of at least `rows`, whose product has at least `columns` columns, `digits` per token."""
+    """The number of tokens of a tile: a power of two of at least `rows`, with at least `columns` columns at `digits` columns per token."""
     return max(columns // digits, triton.next_power_of_2(rows))
 
 
 def quant_tile(dtype: str, rows: int, n: int, k: int, gated: bool, num_sms: int, tuning: TuningTable, group: int = 0) -> QuantTile:
-    """The tile for at most MAX_SKINNY_ROWS rows (`rows`: padded to a power of two) and a weight [n (2 × n when gated), k as stored].
+    """The tile for at most MAX_SKINNY_ROWS rows and a weight [n, k], or [2 × n, k] if gated, k in stored elements.
 
-    `dtype` is the key of the tuning table: fp8, int8 (weights only), w8a8, block, or int4/GROUP for digits against int4 in groups of
-    `group` features.
+    `rows` is padded to a power of two. `dtype` is the key of the tuning table: fp8, int8 (weights only), w8a8, block, or int4/GROUP for
+    digits against int4 in groups of `group` features.
     """
     measured: QuantTile | None = tuning.tile("quantized_linear", dtype, rows, n, k, gated)
     if measured is not None:
@@ -47,7 +47,7 @@ def quant_tile(dtype: str, rows: int, n: int, k: int, gated: bool, num_sms: int,
 
 
 def choose_splits(num_tiles: int, k: int, block_k: int, num_sms: int) -> int:
-    """The number of split-K slices: two CTAs per SM, as long as a slice has at least three iterations."""
+    """The number of split-K slices: two CTAs per SM, unless a slice would have fewer than three iterations of block_k features."""
     splits = 1
     while num_tiles * splits < 2 * num_sms and k // (block_k * splits * 2) >= 3:
         splits *= 2
@@ -55,9 +55,9 @@ def choose_splits(num_tiles: int, k: int, block_k: int, num_sms: int) -> int:
 
 
 def digits_are_faster(rows: int, group: int, bits: int = 4) -> bool:
-    """Whether 16-bit activations are multiplied as digits by `bits`-bit weights in groups, and not by dequantized weights.
+    """Whether multiplying digits by `bits`-bit weights in groups is faster than dequantizing the weights for 16-bit activations.
 
-    With digits, the sums of each group are joined and scaled for each token; weights are dequantized once for all tokens. The four int4
+    With digits, the sums of each group are combined and scaled for each token; weights are dequantized once for all tokens. The four int4
     linears of a layer of Llama-3.1-8B, µs: in groups of 128, 16 rows take 70 by digits and 72 dequantized, 32 rows 102 and 84; in groups of
     32, 133 and 110, 231 and 122. The rule for 8 bits, whose values need no unpacking, was not measured.
     """
@@ -65,7 +65,7 @@ def digits_are_faster(rows: int, group: int, bits: int = 4) -> bool:
 
 
 def dequantizing_tile(tokens: int, n: int, k: int, group: int, gated: bool, num_sms: int) -> QuantTile:
-    """The tile of at most MAX_SKINNY_ROWS 16-bit rows against int4 that is dequantized in registers.
+    """The tile for at most MAX_SKINNY_ROWS 16-bit rows and an int4 weight that is dequantized in registers.
 
     More stages would leave shared memory for fewer CTAs per SM.
     """
@@ -75,7 +75,7 @@ def dequantizing_tile(tokens: int, n: int, k: int, group: int, gated: bool, num_
 
 
 def digits_tile(rows: int, n: int, num_sms: int) -> QuantTile:
-    """The tile of int8 weights against the digits of MAX_SKINNY_ROWS / 2 to MAX_DIGIT_ROWS rows, of MAX_SKINNY_ROWS tokens."""
+    """The tile for int8 weights and MAX_SKINNY_ROWS / 2 to MAX_DIGIT_ROWS rows as digits; it has MAX_SKINNY_ROWS tokens."""
     token_tiles = triton.cdiv(rows, MAX_SKINNY_ROWS)
     if token_tiles * triton.cdiv(n, 128) >= num_sms // 2:
         return QuantTile(128, 128, 1, 8, 4)
@@ -83,7 +83,10 @@ def digits_tile(rows: int, n: int, num_sms: int) -> QuantTile:
 
 
 def large_tile(tokens: int, item: int, group: int = 0, k: int = 0) -> QuantTile:
-    """The tile of `tokens` tokens where the arithmetic takes longer than reading the weight. `item`: bytes of an operand's element."""
+    """The tile for so large a number of tokens that arithmetic takes longer than reading the weight.
+
+    `item` is an element's size in bytes.
+    """
     block_k = largest_block(k, 2 * group, 2 * group) if group else max(32, 128 // item)
     if item == 4:
         return QuantTile(32, block_k if group else 32, 1, 4, 2)
@@ -91,7 +94,7 @@ def large_tile(tokens: int, item: int, group: int = 0, k: int = 0) -> QuantTile:
 
 
 def largest_block(k: int, unit: int, limit: int) -> int:
-    """The largest multiple unit × 2^i of at most `limit` (or one unit) that divides k."""
+    """The largest number unit × 2^i that divides k and is at most `limit`; `unit` if there is none."""
     block = unit
     while block * 2 <= limit and k % (block * 2) == 0:
         block *= 2

@@ -31,7 +31,7 @@ class QuantizedWeight(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """Runtime: what is applied to the sums, and where results are stored."""
+    """Runtime: the bias and the residual that are added to the sums, and the memory for results."""
 
     bias_ptr: Tensor | None  # [rows of the weight]
     residual_ptr: Tensor | None  # [m, n]

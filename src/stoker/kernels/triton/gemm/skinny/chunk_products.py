@@ -33,17 +33,20 @@ def add_chunk(
     words,  # registers of the chunk, from `load_weights`
     scales_zeros,  # int4: from `load_scales`
     addresses,  # of each column tile: the lane's column of the tokens
-    x,  # QuantizedTokens
+    activations,  # QuantizedTokens
     chunk,  # index of the chunk
     is_valid,  # False past the last chunk
     lane,
-    m,
+    num_tokens,
     first_token,  # of the CTA
     FORMAT: tl.constexpr,  # WeightFormat
     ROW_TILES: tl.constexpr,
     COLUMN_TILES: tl.constexpr,
 ):
-    """acc + the products of one chunk."""
+    """acc + the products of one chunk: `words` are the weights' A fragments, `addresses` the tokens' addresses per column tile.
+
+    `scales_zeros` are the chunk's scales and zeros (int4); `activations`: QuantizedTokens; `chunk`: index of the chunk.
+    """
     FORM: tl.constexpr = FORMAT.form
     ZERO: tl.constexpr = FORMAT.zero
     GROUP: tl.constexpr = FORMAT.group
@@ -59,7 +62,9 @@ def add_chunk(
                         tokens = select_pair(tokens, lane, pair, GROUP)
                     part_words = words[8 * ROW_TILES * part : 8 * ROW_TILES * (part + 1)]
                     sums = add_products(sums, part_words, tokens, "low" if side == 0 else "high", 4, ROW_TILES, COLUMN_TILES)
-                token_sums = load_group_sums(x, 2 * (chunk * PAIRS + pair) + side, is_valid, lane, m, first_token, COLUMN_TILES)
+                token_sums = load_group_sums(
+                    activations, 2 * (chunk * PAIRS + pair) + side, is_valid, lane, num_tokens, first_token, COLUMN_TILES
+                )
                 acc = add_group(acc, sums, token_sums, scales_zeros, 2 * pair + side, ROW_TILES, COLUMN_TILES, ZERO)
         return acc
     else:
@@ -70,7 +75,7 @@ def add_chunk(
 
 @triton.jit
 def load_tokens(addresses, offset, is_valid, FORM: tl.constexpr, COLUMN_TILES: tl.constexpr):
-    """The B fragments of each column tile, `offset` bytes from `addresses`: 4 registers per tile, fp8 8 (as float16)."""
+    """The B fragments of each column tile, loaded `offset` bytes after `addresses`. 4 registers per tile, 8 for fp8 (as float16)."""
     tokens = ()
     for tile in tl.static_range(COLUMN_TILES):
         fragment = load_token_fragment(addresses[tile] + offset.to(tl.int64), is_valid.to(tl.int32))
@@ -82,7 +87,7 @@ def load_tokens(addresses, offset, is_valid, FORM: tl.constexpr, COLUMN_TILES: t
 
 @triton.jit
 def select_pair(tokens, lane, PAIR: tl.constexpr, GROUP: tl.constexpr):
-    """`tokens` with zeros in the lanes whose 16 bytes of weights belong to another pair of groups."""
+    """`tokens` with zeros in the lanes whose 16 bytes of weights belong to another pair of groups than PAIR."""
     selected = ()
     for i in tl.static_range(len(tokens)):
         selected = selected + (tl.where(lane % 4 * 16 // GROUP == PAIR, tokens[i], 0),)
@@ -109,11 +114,15 @@ def add_products(acc, words, tokens, KIND: tl.constexpr, REGISTERS: tl.constexpr
 
 
 @triton.jit
-def load_group_sums(x, group, is_valid, lane, m, first_token, COLUMN_TILES: tl.constexpr):
-    """Of each column tile, the sum of a group's values of the token whose sums the lane holds, in units of the fine digit."""
+def load_group_sums(activations, group, is_valid, lane, num_tokens, first_token, COLUMN_TILES: tl.constexpr):
+    """A float32 register per column tile: Σ q over group number `group`, of the lane's token in that tile; 0 unless `is_valid`.
+
+    q = 254 × coarse + fine are the token's integers (`gemm.quantized.activations`); a zero point is multiplied by their sum. `activations`:
+    QuantizedTokens; `first_token`: the first token of column tile 0.
+    """
     token_sums = ()
     for tile in tl.static_range(COLUMN_TILES):
-        address = x.sums_ptr + group * m + tl.minimum(first_token + 4 * tile + lane % 4, m - 1)
+        address = activations.sums_ptr + group * num_tokens + tl.minimum(first_token + 4 * tile + lane % 4, num_tokens - 1)
         token_sums = token_sums + (tl.load(address, mask=is_valid, other=0.0),)
     return token_sums
 
@@ -129,7 +138,10 @@ def add_group(
     COLUMN_TILES: tl.constexpr,
     ZERO: tl.constexpr,
 ):
-    """acc + one group's part of Σ w × x: with w = (q - zero) × scale it is (Σ q × x - zero × Σ x) × scale."""
+    """acc + Σ w × x over one group. With w = (q - zero) × scale this is (Σ q × x - zero × Σ x) × scale.
+
+    `sums`: the integer products Σ q × x; `token_sums`: Σ x from `load_group_sums`.
+    """
     STEP: tl.constexpr = 1 if ZERO == "none" else 2  # scale, or scale and zero
     result = ()
     for tile in tl.static_range(ROW_TILES):
@@ -151,8 +163,8 @@ def add_group(
 
 
 @triton.jit
-def join_digits(sums, COUNT: tl.constexpr):
-    """COUNT float32 registers of 2 × COUNT int32 ones: neighbours are the sums of a token's coarse and fine digits."""
+def combine_digits(sums, COUNT: tl.constexpr):
+    """COUNT float32 registers 254 × coarse + fine, from 2 × COUNT int32 registers: the sums of the coarse and fine digits alternate."""
     joined = ()
     for i in tl.static_range(COUNT):
         joined = joined + (sums[2 * i].to(tl.float32) * 254.0 + sums[2 * i + 1].to(tl.float32),)

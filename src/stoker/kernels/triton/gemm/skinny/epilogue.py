@@ -10,7 +10,7 @@ from stoker.kernels.triton.activation import activated
 
 @triton.jit
 def is_last_split(finished_ptr, tile, splits):
-    """Count this CTA as finished. Whether it is the last of the `splits` CTAs of a tile; it then sees the slices of all others.
+    """Increment the counter of finished CTAs of a tile. True for the last of its `splits` CTAs, which then sees the slices of all others.
 
     The barrier orders the stores of all threads before the atomic of one; `acq_rel` orders them before the loads of the last CTA.
     """
@@ -32,7 +32,10 @@ def store_outputs(
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """out[token, row] = act(scales × y + bias) × (scales × up + bias) + residual. y, up, rows and tokens have the same shape."""
+    """Store out[token, row] = act(scales × y + bias) × (scales × up + bias) + residual; without GATED the factor with `up` is absent.
+
+    y, up, rows and tokens have the same shape.
+    """
     is_row = rows < n
     inside = is_row & (tokens < m)
     if token_scale_ptr is not None:

@@ -25,7 +25,7 @@ from stoker.kernels.triton.ptx.mma import load_weight_fragment
 
 @triton.jit
 def lane_rows(tile, lane, n, ROW_TILES: tl.constexpr, GATED: tl.constexpr):
-    """The weight rows of which a lane loads bytes: a tuple of 2 × ROW_TILES indices. Those of a gated weight follow those of its gates.
+    """The indices of the weight rows of which a lane loads bytes, a tuple of 2 × ROW_TILES. In a gated weight, gates come first.
 
     Indices past the last row are clamped to it; their sums are not stored.
     """
@@ -39,7 +39,7 @@ def lane_rows(tile, lane, n, ROW_TILES: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit
 def row_addresses(weight, rows, lane, COUNT: tl.constexpr):
-    """The address (int64) of a lane's first byte in each of its COUNT rows. weight: `QuantizedWeight`."""
+    """The addresses (int64) of the first byte that a lane loads in each of its COUNT rows. `weight`: QuantizedWeight."""
     addresses = ()
     for i in tl.static_range(COUNT):
         addresses = addresses + (weight.values_ptr.to(tl.int64) + rows[i].to(tl.int64) * weight.stride_row + lane % 4 * 16,)
@@ -58,9 +58,9 @@ def load_weights(addresses, chunk, is_valid, COUNT: tl.constexpr, PARTS: tl.cons
 
 @triton.jit
 def load_scales(weight, rows, group, is_valid, ZERO: tl.constexpr, COUNT: tl.constexpr, GROUPS: tl.constexpr):
-    """int4: the scales of COUNT rows in GROUPS groups from number `group` on, each followed by its zero point or offset, if there is one.
+    """The int4 scales of COUNT rows in groups `group` : `group` + GROUPS, each followed by its zero point or offset, if there is one.
 
-    Volatile, so that the assembler leaves them in front of `griddepcontrol.wait`.
+    The loads are volatile, so that the assembler leaves them in front of `griddepcontrol.wait`.
     """
     scales_zeros = ()
     for i in tl.static_range(GROUPS):

@@ -1,4 +1,4 @@
-"""The product of `skinny.kernel` in Triton's operations on tiles, for Triton's interpreter, which has no matrix instructions."""
+"""The product of `skinny.kernel` as Triton operations on tiles, for Triton's interpreter, which has no matrix instructions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def dequantized_products(
     m,
     FORMAT: tl.constexpr,  # WeightFormat
 ):
-    """float32 [R, T]: the product of some rows and tokens over chunks begin : end, by dequantized weights."""
+    """float32 [R, T]: the product of R rows and T tokens over the chunks begin : end, with dequantized weights."""
     FORM: tl.constexpr = FORMAT.form
     ZERO: tl.constexpr = FORMAT.zero
     GROUP: tl.constexpr = FORMAT.group

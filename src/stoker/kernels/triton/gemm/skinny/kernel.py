@@ -35,7 +35,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stoker.kernels.triton.gemm.skinny.chunk_products import add_chunk, join_digits
+from stoker.kernels.triton.gemm.skinny.chunk_products import add_chunk, combine_digits
 from stoker.kernels.triton.gemm.skinny.epilogue import is_last_split, store_outputs
 from stoker.kernels.triton.gemm.skinny.fragments import lane_rows, load_scales, load_weights, row_addresses
 from stoker.kernels.triton.gemm.skinny.interpreted import dequantized_products
@@ -59,9 +59,9 @@ def multiply(
     GATED: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """The product of the CTA's rows and tokens over the chunks of each warp in iterations first : last.
+    """The products of the CTA's rows and tokens over the chunks that each warp multiplies in iterations first : last.
 
-    Returns a tuple of float32 registers: of each 16-row tile and column tile c0 … c3 (fp8), or the sums of rows g and g + 8 (digits).
+    Returns a tuple of float32 registers per 16-row tile and column tile: c0 … c3 (fp8), or the sums of rows g and g + 8 (digits).
     """
     FORM: tl.constexpr = FORMAT.form
     ZERO: tl.constexpr = FORMAT.zero
@@ -134,7 +134,7 @@ def multiply(
         words = next_words
         scales_zeros = next_scales_zeros
     if FORM == "int8":
-        sums = join_digits(sums, 2 * ROW_TILES * COLUMN_TILES)
+        sums = combine_digits(sums, 2 * ROW_TILES * COLUMN_TILES)
     return sums
 
 
@@ -171,6 +171,7 @@ def skinny_gemm_kernel(
     IN_REGISTERS: tl.constexpr,  # True on a GPU; False in the interpreter, which has no matrix instructions: `dequantized_products`
     USE_PDL: tl.constexpr,
 ):
+    """One CTA: a tile of weight rows × tokens over one split of the reduction dimension, stored or combined with the other splits."""
     FORM: tl.constexpr = FORMAT.form
     WARPS: tl.constexpr = TILE.num_warps
     SPLIT: tl.constexpr = TILE.is_split

@@ -32,12 +32,12 @@ def supports_skinny(x: Tensor, weight: PackedWeight) -> bool:
 
 
 def has_whole_chunks(weight: Tensor) -> bool:
-    """Whether the rows of a weight [n, bytes] consist of whole chunks and start on 16 bytes."""
+    """Whether the rows of a weight [n, bytes] consist of whole chunks and are aligned to 16 bytes."""
     return weight.shape[1] % CHUNK_BYTES == 0 and weight.stride(0) % 16 == 0 and weight.stride(1) == 1
 
 
 def skinny_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: SkinnyTile | None = None) -> Tensor:
-    """y [m, n] of x [m, k]. `tile` replaces the tuned choice.
+    """[m, n]: a linear with x [m, k] and a weight that `supports_skinny` accepts. `tile` overrides the tuned choice.
 
     The launch that quantizes x also applies the norm and the input gate.
     """

@@ -14,12 +14,12 @@ MAX_COLUMN_TILES = 4  # of 8 columns each; further columns belong to other CTAs,
 
 
 def column_tiles(tokens: int, digits: int) -> int:
-    """Tiles of 8 columns of the product that a CTA computes, a power of two. A token has `digits` columns."""
+    """The number of 8-column tiles of the product that a CTA computes, a power of two. A token has `digits` columns."""
     return min(triton.next_power_of_2(triton.cdiv(tokens * digits, 8)), MAX_COLUMN_TILES)
 
 
 def skinny_tile(form: str, tokens: int, n: int, num_chunks: int, gated: bool, num_sms: int, tuning: TuningTable) -> SkinnyTile:
-    """The tile for a weight of n rows (2 × n when gated), each of `num_chunks` chunks. `form`: int4, int8 or fp8."""
+    """The tile for a weight of n rows (2 × n when gated), each of `num_chunks` chunks of 64 bytes. `form`: int4, int8 or fp8."""
     columns = column_tiles(tokens, 1 if form == "fp8" else 2)
     measured: SkinnyTile | None = tuning.tile("skinny_linear", form, columns, n, num_chunks, gated)
     if measured is not None:

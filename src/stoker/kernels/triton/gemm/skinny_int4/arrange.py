@@ -1,4 +1,4 @@
-"""Writes activations in the order in which `skinny_int4.kernel` loads B fragments, with the norm and the input gate applied on the way.
+"""Stores activations in the order in which `skinny_int4.kernel` loads B fragments, after the norm and the input gate.
 
     out = arranged(norm(input_gate(x)) × norm_weight)          x [m, k], or [m, 2 × k] with an input gate; out has 16 bits per feature
 
@@ -28,7 +28,7 @@ from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 
 @triton.jit
 def fragment_offset(feature, token, TOKEN_TILES: tl.constexpr, GROUP: tl.constexpr):
-    """The index in `out` of a feature of a token."""
+    """The index in `out` at which `feature` of `token` is stored. See the layout in the module docstring."""
     byte = feature // (2 * GROUP) * GROUP + feature % GROUP  # of the weight row, which has groups 2i and 2i + 1 in the same bytes
     side = feature // GROUP % 2
     word, byte_of_word = byte % 16 // 4, byte % 4
@@ -58,6 +58,7 @@ def arrange_tokens_kernel(
     WHOLE_ROW: tl.constexpr,  # whether CHUNK covers all features (NORM), so that they are read once
     USE_PDL: tl.constexpr,
 ):
+    """One CTA: CHUNK features of one token, or all of them with WHOLE_ROW or NORM."""
     token = tl.program_id(0)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)

@@ -61,7 +61,10 @@ def add_chunk(
     ROW_TILES: tl.constexpr,
     TOKEN_TILES: tl.constexpr,
 ):
-    """acc + the products of one chunk."""
+    """acc + the products of one chunk: weights `words` of the warp's rows × all tokens.
+
+    `scales_zeros`: from `fragments.load_scales`; `token_address` (int64): the lane's first B fragment of the chunk.
+    """
     STEP: tl.constexpr = 1 if ZERO == "none" else 2  # scale, or scale and zero
     for side in tl.static_range(2):  # low nibbles, high nibbles
         tokens = ()  # 8 registers per token tile
@@ -87,7 +90,7 @@ def add_chunk(
 
 @triton.jit
 def add_partial(sums, partial_ptr, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """sums + the COUNT registers of SIZE threads that the CTA of one split has stored."""
+    """sums + the COUNT registers of SIZE threads that the CTA of another split has stored at `partial_ptr`."""
     result = ()
     for i in tl.static_range(COUNT):
         result = result + (sums[i] + tl.load(partial_ptr + i * SIZE + tl.arange(0, SIZE)),)
@@ -114,6 +117,7 @@ def skinny_int4_gemm_kernel(
     ACTIVATION: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
+    """One CTA: a tile of weight rows × all tokens over one split of the reduction dimension, stored or combined with the other splits."""
     ZERO: tl.constexpr = FORMAT.zero
     GROUP: tl.constexpr = FORMAT.group
     ROW_TILES: tl.constexpr = TILE.row_tiles

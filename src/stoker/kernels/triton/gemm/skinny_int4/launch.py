@@ -34,7 +34,10 @@ def supports_skinny_int4(x: Tensor, weight: PackedWeight) -> bool:
 
 
 def skinny_int4_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: SkinnyInt4Tile | None = None) -> Tensor:
-    """y [m, n] of x [m, k] and an int4 weight. `tile` replaces the tuned choice. `arrange_tokens` applies the norm and the input gate."""
+    """[m, n]: a linear with x [m, k] and an int4 weight that `supports_skinny_int4` accepts. `tile` overrides the tuned choice.
+
+    `arrange_tokens` applies the norm and the input gate.
+    """
     m, gated = x.shape[0], fusion.gate is not None
     n = weight.out_features // (2 if gated else 1)
     check_residual(fusion, m, n)

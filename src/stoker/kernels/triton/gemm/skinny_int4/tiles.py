@@ -12,7 +12,7 @@ MAX_GROUP = 64  # so that a pair of groups fits into a chunk of 64 bytes
 
 
 def token_tiles(tokens: int) -> int:
-    """Tiles of 8 tokens, a power of two."""
+    """The number of tiles of 8 tokens, rounded up to a power of two."""
     return triton.next_power_of_2(triton.cdiv(tokens, 8))
 
 

@@ -14,6 +14,7 @@ from stoker.server.protocols.common.chat.tools import ToolUse
 from stoker.server.protocols.common.parsers.answer import AnswerParser
 from stoker.server.protocols.common.parsers.reasoning import REASONING_PARSERS
 from stoker.server.protocols.common.parsers.reasoning.parser import ReasoningParser
+from stoker.server.protocols.common.parsers.selection import with_parsers
 from stoker.server.settings import ServerSettings
 
 
@@ -21,7 +22,7 @@ class ChatTurn(msgspec.Struct, kw_only=True):
     """A checked request whose prompt is tokenized."""
 
     service: Service
-    settings: ServerSettings
+    settings: ServerSettings  # with the names of the model's parsers
     request: GenerationRequest
     tools: ToolUse
     one_call: bool  # only the first call of an answer is returned
@@ -55,6 +56,7 @@ async def prepare_turn(
     `max_tokens` of None stands for as many tokens as fit the engine after the prompt. The template adds the special tokens unless
     `request` has add_special_tokens. Raises RequestError.
     """
+    settings = with_parsers(settings, service)
     prompt = service.render_chat(messages, **template_values, tools=tools.tools or None)
     ids = await encode_prompt(service, prompt, add_special_tokens=request.add_special_tokens)
     request.prompt = ids = truncate_prompt(ids, request.truncate_prompt_tokens, request.truncation_side)

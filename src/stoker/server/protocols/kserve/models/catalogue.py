@@ -67,7 +67,7 @@ def build_catalogue(context: Context, in_flight: InFlight, settings: ServerSetti
     options = configured or TritonOptions(models=default_models(), unary=True, max_beam_width=MAX_BEAM_WIDTH)
     models = [_served(model, context, options, in_flight, settings) for model in options.models]
     if settings.test_models:
-        models += test_models()
+        models += test_models(context.coordination)
     for served in models:
         size = options.batch_sizes.get(served.model.name, served.model.max_batch_size)
         served.model = msgspec.structs.replace(served.model, max_batch_size=size)

@@ -12,6 +12,7 @@ class GptOssReasoning(ReasoningParser):
     Calls remain as they are, for the tool parser.
     """
 
+    template_marks = ("<|channel|>analysis",)
     needs_special_tokens = True
 
     def __init__(self, opened: bool) -> None:

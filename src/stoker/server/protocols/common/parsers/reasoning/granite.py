@@ -11,6 +11,7 @@ OPEN, CLOSE = "<response>", "</response>"
 class GraniteReasoning(MarkedReasoningParser):
     """<response> and </response> around the content are removed if reasoning precedes them."""
 
+    template_marks = ("Write your thoughts",)
     opens = ("Here is my thought process:", "Here's my thought process:", "<think>")
     closes = ("Here is my response:", "Here's my response:", "</think>")
 

@@ -6,5 +6,6 @@ from stoker.server.protocols.common.parsers.reasoning.think import ThinkParser
 
 
 class KimiK2Reasoning(ThinkParser):
+    template_marks = ("<|tool_calls_section_begin|>", "<think>")
     needs_special_tokens = True
     interrupts = ("<|tool_calls_section_begin|>",)

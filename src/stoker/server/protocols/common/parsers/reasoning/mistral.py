@@ -6,5 +6,6 @@ from stoker.server.protocols.common.parsers.reasoning.parser import MarkedReason
 
 
 class MistralReasoning(MarkedReasoningParser):
+    template_marks = ("[THINK]",)
     needs_special_tokens = True
     opens, closes = ("[THINK]",), ("[/THINK]",)

@@ -11,6 +11,7 @@ from stoker.server.protocols.common.parsers.markers import first_marker, is_part
 class ReasoningParser(ABC):
     """The parser of one answer. The joined result does not depend on how the text is chunked."""
 
+    template_marks: ClassVar[tuple[str, ...]] = ()  # texts that occur together in the chat templates of the family; empty: not selected
     needs_special_tokens: ClassVar[bool] = False  # True if the markers are special tokens, which must then be part of the text
 
     def __init__(self, opened: bool) -> None:

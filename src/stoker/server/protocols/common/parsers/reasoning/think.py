@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from stoker.server.protocols.common.parsers.reasoning.parser import MarkedReasoningParser
 
 
 class ThinkParser(MarkedReasoningParser):
     """For models that reason or answer immediately. The prompt may end with <think>."""
 
+    template_marks: ClassVar[tuple[str, ...]] = ("</think>",)
     opens, closes = ("<think>",), ("</think>",)
 
 
 class DeepSeekR1Parser(ThinkParser):
     """For models whose answers start with reasoning, also if neither the prompt nor the answer contains <think>."""
+
+    template_marks = ()  # its templates contain <think>, so that ThinkParser parses the answers, too
 
     @classmethod
     def opened_by(cls, prompt: str) -> bool:

@@ -8,4 +8,5 @@ from stoker.server.protocols.common.parsers.tools.deepseek_v3 import DeepSeekV3P
 
 
 class DeepSeekV31Parser(DeepSeekV3Parser):
+    template_marks = ("<｜tool▁sep｜>",)
     header = re.compile(r"\s*(?P<name>[^\s<{]+)<｜tool▁sep｜>\s*(?=\{)")

@@ -8,6 +8,7 @@ from stoker.server.protocols.common.parsers.calls.parameters import ParametersPa
 
 
 class Glm45Parser(ParametersParser):
+    template_marks = ("<tool_call>", "<arg_key>")
     open = "<tool_call>"
     close = call_close = "</tool_call>"
     call_open = ""

@@ -12,6 +12,7 @@ NAMESPACE = "functions."
 class GptOssParser(ToolParser):
     """The body of the message is the arguments."""
 
+    template_marks = ("<|channel|>commentary",)
     needs_special_tokens = True
 
     def __init__(self, schemas: Schemas) -> None:

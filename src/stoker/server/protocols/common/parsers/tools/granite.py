@@ -6,6 +6,7 @@ from stoker.server.protocols.common.parsers.calls.tagged_json import TaggedJsonP
 
 
 class GraniteParser(TaggedJsonParser):
+    template_marks = ("<|tool_call|>",)
     needs_special_tokens = True
     opens, closes = ("<|tool_call|>", "<tool_call>"), ("</tool_call>",)
     separators = "[,]"

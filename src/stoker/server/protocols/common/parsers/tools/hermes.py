@@ -8,4 +8,5 @@ from stoker.server.protocols.common.parsers.calls.tagged_json import TaggedJsonP
 class HermesParser(TaggedJsonParser):
     """One call between each pair of markers."""
 
+    template_marks = ("<tool_call>",)
     opens, closes = ("<tool_call>",), ("</tool_call>",)

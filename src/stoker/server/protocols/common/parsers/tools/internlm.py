@@ -6,5 +6,6 @@ from stoker.server.protocols.common.parsers.calls.tagged_json import TaggedJsonP
 
 
 class InternLMParser(TaggedJsonParser):
+    template_marks = ("<|action_start|>", "<|plugin|>")
     needs_special_tokens = True
     opens, closes = ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), ("<|action_end|>",)

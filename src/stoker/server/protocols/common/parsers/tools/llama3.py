@@ -14,6 +14,7 @@ TAG = "<|python_tag|>"
 class Llama3Parser(ToolParser):
     """An answer that starts with an object is a call if the object names a tool of the request."""
 
+    template_marks = ("dictionary of argument name and its value",)
     needs_special_tokens = True
 
     def __init__(self, schemas: Schemas) -> None:

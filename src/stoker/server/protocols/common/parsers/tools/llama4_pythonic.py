@@ -21,6 +21,7 @@ _NAME_START = re.compile(r"\s*[\w.\-]*\s*")
 class Llama4PythonicParser(ToolParser):
     """A list at the start of the answer contains calls if its first element is a call of a tool of the request."""
 
+    template_marks = ("[func_name1(",)
     needs_special_tokens = True
 
     def __init__(self, schemas: Schemas) -> None:

@@ -6,4 +6,5 @@ from stoker.server.protocols.common.parsers.calls.tagged_json import TaggedJsonP
 
 
 class MiniMaxM1Parser(TaggedJsonParser):
+    template_marks = ("<tool_calls>",)
     opens, closes = ("<tool_calls>",), ("</tool_calls>",)

@@ -8,6 +8,7 @@ from stoker.server.protocols.common.parsers.calls.parameters import ParametersPa
 
 
 class MiniMaxM2Parser(ParametersParser):
+    template_marks = ("<minimax:tool_call>",)
     needs_special_tokens = True
     open, close = "<minimax:tool_call>", "</minimax:tool_call>"
     call_open, call_close = '<invoke name="', "</invoke>"

@@ -15,6 +15,7 @@ _HEADER = re.compile(r"([^\s{}\[\]]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(
 class MistralParser(ToolParser):
     """Each [TOOL_CALLS] starts a list of calls, or one call."""
 
+    template_marks = ("[TOOL_CALLS]",)
     needs_special_tokens = True
 
     def __init__(self, schemas: Schemas) -> None:

@@ -7,7 +7,7 @@ import secrets
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -34,6 +34,7 @@ class ToolParser(ABC):
     possible call: `_start_section`, then `_consume`, then `_end_section`. A section without a call is text.
     """
 
+    template_marks: ClassVar[tuple[str, ...]] = ()  # texts that occur together in the chat templates of the family; empty: not selected
     needs_special_tokens = False  # True if the markers are special tokens, which must then be part of the text
 
     def __init__(self, schemas: Schemas) -> None:

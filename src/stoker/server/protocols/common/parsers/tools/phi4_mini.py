@@ -6,5 +6,6 @@ from stoker.server.protocols.common.parsers.calls.tagged_json import TaggedJsonP
 
 
 class Phi4MiniParser(TaggedJsonParser):
+    template_marks = ("functools[",)
     opens, closes = ("functools[",), ("]",)
     separators = ","

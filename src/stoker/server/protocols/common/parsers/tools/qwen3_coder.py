@@ -8,6 +8,7 @@ from stoker.server.protocols.common.parsers.calls.parameters import ParametersPa
 
 
 class Qwen3CoderParser(ParametersParser):
+    template_marks = ("<tool_call>", "<function=")
     open, close = "<tool_call>", "</tool_call>"
     call_open, call_close = "<function=", "</function>"
     call_header = re.compile(r"<function=(?P<name>[^>]+)>")

@@ -12,6 +12,7 @@ CODE = "```json"
 class XlamParser(TaggedJsonParser):
     """An object is a call if it names a tool of the request, because lists and code blocks are ordinary text otherwise."""
 
+    template_marks = ("make calls in a single JSON array",)
     opens, closes = ("[TOOL_CALLS]", "<tool_call>", CODE), ("</tool_call>", "```")
     separators = "[,]"
 

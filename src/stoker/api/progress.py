@@ -124,8 +124,13 @@ class Waiting:
         sys.stderr.flush()
 
 
+def write_progress_line(line: str) -> None:
+    """Print a line of progress on stderr."""
+    print(f"stoker: {line}", file=sys.stderr, flush=True)
+
+
 @contextmanager
-def shown_progress(status: str, write_line: Callable[[str], object]) -> Iterator[ProgressBars | ProgressLog]:
+def shown_progress(status: str, write_line: Callable[[str], object] = write_progress_line) -> Iterator[ProgressBars | ProgressLog]:
     """Bars below the line `status` when stderr is a terminal; otherwise `write_line` receives a line for each tenth of a stage."""
     # The stream itself: transformers draws its own bars while a reference model is loaded, and sys.stderr is redirected then.
     console = Console(file=sys.stderr)

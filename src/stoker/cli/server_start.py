@@ -1,0 +1,61 @@
+"""Opens the ports of `stoker serve` and prepares its engine. While files are fetched and the engine is built, the ports answer."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from stoker.cli.prepare_server import PreparedServer, engine_is_missing, prepare_server
+from stoker.cli.serve_arguments import ServeArguments
+from stoker.deploy.deployment import Deployment
+from stoker.deploy.model_name import model_name_of
+from stoker.deploy.prepare import Progress
+from stoker.server.processes.loading import LoadingServer
+from stoker.server.processes.supervisor import listen
+from stoker.server.settings import ServerSettings
+
+
+def prepare(arguments: ServeArguments, progress: Progress) -> tuple[PreparedServer, list[socket.socket]]:
+    """The engine and the listening sockets. Until they are returned, the ports answer with status 503 and the progress.
+
+    Raises ConfigError, CheckpointError and EngineError.
+    """
+    deployment, listeners = _read(arguments, progress)
+    if not engine_is_missing(deployment):
+        return prepare_server(deployment, progress), listeners
+    with LoadingServer(listeners, deployment.server, deployment.server.model_name or "model") as loading_server:
+        return prepare_server(deployment, _report_to(loading_server, progress)), listeners
+
+
+def _read(arguments: ServeArguments, progress: Progress) -> tuple[Deployment, list[socket.socket]]:
+    """The deployment and the listening sockets. For a model that must be fetched, the addresses of the command line answer meanwhile."""
+    if not _is_remote(arguments.model):
+        deployment = arguments.read_deployment(progress)
+        return deployment, listen(deployment.server)
+    settings = arguments.settings
+    listeners = listen(settings)
+    name = settings.model_name or model_name_of(str(arguments.model))
+    with LoadingServer(listeners, settings, name) as loading_server:
+        deployment = arguments.read_deployment(_report_to(loading_server, progress))
+    if _addresses(deployment.server) != _addresses(settings):  # an archive with a deployment folder has ports of its own
+        for listener in listeners:
+            listener.close()
+        listeners = listen(deployment.server)
+    return deployment, listeners
+
+
+def _report_to(loading_server: LoadingServer, progress: Progress) -> Progress:
+    def report(stage: str, done: int, total: int | None) -> None:
+        progress(stage, done, total)
+        loading_server.report_progress(stage, done, total)
+
+    return report
+
+
+def _is_remote(model: str | None) -> bool:
+    """Whether a model is a hub id or an address. A misspelt name without a slash is neither."""
+    return model is not None and "/" in model and not Path(model).expanduser().exists() and not model.startswith((".", "/", "~"))
+
+
+def _addresses(settings: ServerSettings) -> tuple[object, ...]:
+    return settings.host, settings.http_port, settings.metrics_port, settings.tls_certificate
