@@ -54,7 +54,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens of one sequence, prompt and output together."""
+        """The largest number of tokens of one sequence, prompt and output together."""
         total = self.max_input_len + self.max_output_len
         return total if self.max_total_len is None else min(total, self.max_total_len)
 
@@ -68,13 +68,13 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_beam_width: int | None = None
 
     def lower(self, limits: Limits) -> Limits:
-        """`limits` with the values of this struct. The caller has checked that they are lower."""
+        """A copy of `limits` with the values of this struct that are set. The caller has checked that they are lower."""
         given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
         return msgspec.structs.replace(limits, **given)
 
 
 class Mapping(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine is split over devices. There is one rank file for each of tensor_parallel × pipeline_parallel ranks."""
+    """How an engine is divided among devices. There is one rank file for each of tensor_parallel × pipeline_parallel ranks."""
 
     tensor_parallel: int = 1
     """Ranks that share each layer."""
@@ -91,7 +91,7 @@ class Mapping(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return self.tensor_parallel * self.pipeline_parallel
 
 
@@ -204,7 +204,7 @@ def check_within_limits(limits: Limits, runtime: RuntimeConfig) -> None:
 
 
 def check_range(name: str, value: Any, low: int, high: int) -> None:
-    """Raise ConfigError unless `value` is a whole number in [low, high]."""
+    """Raise ConfigError unless `value` is a whole number from `low` to `high`."""
     if type(value) is not int or not low <= value <= high:
         raise ConfigError(f"{name}={value!r} is refused.", cure=f"Use a whole number from {low} to {high}.")
 

@@ -83,7 +83,7 @@ def native() -> bool:
 
 
 def log_level() -> str:
-    """STOKER_LOG in upper case."""
+    """The value of STOKER_LOG in upper case."""
     return text("STOKER_LOG", "info").upper()
 
 
@@ -93,10 +93,7 @@ def set_log_level(level: str) -> None:
 
 
 class JobProcess(msgspec.Struct, frozen=True):
-    """This process among those that mpirun or srun started: `rank` from 0 to `size` - 1. `variable` names the rank's variable.
-
-    `one_host`: whether all processes are on this host, as far as the launcher states it.
-    """
+    """The position of this process in an MPI or Slurm job: `rank` is 0 to `size` - 1; `variable` names the rank's variable."""
 
     rank: int = 0
     size: int = 1
@@ -105,7 +102,7 @@ class JobProcess(msgspec.Struct, frozen=True):
 
 
 def job_process() -> JobProcess:
-    """The rank of this process in an MPI or Slurm job; rank 0 of 1 outside of a job. Open MPI's variables precede Slurm's."""
+    """The position of this process in an MPI or Slurm job; rank 0 of 1 outside of a job. Open MPI's variables precede Slurm's."""
     for variable, size_variable, local_variable in _JOB_VARIABLES:
         rank, size = _whole(variable), _whole(size_variable)
         if rank is not None and size is not None:
@@ -129,22 +126,22 @@ def _whole(name: str) -> int | None:
 
 
 def hub_token() -> str | None:
-    """The access token of the Hugging Face hub: HF_TOKEN or HUGGING_FACE_HUB_TOKEN."""
+    """The access token for the Hugging Face hub: HF_TOKEN or HUGGING_FACE_HUB_TOKEN; None if neither is set."""
     return text("HF_TOKEN") or text("HUGGING_FACE_HUB_TOKEN") or None
 
 
 def api_key() -> str | None:
-    """STOKER_API_KEY."""
+    """The value of STOKER_API_KEY, or None."""
     return text("STOKER_API_KEY").strip() or None
 
 
 def commit() -> str | None:
-    """STOKER_COMMIT."""
+    """The value of STOKER_COMMIT, or None."""
     return text("STOKER_COMMIT") or None
 
 
 def num_threads() -> int:
-    """CPU threads for computation: STOKER_THREADS, OMP_NUM_THREADS, or the cores that this process may use.
+    """The number of CPU threads for computation: STOKER_THREADS, OMP_NUM_THREADS, or the cores that this process may use.
 
     Raises ConfigError for a value that is not a number of threads.
     """
@@ -155,6 +152,7 @@ def num_threads() -> int:
 
 
 def _parse_threads(name: str, value: str) -> int:
+    """The number of threads in the variable `name`. Raises ConfigError."""
     outermost = value.partition(",")[0].strip()  # OpenMP accepts a list with one number per nesting level
     if not (outermost.isascii() and outermost.isdigit() and len(outermost) < 5 and 0 < int(outermost) <= MAX_THREADS):
         raise ConfigError(f"{name}={value!r} is refused.", cure=f"Use a whole number from 1 to {MAX_THREADS}, or unset it.")

@@ -1,4 +1,4 @@
-"""The errors that Stoker raises on purpose. A message names the field or file, the value and the limit, and ends with the cure."""
+"""The errors that Stoker raises on purpose. A message names the field or file, the value and the limit, and ends with the fix (`cure`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 class StokerError(Exception):
     """Base of all errors that Stoker raises on purpose.
 
-    `cure` is a sentence that says what to do about it. It is appended to the message.
+    `cure` is a sentence that explains how to fix the problem. It is appended to the message.
     """
 
     status = 500  # HTTP status with which protocols report the error
@@ -119,12 +119,12 @@ class UnsupportedVersionError(StokerError):
 
 
 def first_line(problem: Exception) -> str:
-    """The first line of another library's exception, without its full stop, to be quoted in a message."""
+    """The first line of another library's exception without its full stop, to be quoted in a message."""
     return next(iter(str(problem).splitlines()), type(problem).__name__).rstrip(".")
 
 
 def _shorten(value: Any, limit: int = 80) -> str:
-    """The value as shown in a message: long strings and lists by type and length only."""
+    """The value for a message. Long strings and lists are replaced by their type and length."""
     if isinstance(value, (list, tuple, bytes, str)) and len(value) >= limit:
         return f"<{type(value).__name__} of length {len(value)}>"
     if not isinstance(value, (bytes, str)) and hasattr(value, "item") and getattr(value, "ndim", None) == 0:

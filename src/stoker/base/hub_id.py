@@ -9,7 +9,7 @@ _PREFIX = "models--"
 
 
 def hub_id_of_snapshot(path: Path) -> str | None:
-    """ORG/NAME for a path that is .../models--ORG--NAME/snapshots/COMMIT or below it; None for other paths."""
+    """ORG/NAME of the model whose hub snapshot contains `path` (.../models--ORG--NAME/snapshots/COMMIT), or None for other paths."""
     parts = Path(os.path.abspath(path)).parts
     for index, part in enumerate(parts[:-2]):
         if part.startswith(_PREFIX) and parts[index + 1] == "snapshots":

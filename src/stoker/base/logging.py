@@ -8,7 +8,7 @@ from stoker.base import env
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module. `name` is its `__name__`."""
+    """The logger of the module with this `__name__`."""
     return logging.getLogger(name)
 
 

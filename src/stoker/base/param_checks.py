@@ -11,7 +11,7 @@ from stoker.base.errors import RequestError, RequestTypeError
 
 
 def check_lists(params: Any) -> None:
-    """Replace `stop`, `stop_token_ids`, `allowed_token_ids` and `bad_words` by tuples. A string counts as a list of one."""
+    """Replace `stop`, `stop_token_ids`, `allowed_token_ids` and `bad_words` by tuples. A string is replaced by a tuple of one."""
     _replace_by_tuple(params, "stop", (str,), "a string or a list of strings")
     _replace_by_tuple(params, "stop_token_ids", (int,), "a list of token ids")
     if params.allowed_token_ids is not None:
@@ -26,6 +26,7 @@ def check_lists(params: Any) -> None:
 
 
 def _replace_by_tuple(params: Any, name: str, types: tuple[type, ...], noun: str) -> None:
+    """Replace a list by a tuple. Raises RequestTypeError unless all items have one of `types`; `noun` describes the field."""
     value = getattr(params, name)
     values = (value,) if isinstance(value, str) else value
     if not isinstance(values, (list, tuple)) or not all(type(item) in types for item in values):
@@ -35,12 +36,14 @@ def _replace_by_tuple(params: Any, name: str, types: tuple[type, ...], noun: str
 
 
 def check_type(params: Any, name: str, expected: type, noun: str) -> None:
+    """Raise RequestTypeError unless the field has exactly the type `expected`; `noun` describes it."""
     value = getattr(params, name)
     if type(value) is not expected:
         raise RequestTypeError(name, value, f"it must be {noun}")
 
 
 def check_numbers_by_token(params: Any, name: str) -> None:
+    """Raise an error unless the field is a dictionary from token ids to finite numbers."""
     numbers = getattr(params, name)
     if not isinstance(numbers, dict) or not all(type(key) is int and type(value) in (int, float) for key, value in numbers.items()):
         raise RequestTypeError(name, numbers, "it must be a dictionary of token ids and numbers")
@@ -49,6 +52,7 @@ def check_numbers_by_token(params: Any, name: str) -> None:
 
 
 def check_whole_number(params: Any, name: str, low: int, high: int | None = None) -> None:
+    """Raise an error unless the field is a whole number from `low` to `high`."""
     value = getattr(params, name)
     if type(value) is not int:
         raise RequestTypeError(name, value, "it must be a whole number")
@@ -57,6 +61,7 @@ def check_whole_number(params: Any, name: str, low: int, high: int | None = None
 
 
 def check_number(params: Any, name: str, low: float, high: float, *, above: bool = False) -> None:
+    """Raise an error unless the field is a number from `low` to `high`; `low` itself is excluded with `above`."""
     value = getattr(params, name)
     if type(value) not in (int, float):
         raise RequestTypeError(name, value, "it must be a number")

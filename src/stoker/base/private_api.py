@@ -1,4 +1,4 @@
-"""The private or undocumented parts of other packages that Stoker uses, and a check that the installed versions have them.
+"""The private or undocumented parts of other packages that Stoker uses, and a check that the installed versions have these parts.
 
 Such a part may change in any release. A package of Stoker that uses one calls `check_private_api` in its `__init__`, before the imports
 that need it, so an unsupported version is reported at start-up, in one line, and not by the first request. The check reads attributes of
@@ -22,7 +22,7 @@ class VersionRange(NamedTuple):
 
 
 class PrivateAPI(NamedTuple):
-    """Attributes of one module. `used_by`: the package of Stoker whose `__init__` checks them."""
+    """Attributes of a module that Stoker uses. The package `used_by` of Stoker checks in its `__init__` that they exist."""
 
     package: str  # the name that pip uses
     module: str
@@ -105,7 +105,7 @@ PRIVATE_APIS = (
 
 
 def check_private_api(used_by: str) -> None:
-    """Check the rows of PRIVATE_APIS of one package or module of Stoker. Raises UnsupportedVersionError for a part that does not exist."""
+    """Check that the parts used by one package or module of Stoker exist. Raises UnsupportedVersionError."""
     for row in PRIVATE_APIS:
         if row.used_by == used_by:
             missing = _missing_part(row)
@@ -114,6 +114,7 @@ def check_private_api(used_by: str) -> None:
 
 
 def _missing_part(row: PrivateAPI) -> str | None:
+    """The first module or attribute that does not exist, or None."""
     try:
         module = importlib.import_module(row.module)
     except ModuleNotFoundError as error:
@@ -130,6 +131,7 @@ def _missing_part(row: PrivateAPI) -> str | None:
 
 
 def _installed_version(package: str) -> str:
+    """The version of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

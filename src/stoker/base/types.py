@@ -142,21 +142,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def greedy(self) -> bool:
+        """Whether each token is the one with the largest logit."""
         return self.temperature == 0.0 or self.top_k == 1
 
     @property
     def changes_logits(self) -> list[str]:
-        """The fields that change logits and are set. Beam search refuses them."""
+        """The names of fields that are set and change logits, which beam search does not support."""
         return [name for name in CHANGE_LOGITS if getattr(self, name) != getattr(_NEUTRAL, name)]
 
     @property
     def bad_word_ids(self) -> tuple[tuple[int, ...], ...]:
-        """`bad_words` of a request that the frontend has prepared: it has replaced strings by token ids."""
+        """`bad_words` as token ids. Only valid after the frontend has replaced strings by token ids."""
         return cast("tuple[tuple[int, ...], ...]", self.bad_words)
 
     @property
     def token_ids_by_field(self) -> dict[str, list[int]]:
-        """The token ids in each field that contains some. Admission checks that the vocabulary of the engine has them."""
+        """The token ids in each field that contains some. Admission checks that they are in the engine's vocabulary."""
         bad_words = [token for word in self.bad_word_ids for token in word]
         allowed = [*(self.allowed_token_ids or ())]
         markers = [self.guide.reasoning_start, self.guide.reasoning_end] if self.guide is not None else []
@@ -187,6 +188,7 @@ class Guide(msgspec.Struct, frozen=True):
     KINDS = ("json", "json_schema", "regex", "grammar", "choice", "structural_tag")
 
     def check(self) -> None:
+        """Raise RequestError for an unknown kind or a text that is too long."""
         if self.kind not in self.KINDS:
             raise RequestError("guide.kind", self.kind, f"it must be one of {', '.join(self.KINDS)}")
         if len(self.text) > 1 << 20:

@@ -1,4 +1,4 @@
-"""The state of a running request: executor outputs become deltas with text and token usage."""
+"""The state of a running request: converts outputs of the executor to deltas with text and token usage."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class ActiveRequest:
         return all(text.finished for text in self._texts)
 
     def push(self, outputs: list[SequenceOutput]) -> list[Delta]:
-        """One delta per output. Outputs of sequences that have finished are dropped."""
+        """Convert outputs to deltas, one per output. Outputs of sequences that have finished are dropped."""
         return self._with_usage([self._push_one(output) for output in outputs if not self._texts[output.index].finished])
 
     def fail(self, error: UnavailableError) -> list[Delta]:
-        """End the sequences that are running with `error`, because the executor is gone."""
+        """End all running sequences with `error`, because the executor has ended. Returns their last deltas."""
         deltas = []
         for text in self._texts:
             if not text.finished:
@@ -46,6 +46,7 @@ class ActiveRequest:
         return self._with_usage(deltas)
 
     def _push_one(self, output: SequenceOutput) -> Delta:
+        """The delta of one output. Cancels the sequence in the executor if a stop string ended it."""
         text = self._texts[output.index]
         if text.num_tokens == 0 and output.token_ids:
             self._record_cached_tokens(output.cached_tokens)
@@ -58,10 +59,12 @@ class ActiveRequest:
         return delta
 
     def _record_cached_tokens(self, cached_tokens: int) -> None:
+        """Remember the smallest number of cached prompt tokens of all sequences."""
         # Later sequences reuse the blocks of the first one. The reuse of earlier requests is the smallest number.
         self._cached_tokens = cached_tokens if self._cached_tokens is None else min(self._cached_tokens, cached_tokens)
 
     def _with_usage(self, deltas: list[Delta]) -> list[Delta]:
+        """Set the usage in the first delta of the request, and usage and timings in the last one."""
         if not deltas:
             return deltas
         usage = Usage(len(self._task.prompt_ids), 0, self._cached_tokens or 0)

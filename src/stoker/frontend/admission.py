@@ -15,13 +15,13 @@ MAX_REQUEST_ID_CHARS = 256
 
 
 def lower_limits(info: ExecutorInfo, limits: RequestLimits) -> ExecutorInfo:
-    """The properties of an executor with lower limits of requests."""
+    """A copy of `info` in which the limits of requests are lowered to `limits`."""
     lowered = limits.lower(info.limits)
     return msgspec.structs.replace(info, limits=lowered, max_seq_len=min(info.max_seq_len, lowered.max_seq_len))
 
 
 def check_request(request: GenerationRequest, info: ExecutorInfo) -> None:
-    """Checks that need no token ids. Raises RequestError."""
+    """Check the fields of a request that need no token ids. Raises RequestError."""
     if not isinstance(request.request_id, str) or not 0 < len(request.request_id) <= MAX_REQUEST_ID_CHARS:
         raise RequestError("request_id", request.request_id, f"it must be a string of 1 to {MAX_REQUEST_ID_CHARS} characters")
     if request.timeout_s is not None and not (0 < request.timeout_s < math.inf):
@@ -32,7 +32,7 @@ def check_request(request: GenerationRequest, info: ExecutorInfo) -> None:
 
 
 def check_params(params: SamplingParams, info: ExecutorInfo) -> None:
-    """Check sampling parameters against the limits of the engine. SamplingParams has checked the ranges itself."""
+    """Raise RequestError for sampling parameters above the limits of the engine. SamplingParams has checked their ranges itself."""
     limits = info.limits
     if params.max_tokens > limits.max_output_len:
         raise RequestError(

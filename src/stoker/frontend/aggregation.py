@@ -1,4 +1,4 @@
-"""Joins the deltas of a stream into one completion."""
+"""Combines the deltas of a stream into one completion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from stoker.runtime.request import TokenRequest
 
 
 class Aggregator:
-    """Collects the deltas of one request in order."""
+    """Collects the deltas of one request, in order."""
 
     def __init__(self, task: TokenRequest) -> None:
         self._task = task
@@ -34,7 +34,7 @@ class Aggregator:
                 self._prompt_logprobs = delta.prompt_logprobs
 
     def completion(self) -> Completion:
-        """The completion of all deltas."""
+        """The completion that consists of all deltas so far."""
         for choice, texts in zip(self._choices, self._texts, strict=True):
             choice.text = "".join(texts)
         return Completion(self._task.request_id, self._task.prompt_ids, self._choices, self._usage, self._prompt_logprobs, self._timings)

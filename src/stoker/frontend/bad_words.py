@@ -12,7 +12,7 @@ MAX_CHARS = 64 << 10  # of all words together
 
 
 def bad_word_ids(field: str, words: Sequence[str], service: Service) -> tuple[tuple[int, ...], ...]:
-    """The token ids of each word, once as written and once after a space, because the tokens differ.
+    """The token ids of each word, both as it is written and after a space, because the tokens differ. `field` is its name in errors.
 
     Duplicates are removed. Raises RequestError for too many words.
     """
@@ -22,7 +22,7 @@ def bad_word_ids(field: str, words: Sequence[str], service: Service) -> tuple[tu
 
 
 def check_words(field: str, words: Sequence[str]) -> None:
-    """Raises RequestError for more words or characters than can be tokenized without delaying other requests."""
+    """Raise RequestError for more words or characters than can be tokenized without delaying other requests."""
     if len(words) > MAX_WORDS:
         raise RequestError(field, list(words), f"there are {len(words)} words, and the limit is {MAX_WORDS}", cure="Send fewer.")
     if (size := sum(map(len, words))) > MAX_CHARS:

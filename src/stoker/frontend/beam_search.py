@@ -25,7 +25,10 @@ from stoker.runtime.request import ErrorInfo, SequenceOutput, TokenRequest
 
 
 class Beam(msgspec.Struct):
-    """A hypothesis. `score` is the sum of the log-probabilities of `ids`; of a finished beam, that sum ÷ length ** length_penalty."""
+    """A hypothesis: token ids and a score.
+
+    `score` is the sum of the log-probabilities of `ids`; for a finished beam it is divided by length ** length_penalty.
+    """
 
     ids: list[int]
     score: float
@@ -54,7 +57,10 @@ class BeamSearch:
         return min(MAX_LOGPROBS, max(2, 1 + len(self._end_ids)) * self._width)
 
     def step(self, continuations: list[list[tuple[int, float]]]) -> None:
-        """Advance by one token. continuations[i] are (token id, log-probability) after running[i], most likely first."""
+        """Advance all beams by one token.
+
+        continuations[i] are the (token id, log-probability) pairs after running[i], most likely first.
+        """
         best = self._best_candidates(continuations)
         ends = [self._ends(beam.ids) for beam in best]
         self.running = [beam for beam, ended in zip(best, ends, strict=True) if not ended][: self._width]
@@ -65,6 +71,7 @@ class BeamSearch:
         self.done = not self.running or not self._improvable or (full and self._params.early_stopping)
 
     def _best_candidates(self, continuations: list[list[tuple[int, float]]]) -> list[Beam]:
+        """The best extensions of all running beams, best first: enough that `beam_width` of them do not end."""
         banned = self._end_ids if len(self.running[0].ids) < self._params.min_tokens else frozenset()
         scored = [
             (beam.score + logprob, i, token, logprob)
@@ -77,20 +84,24 @@ class BeamSearch:
         return [self._extended(self.running[i], token, logprob, continuations[i]) for _, i, token, logprob in best]
 
     def _extended(self, beam: Beam, token: int, logprob: float, followers: list[tuple[int, float]]) -> Beam:
+        """`beam` extended by one token."""
         num_logprobs = self._params.logprobs
         logprobs = [] if num_logprobs is None else [*beam.logprobs, TokenLogprobs(token, logprob, followers[:num_logprobs])]
         return Beam([*beam.ids, token], beam.score + logprob, logprobs)
 
     def _ends(self, ids: list[int]) -> bool:
+        """Whether a beam with these ids has ended."""
         return ids[-1] in self._end_ids or len(ids) >= self._params.max_tokens or self._stops(ids)
 
     def _finish(self, beams: list[Beam]) -> None:
+        """Add beams to the finished ones, of which the best `beam_width` are retained."""
         if self._improvable and not (self._params.early_stopping and len(self.finished) == self._width):
             self.finished += [Beam(beam.ids, self._penalized(beam), beam.logprobs) for beam in beams]
             self.finished.sort(key=lambda beam: beam.score, reverse=True)
             del self.finished[self._width :]
 
     def _penalized(self, beam: Beam) -> float:
+        """The score of a finished beam."""
         return float(beam.score / len(beam.ids) ** self._params.length_penalty)
 
 
@@ -109,7 +120,7 @@ class BeamDriver:
         self._ended: FinishReason | None = None  # CANCELLED or DEADLINE, once set
 
     def cancel(self) -> None:
-        """End after the current step; `run` then returns the beams found so far."""
+        """End the search after the current step. `run` then returns the beams found so far."""
         self._ended = FinishReason.CANCELLED
 
     async def run(self) -> Completion:
@@ -132,7 +143,7 @@ class BeamDriver:
         return self._completion()
 
     async def _continue(self, beam: Beam, suffix: str) -> SequenceOutput:
-        """The next token of one beam with its candidates, as a request of its own."""
+        """Request one token after a beam, with the log-probabilities of the candidates. Returns the last output."""
         prompt_logprobs = self._task.params.prompt_logprobs if not beam.ids else None
         params = SamplingParams(max_tokens=1, logprobs=self._search.num_candidates, prompt_logprobs=prompt_logprobs)
         request = TokenRequest(
@@ -147,7 +158,7 @@ class BeamDriver:
             return [output async for outputs in batches for output in outputs][-1]
 
     def _check(self, outputs: list[SequenceOutput]) -> None:
-        """Retain the first output and its time, raise errors, and end the search when a request was cancelled or timed out."""
+        """Record the first output and its time. Raises errors, and ends the search if a request was cancelled or timed out."""
         self._first = self._first or outputs[0]
         self._stopwatch.token(outputs[0].admission)
         for output in outputs:
@@ -157,6 +168,7 @@ class BeamDriver:
                 self._ended = self._ended or output.finish_reason
 
     def _completion(self) -> Completion:
+        """The completion with the best beams found so far."""
         beams = self._search.finished if self._ended is None else self._search.finished + self._search.running
         choices = [self._choice(i, beam) for i, beam in enumerate(beams[: self._task.params.n])]
         usage = Usage(len(self._task.prompt_ids), sum(len(c.token_ids) for c in choices), self._first.cached_tokens if self._first else 0)
@@ -165,6 +177,7 @@ class BeamDriver:
         return Completion(self._task.request_id, self._task.prompt_ids, choices, usage, prompt_logprobs, timings)
 
     def _choice(self, index: int, beam: Beam) -> Choice:
+        """The choice with the text of one beam."""
         ended_by_id = bool(beam.ids) and beam.ids[-1] in self._end_ids
         reason = FinishReason.STOP if ended_by_id else self._ended or FinishReason.LENGTH
         stop_id = beam.ids[-1] if ended_by_id else None
@@ -175,11 +188,13 @@ class BeamDriver:
         return Choice(index, delta.text, delta.token_ids, delta.finish_reason, delta.stop_reason, delta.logprobs, admission=admission)
 
     def _stops(self, ids: list[int]) -> bool:
+        """Whether the text of these tokens contains a stop string."""
         text = self._text(0)
         text.push(SequenceOutput(self._task.request_id, 0, ids))
         return text.stopped_by_text
 
     def _text(self, index: int) -> SequenceText:
+        """A new converter of tokens to text for one beam."""
         return SequenceText(index, self._task.params, self._tokenizer.detokenizer(self._task.params.skip_special_tokens))
 
 

@@ -29,10 +29,10 @@ class NoContent(str):
 
 
 def check_messages(messages: Any, *, max_chars: int) -> list[dict[str, Any]]:
-    """Copies of the messages with one string as content; text parts are joined by newlines. Raises RequestError.
+    """Checked copies of the messages, each with one string as content; text parts are joined by newlines. Raises RequestError.
 
-    An assistant message with tool_calls may have no content; its content is then NoContent. Other keys (name, tool_calls, …) stay for
-    the template.
+    An assistant message with tool_calls may have no content; its content is then NoContent. Other keys (name, tool_calls, …) are retained
+    for the template. `max_chars` limits the text of all messages together.
     """
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages", messages, "it must be a list of at least one message")
@@ -48,6 +48,7 @@ def check_messages(messages: Any, *, max_chars: int) -> list[dict[str, Any]]:
 
 
 def _check_message(message: Any, field: str) -> dict[str, Any]:
+    """A checked copy of one message. `field` is its name in errors."""
     if not isinstance(message, dict):
         raise RequestError(field, message, "a message must be an object with role and content")
     role = message.get("role")
@@ -57,6 +58,7 @@ def _check_message(message: Any, field: str) -> dict[str, Any]:
 
 
 def _text(message: dict[str, Any], field: str) -> str:
+    """The content of one message as a string."""
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         return NoContent()
@@ -68,6 +70,7 @@ def _text(message: dict[str, Any], field: str) -> str:
 
 
 def _part_text(part: Any, field: str) -> str:
+    """The text of one content part. Raises RequestError for parts that are not text."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in TEXT_PARTS:
         raise RequestError(f"{field}.type", kind, "this model reads text only", cure='Use parts of the form {"type": "text", "text": …}.')

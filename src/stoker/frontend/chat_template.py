@@ -25,6 +25,7 @@ class GenerationBlock(jinja2.ext.Extension):
     tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """Parse the block as the statements inside it."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -62,10 +63,10 @@ class ChatTemplate:
         documents: list[dict[str, Any]] | None = None,
         **values: Any,
     ) -> str:
-        """The text of the prompt. `values` are variables of the template, such as enable_thinking.
+        """The text of the prompt for these messages. `values` are variables of the template, such as enable_thinking.
 
-        `continue_final_message` leaves the last message open so that the model continues it. Raises RequestError for invalid messages,
-        for a template that fails, for `tools` that the template does not render, and for more than `max_chars` characters.
+        `continue_final_message` leaves the last message open so that the model continues it. Raises RequestError for invalid messages, for
+        a template that fails, for `tools` that the template does not render, and for more than `max_chars` characters.
         """
         if "chat_template" in values:
             raise RequestError(
@@ -89,6 +90,7 @@ class ChatTemplate:
         return _cut_at_mark(text) if continue_final_message else text
 
     def _run(self, context: dict[str, Any], max_chars: int) -> str:
+        """Render the template with these variables. Raises RequestError if it fails or exceeds `max_chars` characters."""
         pieces, size = [], 0
         try:
             for piece in self._template.generate(context):
@@ -106,6 +108,7 @@ class ChatTemplate:
 
 
 def _mark_end(messages: list[dict[str, Any]]) -> None:
+    """Append a mark to the last message, by which its end is found in the rendered text."""
     last = messages[-1]
     if isinstance(last["content"], NoContent):
         raise RequestError("continue_final_message", True, "the last message has no text to continue")
@@ -113,6 +116,7 @@ def _mark_end(messages: list[dict[str, Any]]) -> None:
 
 
 def _cut_at_mark(text: str) -> str:
+    """The rendered text up to the mark. Raises RequestError if the template did not render the last message."""
     if (end := text.rfind(CONTINUE_MARK.rstrip())) < 0:
         raise RequestError("continue_final_message", True, "the output of the chat template does not contain the last message")
     strips = not text.startswith(CONTINUE_MARK, end)
@@ -120,9 +124,10 @@ def _cut_at_mark(text: str) -> str:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """Plain JSON, as models were trained on. The filter of Jinja would escape HTML characters."""
+    """The template filter `tojson`: plain JSON, which models were trained on. Jinja's own filter would escape HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:
+    """The template function `raise_exception`."""
     raise jinja2.TemplateError(message)

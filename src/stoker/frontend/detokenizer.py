@@ -28,11 +28,14 @@ class Detokenizer(ABC):
 
     @abstractmethod
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; may be empty. Ids outside the vocabulary add no text."""
+        """The text that becomes complete with these tokens; may be empty. Ids outside the vocabulary add no text."""
 
     @abstractmethod
     def flush(self) -> str:
-        """The text that was held back. Call it at the end of the sequence. Incomplete characters become U+FFFD."""
+        """The text that was held back because it was incomplete. Call it at the end of the sequence.
+
+        Incomplete characters become U+FFFD.
+        """
 
 
 class ByteLevelDetokenizer(Detokenizer):
@@ -81,6 +84,7 @@ class ByteFallbackDetokenizer(Detokenizer):
         return self._strip(self._end_run())
 
     def _end_run(self) -> str:
+        """The text of the current run of byte tokens, which ends here."""
         try:
             return self._run.decode()
         except UnicodeDecodeError:
@@ -89,6 +93,7 @@ class ByteFallbackDetokenizer(Detokenizer):
             self._run.clear()
 
     def _shorten_run(self) -> str:
+        """The text of the part of a long run that is complete."""
         try:
             self._run.decode()
         except UnicodeDecodeError as error:
@@ -99,6 +104,7 @@ class ByteFallbackDetokenizer(Detokenizer):
         return self._end_run()
 
     def _strip(self, text: str) -> str:
+        """`text` without the characters that are removed at the start of a sequence."""
         while text and self._num_strip:
             if not text.startswith(self._stripped):
                 self._num_strip = 0
@@ -109,10 +115,10 @@ class ByteFallbackDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """Any other decoder: decodes the tokens of the last emission together with the new ones, and emits the difference.
+    """For all other decoders: decodes the tokens of the last emission again, together with the new ones, and returns the difference.
 
-    The tokens of the last emission are the context for the decoder, which decides about spaces between words. Ids without text are
-    dropped before, because the decoder would treat the next token as the first of the text. A call decodes twice.
+    The tokens of the last emission are the context for the decoder, which decides about spaces between words. Ids without text are dropped
+    before, because the decoder would treat the next token as the first of the text. A call decodes twice.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, dropped: frozenset[int]) -> None:
@@ -129,6 +135,7 @@ class WindowDetokenizer(Detokenizer):
         return self._emit(final=True)
 
     def _emit(self, *, final: bool) -> str:
+        """The text of the new tokens; empty while it ends in an incomplete character, unless `final`."""
         if not self._new:
             return ""
         text = self._decode(self._context + self._new)
@@ -140,17 +147,20 @@ class WindowDetokenizer(Detokenizer):
         return fresh
 
     def _decode(self, token_ids: list[int]) -> str:
+        """The text of the ids, special tokens included."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _known(self, token: int) -> bool:
+        """Whether the id is in the vocabulary."""
         return 0 <= token < 1 << 32 and self._tokenizer.id_to_token(token) is not None
 
     def _ends_in_byte(self) -> bool:
+        """Whether the newest token is a byte token."""
         return (self._tokenizer.id_to_token(self._new[-1]) or "").startswith("<0x")
 
 
 class DetokenizerFactory:
-    """Creates detokenizers for one tokenizer. They share tables of token text, which are filled as tokens occur."""
+    """Creates detokenizers for one tokenizer. They share tables of the text of tokens, which are filled when a token first occurs."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -187,6 +197,7 @@ class DetokenizerFactory:
         return self._tokenizer.decode([token], skip_special_tokens=False).encode() if known else b""
 
     def _table(self, dropped: frozenset[int]) -> BytePieces | FallbackPieces | frozenset[int]:
+        """The table of token texts without the ids `dropped`, or only these ids for a decoder without a table."""
         if self._kinds == ["ByteLevel"]:
             return BytePieces(self._tokenizer, dropped)
         if self._is_byte_fallback():
@@ -206,7 +217,7 @@ class DetokenizerFactory:
 
 
 def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """The steps of the decoder as in tokenizer.json, with sequences flattened; empty without a decoder."""
+    """The decoder's steps as in tokenizer.json, where a sequence of decoders is flattened; empty without a decoder."""
     if tokenizer.decoder is None:
         return []
     state = json.loads(tokenizer.decoder.__getstate__())

@@ -1,4 +1,4 @@
-"""Converts errors that the executor reports back to exceptions."""
+"""Converts errors that the executor reports in outputs to exceptions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEFAULT_RETRY_S = 1.0
 
 
 def to_error(info: ErrorInfo) -> StokerError:
-    """An exception with the message, status and code of `info`. Its class is the one with that code, else StokerError."""
+    """The exception for `info`, with its message, status and code: of the class with that code, else a StokerError."""
     error = StokerError.__new__(KINDS.get(info.code, StokerError))
     StokerError.__init__(error, info.message)
     error.status, error.code = info.status, info.code
@@ -23,7 +23,7 @@ def to_error(info: ErrorInfo) -> StokerError:
 
 
 def raise_refusal(outputs: list[SequenceOutput]) -> None:
-    """Raise the error of a request whose first outputs are all failures, so that no token was generated."""
+    """Raise the error of a request if all of its first outputs are errors, so that no token was generated."""
     errors = [output.error for output in outputs if output.finish_reason is FinishReason.ERROR]
     if len(errors) == len(outputs) and errors:
         raise to_error(errors[0] or ErrorInfo("internal_error", "the request failed before its first token"))

@@ -97,6 +97,7 @@ class GenerationService(Service):
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes of one token, which may be only a part of a character; empty for an unknown id."""
         return self.tokenizer.token_bytes(token_id)
 
     def render_chat(self, messages: list[dict[str, Any]], /, **template_values: Any) -> str:
@@ -109,18 +110,21 @@ class GenerationService(Service):
         return await self._client.stats()
 
     async def drain(self) -> None:
-        """Refuse new requests and wait until the running ones end."""
+        """Reject new requests, and wait until the running ones have ended."""
         self._draining = True
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Close the connection to the executor and end the tokenizer threads."""
+        """Close the connection to the executor, and end the tokenizer threads."""
         self._draining = True
         await self._client.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _prepare(self, request: GenerationRequest, stopwatch: Stopwatch) -> TokenRequest:
-        """The request as token ids, checked against the limits of the engine. The time spent here counts towards its deadline."""
+        """The request with its prompt as token ids, checked against the limits of the engine. Raises RequestError.
+
+        The time spent here counts towards its deadline.
+        """
         request = self._with_bad_word_ids(request)
         check_request(request, self.info)
         prompt_ids = truncate_prompt(await self._prompt_ids(request), request.truncate_prompt_tokens, request.truncation_side)
@@ -137,7 +141,7 @@ class GenerationService(Service):
         )
 
     def _with_bad_word_ids(self, request: GenerationRequest) -> GenerationRequest:
-        """The request with bad words that are strings replaced by their token ids."""
+        """The request, in which bad words that are strings are replaced by their token ids."""
         params = request.params
         words = [word for word in params.bad_words if isinstance(word, str)]
         if not words:
@@ -147,6 +151,7 @@ class GenerationService(Service):
         return msgspec.structs.replace(request, params=params)
 
     async def _prompt_ids(self, request: GenerationRequest) -> list[int]:
+        """The token ids of the prompt. A long text is tokenized in a thread. Raises RequestError."""
         prompt = request.prompt
         if isinstance(prompt, list):
             return prompt
@@ -161,6 +166,7 @@ class GenerationService(Service):
         )
 
     async def _deltas(self, task: TokenRequest, stopwatch: Stopwatch) -> AsyncGenerator[list[Delta], None]:
+        """Run a checked request on the executor, and yield its deltas."""
         request = ActiveRequest(task, self.tokenizer, self._client, stopwatch)
         try:
             async with aclosing(self._client.generate(task)) as batches:
@@ -177,7 +183,10 @@ class GenerationService(Service):
             yield request.fail(error)
 
     async def _join(self, task: TokenRequest, stopwatch: Stopwatch) -> Completion:
-        """The joined deltas. Equal to joining `_deltas`, without the cost of a generator between."""
+        """Run a checked request on the executor, and return its completion.
+
+        It is equal to the combined `_deltas`, and avoids the cost of that generator.
+        """
         request, aggregator = ActiveRequest(task, self.tokenizer, self._client, stopwatch), Aggregator(task)
         try:
             async with aclosing(self._client.generate(task)) as batches:
@@ -194,6 +203,7 @@ class GenerationService(Service):
         return aggregator.completion()
 
     async def _search_beams(self, task: TokenRequest, stopwatch: Stopwatch) -> Completion:
+        """Run a checked request with beam search. Raises RequestError for an id in flight."""
         if task.request_id in self._beams:
             raise RequestError("request_id", task.request_id, "a request with this id is in flight", cure="Use a new id.")
         driver = self._beams[task.request_id] = BeamDriver(task, self._client, self.tokenizer, stopwatch)
@@ -204,7 +214,7 @@ class GenerationService(Service):
 
 
 class _Active:
-    """Counts a request while it runs. Refuses new requests once the service is draining."""
+    """Counts a request inside its `with` block as running. Raises UnavailableError when the service is draining."""
 
     def __init__(self, service: GenerationService) -> None:
         self._service = service

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class InProcessEngine:
-    """The engine directory `path`, loaded in this process. Use `service` through `call` and `submit` only.
+    """The engine in directory `path`, loaded in this process. Its `service` may only be used through `call` and `submit`.
 
     `tokenizer` is the directory of the tokenizer, by default the engine. `name` is the name of the model in messages. Raises EngineError or
     ConfigError when the engine cannot run on this machine.
@@ -59,11 +59,14 @@ class InProcessEngine:
         self.service: GenerationService = self.call(self._make_service(name or path.name, limits))
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the event loop of the service."""
+        """Start a coroutine on the event loop of the service."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine on the event loop of the service. It is cancelled when the wait is interrupted, such as by Ctrl-C."""
+        """Run a coroutine on the event loop of the service, and return its result.
+
+        It is cancelled when the wait is interrupted, such as by Ctrl-C. Raises UnavailableError after `close`.
+        """
         if self._closed:
             coroutine.close()
             raise UnavailableError("This LLM was closed.", cure="Create a new LLM.")
@@ -106,7 +109,10 @@ class InProcessEngine:
             executor.close()
 
     def _abort_load(self, loaded: Future[Executor]) -> None:
-        """End the executor thread after a failed or interrupted load. Python would abort the process if it ran library code at exit."""
+        """End the executor thread after a failed or interrupted load.
+
+        Otherwise it could run library code at exit, and Python would abort.
+        """
         thread = self._executor_thread
         if loaded.cancel():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
@@ -115,12 +121,14 @@ class InProcessEngine:
         thread.join(ABORT_TIMEOUT_S)
 
     async def _make_service(self, name: str, limits: RequestLimits) -> GenerationService:
+        """The generation service of the loaded executor. Runs on the event loop."""
         mailbox = self._executor.mailbox
         assert isinstance(mailbox, InProcessMailbox)
         return GenerationService(name, self.tokenizer, InProcessClient(mailbox), limits)
 
 
 def _shut_down(executor: Executor) -> None:
+    """End the executor's loop immediately."""
     mailbox = executor.mailbox
     assert isinstance(mailbox, InProcessMailbox)
     mailbox.put(Shutdown(drain=False))

@@ -12,7 +12,7 @@ INLINE_CHARS = 4096  # tokenizing fewer characters takes about 1 ms, hardly more
 async def encode_prompt(
     service: Service, text: str, *, add_special_tokens: bool = True, truncate_prompt_tokens: int | None = None
 ) -> list[int]:
-    """Token ids of `text`, only the last `truncate_prompt_tokens` of them if given.
+    """The token ids of `text`, or only the last `truncate_prompt_tokens` of them.
 
     A long text is tokenized in a thread, so that other requests continue to stream. Raises RequestError for a text that is too long.
     """

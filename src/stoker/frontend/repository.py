@@ -53,7 +53,7 @@ class ModelRepository:
         self._models: dict[str, dict[str, Model]] = {}
 
     def register(self, name: str, load: Load, unload: Unload, version: str = "1") -> Model:
-        """Add a model without loading it. Raises ValueError when the name and version exist."""
+        """Add a model without loading it, and return it. Raises ValueError when the name and version exist."""
         versions = self._models.setdefault(name, {})
         if version in versions:
             raise ValueError(f"model {name!r} version {version} is registered twice")
@@ -61,7 +61,7 @@ class ModelRepository:
         return model
 
     def models(self) -> list[Model]:
-        """All versions of all models."""
+        """All versions of all models, in the order in which their names were registered."""
         return [model for versions in self._models.values() for model in versions.values()]
 
     def first(self) -> str:
@@ -73,11 +73,14 @@ class ModelRepository:
 
     @property
     def ready(self) -> bool:
-        """Whether there are models and all of them are ready."""
+        """Whether there is at least one model, and all models are ready."""
         return bool(self._models) and all(model.ready for model in self.models())
 
     def find(self, name: str, version: str | None = None) -> Model:
-        """The model in any state; without a version, the highest one. Raises NotFoundError with the names that exist."""
+        """The model with this name in any state; without a version, the highest one.
+
+        Raises NotFoundError, which lists similar names or the existing versions.
+        """
         versions = self._models.get(name)
         if not versions:
             known = nearest(name, list(self._models)) or list(self._models)
@@ -89,7 +92,7 @@ class ModelRepository:
         return versions[version]
 
     def service(self, name: str, version: str | None = None) -> Service:
-        """The service of a ready model. Raises NotFoundError, or UnavailableError with the state and its reason."""
+        """The service of a ready model. Raises NotFoundError, or UnavailableError with the model's state and the reason."""
         model = self.find(name, version)
         if model.ready and model.service is not None:
             return model.service
@@ -97,7 +100,7 @@ class ModelRepository:
         raise UnavailableError(f"model {name!r} is {ModelState.UNAVAILABLE if model.state is ModelState.READY else model.state}: {reason}.")
 
     async def load(self, name: str, version: str | None = None) -> None:
-        """Load a model, unless it is loaded or loading. An exception of its load becomes the reason of its state and is raised."""
+        """Load a model, unless it is loaded or loading. If that raises an error, the model is UNAVAILABLE for this reason."""
         model = self.find(name, version)
         if model.state in (ModelState.LOADING, ModelState.READY):
             return
@@ -114,7 +117,7 @@ class ModelRepository:
         model.state, model.reason = ModelState.READY, ""
 
     async def unload(self, name: str, version: str | None = None) -> None:
-        """Refuse new requests, wait for the running ones and drop the service. Does nothing unless the model is ready."""
+        """Reject new requests for a model, wait for the running ones, and drop its service. Does nothing unless the model is ready."""
         model = self.find(name, version)
         if model.state is not ModelState.READY or model.service is None:
             return
@@ -126,4 +129,5 @@ class ModelRepository:
 
 
 def _version_order(version: str) -> tuple[int, str]:
+    """A sort key: numeric versions in numeric order, after all other versions."""
     return (int(version), "") if version.isdecimal() else (-1, version)

@@ -1,4 +1,4 @@
-"""Converts the outputs of one sequence to deltas: detokenizes them and ends them at stop strings."""
+"""Converts the outputs of one sequence to deltas: converts tokens to text, and ends the text at stop strings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stoker.runtime.request import SequenceOutput
 
 
 class SequenceText:
-    """The text of one sequence. Push its outputs in order; their grouping does not change the joined deltas.
+    """The text of one sequence, to which its outputs are pushed in order. Their grouping does not change the joined deltas.
 
     Tokens before min_tokens cannot complete a stop string. The text of the end or stop id is omitted unless include_stop is set.
     """
@@ -24,11 +24,11 @@ class SequenceText:
 
     @property
     def stopped_by_text(self) -> bool:
-        """A stop string ended the sequence. The executor sees no text and must be notified."""
+        """Whether a stop string ended the sequence. The executor does not see text, so the caller must cancel the sequence there."""
         return self._stop is not None and self._stop.matched is not None
 
     def push(self, output: SequenceOutput) -> Delta:
-        """The delta of one output. Do not push again after the delta with a finish reason."""
+        """The delta for one output. Must not be called again after a delta with a finish reason."""
         ids = output.token_ids
         silent_end = output.stop_id is not None and not self._params.include_stop
         text, used = self._advance(ids[:-1] if silent_end else ids)
@@ -47,7 +47,7 @@ class SequenceText:
         return delta
 
     def _advance(self, ids: list[int]) -> tuple[str, int]:
-        """The text of these tokens, and how many of them were consumed until a stop string matched."""
+        """(text of these tokens, number of tokens that were consumed until a stop string matched)."""
         if self._stop is None:
             return self._detokenizer.push(ids), len(ids)
         text = ""
@@ -58,6 +58,7 @@ class SequenceText:
         return text, len(ids)
 
     def _end(self) -> str:
+        """The text that was held back, at the end of the sequence."""
         held = self._detokenizer.flush()
         if self._stop is None:
             return held

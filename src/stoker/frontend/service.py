@@ -1,4 +1,4 @@
-"""The interface of the generation service: requests with text in, deltas with text out. Protocols depend on it and nothing below."""
+"""The interface of the generation service: text requests in, text deltas out. Protocols use this interface only."""
 
 from __future__ import annotations
 
@@ -73,16 +73,15 @@ class Service(ABC):
 
     @abstractmethod
     def stream(self, request: GenerationRequest) -> AsyncGenerator[list[Delta], None]:
-        """Deltas of the sequences of a request; one list contains all that arrived together.
+        """Run a request, and yield the deltas of its sequences; one list contains all deltas that arrived together.
 
-        Closing the generator early cancels the request within one step.
-        Raises RequestError, QueueFullError or UnavailableError before the first delta. A later failure of a sequence is its last delta,
-        with finish_reason ERROR.
+        Closing the generator early cancels the request within one step. Raises RequestError, QueueFullError or UnavailableError before the
+        first delta. A later failure of a sequence is its last delta, with finish_reason ERROR.
         """
 
     @abstractmethod
     async def complete(self, request: GenerationRequest) -> Completion:
-        """The completion of a request, equal to its joined stream. Raises the same errors as `stream`."""
+        """Run a request, and return its completion, which equals its joined stream. Raises the same errors as `stream`."""
 
     @abstractmethod
     def cancel(self, request_id: str) -> None:
@@ -102,11 +101,14 @@ class Service(ABC):
 
     @abstractmethod
     def render_chat(self, messages: list[dict[str, Any]], /, **template_values: Any) -> str:
-        """The prompt that the chat template renders for these messages, by default with the generation prompt. Raises RequestError."""
+        """The prompt for these messages, by the chat template; by default with the generation prompt. Raises RequestError.
+
+        `template_values` are options and variables of `ChatTemplate.render`.
+        """
 
     @abstractmethod
     async def stats(self) -> ExecutorStats:
-        """The counters of the executor."""
+        """The current statistics of the executor. Raises UnavailableError."""
 
     @property
     @abstractmethod

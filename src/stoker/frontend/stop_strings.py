@@ -1,4 +1,4 @@
-"""Finds stop strings in text that arrives incrementally. No part of a stop string is ever emitted."""
+"""Finds stop strings in text that arrives incrementally. Text that may belong to a stop string is held back."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 
 class StopChecker:
-    """Accepts text in any division. The match is the one that ends first; of those that end together, the longest.
+    """Searches text, however it is divided, for stop strings.
 
-    This choice does not depend on the division of the text, because nothing is generated after the match.
+    The match is the one that ends first or, of those that end together, the longest. This choice does not depend on the division of the
+    text, because nothing is generated after the match.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
@@ -20,7 +21,7 @@ class StopChecker:
         self.matched: str | None = None
 
     def push(self, text: str, *, can_match: bool = True) -> str:
-        """The text that can be emitted now; empty after a match (`matched`). No match ends inside `text` unless `can_match`."""
+        """The text that can be emitted now; empty after a match (`matched`). Without `can_match`, no match may end inside `text`."""
         if self.matched is not None:
             return ""
         num_held = len(self._held)
@@ -32,12 +33,15 @@ class StopChecker:
         return text[:start]
 
     def flush(self) -> str:
-        """The text that was held back. Call it at the end of a sequence; it is empty after a match."""
+        """The text that is still held back, at the end of the sequence; empty after a match."""
         held, self._held = ("", "") if self.matched is not None else (self._held, "")
         return held
 
     def _find(self, text: str, num_old: int) -> str | None:
-        """The text to emit up to the first match that ends after `num_old` characters, which were searched before; else None."""
+        """The text to emit before (or with) the first match, or None without a match.
+
+        The first `num_old` characters were searched before, so no match ends there.
+        """
         best_end = len(text) + 1
         for stop in self._stops:
             start = text.find(stop, max(0, num_old + 1 - len(stop)), best_end)
@@ -48,7 +52,7 @@ class StopChecker:
         return text[: best_end if self._include_stop else best_end - len(self.matched)]
 
     def _first_possible(self, text: str) -> int:
-        """The start of the longest suffix of `text` that is a proper prefix of a stop string; len(text) without one."""
+        """The index of the longest suffix of `text` that begins a stop string without completing it; len(text) if there is none."""
         for start in range(max(0, len(text) - self._max_partial), len(text)):
             if text[start] in self._firsts:
                 end = text[start:]

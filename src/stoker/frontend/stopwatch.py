@@ -8,7 +8,7 @@ from stoker.base.types import AdmissionRecord, Timings
 
 
 class Stopwatch:
-    """The clock of one request. Create it when the request is submitted."""
+    """The clock of one request, which starts when the object is created."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
@@ -16,13 +16,13 @@ class Stopwatch:
         self._first: float | None = None
 
     def token(self, admission: AdmissionRecord | None) -> None:
-        """Tokens arrived. The admission of the first sequence counts."""
+        """Record that tokens arrived. Only the first call counts; `admission` is that of the first sequence."""
         if self._first is None:
             self._first = time.monotonic()
             self._queue_s = admission.queue_s if admission is not None else 0.0
 
     def timings(self, lengths: list[int]) -> Timings:
-        """The timings of a request that ended now. `lengths`: number of generated tokens of each sequence."""
+        """The timings of a request that ends now. `lengths` are the numbers of generated tokens of its sequences."""
         total_s = time.monotonic() - self.started
         first_s = total_s if self._first is None else self._first - self.started
         gaps = max(lengths, default=0) - 1

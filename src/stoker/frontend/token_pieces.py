@@ -26,7 +26,7 @@ class BytePieces(dict[int, bytes]):
 
 
 class FallbackPieces(dict[int, "str | int | None"]):
-    """The text of each token, or the byte value of a byte token (<0x0A>); None for dropped and unknown ids."""
+    """The text of each token, or the byte of a byte token such as <0x0A>; None for dropped and unknown ids."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, dropped: frozenset[int], replaced: Sequence[tuple[str, str]]) -> None:
         super().__init__(dict.fromkeys(dropped))
@@ -44,7 +44,7 @@ class FallbackPieces(dict[int, "str | int | None"]):
 
 
 def token_content(tokenizer: tokenizers.Tokenizer, token: int) -> str | None:
-    """The entry of the vocabulary, or None: the vocabulary of an engine is padded and can be larger."""
+    """The entry of the vocabulary for an id; None for ids outside the vocabulary, which the engine's padded vocabulary has."""
     return tokenizer.id_to_token(token) if 0 <= token < 1 << 32 else None
 
 
@@ -54,12 +54,15 @@ def is_byte_token(content: str) -> bool:
 
 
 def byte_value(content: str) -> int:
-    """The byte of a byte token."""
+    """The byte that a byte token stands for."""
     return int(content[3:5], 16)
 
 
 def to_bytes(content: str) -> bytes:
-    """Reverse the GPT-2 mapping of bytes to visible characters. An entry with other characters (an added token) is plain text."""
+    """The bytes of a vocabulary entry, by reversing GPT-2's mapping of bytes to visible characters.
+
+    An entry with other characters (an added token) is plain text.
+    """
     try:
         return bytes([BYTE_OF_CHAR[char] for char in content])
     except KeyError:
@@ -67,7 +70,10 @@ def to_bytes(content: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The table of GPT-2 (encoder.py, bytes_to_unicode): visible Latin-1 characters map to themselves, the other 68 bytes to U+0100 ff."""
+    """The byte of each character in GPT-2's mapping (encoder.py, bytes_to_unicode).
+
+    Visible Latin-1 characters represent themselves; the other 68 bytes are mapped to U+0100 and up.
+    """
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}

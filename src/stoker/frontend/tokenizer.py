@@ -17,11 +17,10 @@ MAX_COMPOSITION = 4  # characters that a normalizer can combine into one (NFC of
 
 
 class Tokenizer:
-    """Can be used from several threads. `encode` releases the global interpreter lock.
+    """Encodes and decodes text. Thread-safe; `encode` releases the global interpreter lock.
 
-    vocab_size: the highest id + 1. The vocabulary of the engine can be larger.
-    end_ids: the ids that end a sequence: eos_token_id of generation_config.json and eos_token of the tokenizer.
-    max_token_chars: the largest number of characters that one token can represent.
+    vocab_size: the highest id + 1. The vocabulary of the engine can be larger. end_ids: the ids that end a sequence: eos_token_id of
+    generation_config.json and eos_token of the tokenizer. max_token_chars: the largest number of characters that one token can represent.
     """
 
     def __init__(self, core: tokenizers.Tokenizer, config: dict[str, Any] | None = None, generation: dict[str, Any] | None = None) -> None:
@@ -42,7 +41,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path | str) -> Tokenizer:
-        """Read tokenizer.json, and if present tokenizer_config.json, generation_config.json and chat_template.jinja.
+        """Load the tokenizer of a directory: tokenizer.json, and if present its other configuration files and chat template.
 
         Raises EngineError with the name of a missing or damaged file.
         """
@@ -75,13 +74,13 @@ class Tokenizer:
         return self._detokenizers.make(skip_special_tokens)
 
     def check_length(self, text: str, max_tokens: int) -> None:
-        """Raise RequestError for a text that has more than `max_tokens` tokens for certain, without tokenizing it."""
+        """Raise RequestError for a text that certainly has more than `max_tokens` tokens. The text is not tokenized."""
         if len(text) > max_tokens * self.max_token_chars:
             limit = f"it has {len(text)} characters, and the limit is {max_tokens} tokens of at most {self.max_token_chars} characters"
             raise RequestError("prompt", text, limit, cure="Shorten it.")
 
     def token_text(self, token_id: int) -> str | None:
-        """The entry of the vocabulary for an id, or None."""
+        """The vocabulary entry of an id, or None."""
         return self._core.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -89,15 +88,17 @@ class Tokenizer:
         return self._detokenizers.token_bytes(token_id)
 
     def token_id(self, content: str) -> int | None:
-        """The id of an entry of the vocabulary, or None."""
+        """The id of a vocabulary entry, or None."""
         return self._core.token_to_id(content)
 
     def _special_id(self, name: str, fallback: Any) -> int | None:
+        """The id of the special token called `name`, or `fallback` if that is an id, or None."""
         text = self.special_tokens.get(name)
         found = self._core.token_to_id(text) if text is not None else None
         return found if found is not None else fallback if type(fallback) is int else None
 
     def _end_ids(self, configured: Any) -> tuple[int, ...]:
+        """The ids that end a sequence. Raises EngineError for an invalid eos_token_id."""
         ids = [configured] if type(configured) is int else list(configured or [])
         if not all(type(token) is int and token >= 0 for token in ids):
             raise EngineError(f"generation_config.json: eos_token_id={configured!r} is not an id or a list of ids.", cure="Correct it.")
@@ -106,6 +107,7 @@ class Tokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is no file. Raises EngineError for a damaged file."""
     if not path.is_file():
         return {}
     try:
@@ -118,13 +120,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """The text of a special token, which is given as a string or as an object."""
+    """The text of a special token, which the configuration has as a string or as an object."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
 
 def _chat_template(value: Any) -> str | None:
-    """The chat template: a string, or the one named `default` in a list."""
+    """The chat template: a string, or the entry called `default` in a list; else None."""
     if isinstance(value, list):
         value = next((entry.get("template") for entry in value if isinstance(entry, dict) and entry.get("name") == "default"), None)
     return value if isinstance(value, str) else None

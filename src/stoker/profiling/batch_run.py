@@ -15,7 +15,7 @@ from stoker.runtime.request import TokenRequest
 
 @dataclass(slots=True)
 class BatchRun:
-    """The times of one batch in seconds."""
+    """The sizes and times of one batch of requests. Times are in seconds."""
 
     num_requests: int
     input_len: int
@@ -26,6 +26,7 @@ class BatchRun:
 
     @property
     def output_tokens_per_s(self) -> float:
+        """Generated tokens of all requests per second."""
         return self.num_requests * self.output_len / self.total_s
 
 
@@ -40,7 +41,7 @@ def random_requests(count: int, input_len: int, output_len: int, vocab_size: int
 
 
 def run_batch(executor: Executor, requests: list[TokenRequest], output_len: int) -> BatchRun:
-    """Submit all requests and run them to their end on this thread. Raises StokerError if one fails."""
+    """Submit all requests and run the executor's loop on this thread until all have ended. Raises StokerError if one fails."""
     mailbox = executor.mailbox
     assert isinstance(mailbox, SynchronousMailbox)
     result = BatchRun(len(requests), len(requests[0].prompt_ids), output_len)

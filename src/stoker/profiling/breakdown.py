@@ -1,4 +1,4 @@
-"""Breaks down the time of a GPU while an executor runs: idle time, and for each kernel its time and fraction of the roofline."""
+"""Breaks down the time of a GPU while an executor runs: idle time, and each kernel's time and fraction of the roofline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _ATTENTION = re.compile(r"attention")
 
 
 class KernelShare(msgspec.Struct):
-    """One kernel. Kernels of different products have separate rows. With PDL, kernels overlap, and shares may sum to more than 1."""
+    """The times of one kernel. Kernels of different products have separate rows.
+
+    With PDL, kernels overlap, and shares may exceed 1 in sum.
+    """
 
     name: str
     count: float  # launches per step
@@ -39,7 +42,7 @@ class KernelShare(msgspec.Struct):
 
 
 class Breakdown(msgspec.Struct):
-    """Consecutive steps. Times in milliseconds per step."""
+    """The result for consecutive steps. Times are in milliseconds per step."""
 
     num_steps: int
     rows: float  # mean per step
@@ -53,7 +56,7 @@ class Breakdown(msgspec.Struct):
 
 @dataclass(slots=True)
 class Event:
-    """A kernel execution. Times in µs."""
+    """One execution of a kernel. Times are in µs."""
 
     name: str
     start: float
@@ -61,7 +64,7 @@ class Event:
 
 
 class _StepEvents:
-    """Records device events before and after each step of a runner, without the preparation of inputs on the host."""
+    """Records CUDA events before and after the device's work of each step of a runner, inside its `with` block."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -88,7 +91,7 @@ class _StepEvents:
 
 
 def size_of(plan: StepPlan) -> StepSize:
-    """The size of a step plan."""
+    """The sizes of a step that determine its work."""
     keys = sum(start + new for start, new in zip(plan.starts, plan.num_new, strict=True))
     pairs = sum(new * start + new * (new + 1) // 2 for start, new in zip(plan.starts, plan.num_new, strict=True))
     return StepSize(plan.num_tokens, len(plan), keys, pairs)
@@ -134,7 +137,10 @@ def break_down(executor: Executor, num_steps: int) -> Breakdown:
 
 
 def _run_steps(executor: Executor, runner: ModelRunner, num_steps: int) -> _StepEvents:
-    """Run `num_steps` steps. The device is idle before and after. With stages, an iteration of the loop may launch no step."""
+    """Run `num_steps` steps, with an idle device before and after. Raises ConfigError if the requests end earlier.
+
+    With stages, an iteration of the loop may launch no step.
+    """
     torch.cuda.synchronize()
     with _StepEvents(runner) as steps:
         while len(steps.events) < num_steps:
@@ -146,7 +152,7 @@ def _run_steps(executor: Executor, runner: ModelRunner, num_steps: int) -> _Step
 
 
 def _times(events: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> tuple[list[float], list[float]]:
-    """Milliseconds between the starts of consecutive steps, and the idle milliseconds between them."""
+    """(milliseconds between the starts of consecutive steps, idle milliseconds between them), from the events of each step."""
     pairs = list(pairwise(events))
     steps = [this[0].elapsed_time(following[0]) for this, following in pairs]
     gaps = [max(this[1].elapsed_time(following[0]), 0.0) for this, following in pairs]
@@ -154,7 +160,7 @@ def _times(events: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> tuple[lis
 
 
 def _attention(runner: ModelRunner, sizes: Iterable[StepSize]) -> Work:
-    """The work of attention in all steps."""
+    """The sum of the work of attention in all steps."""
     config, stage, world = runner.model.config, runner.world.stage, runner.world.tensor.size
     itemsize = runner.caches[0].keys.element_size()
     works = [attention_work(config, stage.layers(config.num_layers), world, itemsize, size) for size in sizes]
@@ -162,7 +168,7 @@ def _attention(runner: ModelRunner, sizes: Iterable[StepSize]) -> Work:
 
 
 def busy_us(events: list[Event]) -> float:
-    """Time in µs in which at least one of `events` ran. They are sorted by start."""
+    """The time in µs in which at least one of `events` ran. They are sorted by start."""
     total, until = 0.0, float("-inf")
     for event in events:
         total += max(event.end - max(event.start, until), 0.0)
@@ -173,10 +179,10 @@ def busy_us(events: list[Event]) -> float:
 def kernel_shares(
     events: list[Event], sizes: list[StepSize], products: list[Product], attention: Work, limit: Ceiling | None
 ) -> list[KernelShare]:
-    """The kernels of the steps with the given sizes, sorted by time, longest first.
+    """The shares of all kernels in steps of the given sizes, sorted by time, longest first.
 
     If there are as many kernels that compute products as there are products, the n-th kernel is assigned to the n-th product. Otherwise
-    kernels are grouped only by name, and have no roofline.
+    kernels are grouped only by name, and have no roofline. `limit` are the device's measured limits, if known.
     """
     computing = [event for event in events if _PRODUCT.search(event.name) and not _COMBINE.search(event.name)]
     expected = [(product.label, product.work(size)) for size in sizes for product in products]
@@ -203,7 +209,7 @@ def kernel_shares(
 
 
 def _add_attention_floor(durations: dict[str, list[float]], floors: dict[str, float], floor_us: float) -> None:
-    """Divide the floor of attention between its kernels in proportion to their times, so that all have the same fraction."""
+    """Divide the floor of attention among its kernels in proportion to their times, so that all have the same fraction."""
     names = [name for name in durations if _ATTENTION.search(name)]
     total = sum(sum(durations[name]) for name in names)
     for name in names:
@@ -211,6 +217,7 @@ def _add_attention_floor(durations: dict[str, list[float]], floors: dict[str, fl
 
 
 def _name(event: Event, labels: dict[int, str]) -> str:
+    """The short name of a kernel, with the label of its product if it is known."""
     short = re.sub(r"^void |<.*|\(.*", "", event.name)[:60]
     label = labels.get(id(event))
     return short if label is None else f"{short}: {label}"

@@ -1,4 +1,4 @@
-"""Measures candidate tiles for the shapes of an engine, and writes the fastest to the engine's tuning.json."""
+"""Measures candidate tiles for the shapes of an engine, and writes the fastest tile of each shape to the engine's tuning.json."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def engine_tile_keys(engine: Path, capability: int) -> list[TileKey]:
 
 
 def tune_tiles(keys: list[TileKey], candidates: Candidates, measure: Measure, progress: Progress) -> dict[TileKey, Tile]:
-    """The fastest candidate of each key. Keys without a candidate that can run are left out."""
+    """The fastest candidate of each key. Keys for which no candidate can run are left out.
+
+    `candidates(key)` returns tiles; `measure(key, tiles)` returns the time of each tile that runs.
+    """
     best: dict[TileKey, Tile] = {}
     for done, key in enumerate(keys):
         progress("tiles", done, len(keys))
@@ -48,7 +51,7 @@ def tune_tiles(keys: list[TileKey], candidates: Candidates, measure: Measure, pr
 
 
 def write_engine_tuning(engine: Path, device: str, capability: int, tiles: dict[TileKey, Tile]) -> Path:
-    """Write tuning.json atomically: a reader sees the earlier file or the complete new one."""
+    """Write tuning.json atomically, and return its path."""
     path = engine / ENGINE_FILE
     temporary = path.with_name(f"{ENGINE_FILE}.new")
     with temporary.open("w", encoding="utf-8") as file:
@@ -60,7 +63,7 @@ def write_engine_tuning(engine: Path, device: str, capability: int, tiles: dict[
 
 
 def main(engine: str, capability: int) -> None:
-    """Write the keys of the engine's tiles to standard output, as JSON."""
+    """Write the keys of all tiles that the engine looks up to standard output, as JSON."""
     from stoker.engine.reader import Engine
     from stoker.kernels.tuning.table import requested_tiles
     from stoker.runtime.worker.aot_trace import kernels_of

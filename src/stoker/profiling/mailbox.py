@@ -9,7 +9,7 @@ from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
 
 
 class SynchronousMailbox(Mailbox):
-    """Both ends of the connection in one object."""
+    """Both ends of the connection to an executor, used by a single thread."""
 
     def __init__(self, info: ExecutorInfo) -> None:
         self.info = info
@@ -17,23 +17,28 @@ class SynchronousMailbox(Mailbox):
         self.outputs: list[SequenceOutput] = []
 
     def poll(self, timeout_s: float) -> list[Message]:
+        """The messages since the last call. Never waits."""
         messages = list(self.messages)
         self.messages.clear()
         return messages
 
     def send(self, outputs: list[SequenceOutput]) -> None:
+        """Collect outputs for `pop_outputs`."""
         self.outputs += outputs
 
     def reply_stats(self, query: StatsQuery, stats: ExecutorStats) -> None:
+        """Not supported: raises TypeError. Use `Executor.snapshot`."""
         raise TypeError("call Executor.snapshot instead")
 
     def close(self, reason: str = "the executor stopped") -> None:
+        """Does nothing."""
         return
 
     def submit(self, requests: list[TokenRequest]) -> None:
+        """Add requests as messages for the next `poll`."""
         self.messages += [Submit(request) for request in requests]
 
     def pop_outputs(self) -> list[SequenceOutput]:
-        """Outputs since the last call."""
+        """The outputs since the last call, which are removed."""
         outputs, self.outputs = self.outputs, []
         return outputs

@@ -22,14 +22,14 @@ _TOKENS, _ROWS = 5, 2  # of the observed step; they differ, to distinguish produ
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The minimum of bytes that are read and written, and of operations."""
+    """The smallest number of bytes that are read and written, and of operations, for some result."""
 
     bytes: float = 0.0
     flops: float = 0.0
     operand: int = 2  # bytes of an element of the multiplied operands
 
     def seconds(self, limit: Ceiling) -> float:
-        """The theoretical floor. Memory accesses and arithmetic overlap."""
+        """The theoretical floor in seconds. Memory accesses and arithmetic overlap."""
         return max(self.bytes / limit.bytes_per_s, self.flops / limit.flops_per_s.get(self.operand, limit.flops_per_s[2]))
 
 
@@ -45,7 +45,7 @@ class StepSize:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One linear, or one projection of all experts."""
+    """One linear, or one projection of all experts, in a step."""
 
     label: str
     weight_bytes: int  # of all experts
@@ -57,16 +57,18 @@ class Product:
     top_k: int = 1
 
     def work(self, step: StepSize) -> Work:
+        """The work of the product in a step of this size. With several experts, the weights of those that are probably chosen are read."""
         rows = (step.rows if self.of_rows else step.tokens) * self.top_k
         read = 1.0 if self.num_experts == 1 else 1.0 - (1.0 - 1.0 / self.num_experts) ** rows
         return Work(self.weight_bytes * read + rows * self.row_bytes, 2.0 * rows * self.params, self.operand)
 
 
 def products_of(runner: ModelRunner) -> list[Product]:
-    """The products of one step of `runner`'s model on its rank, in order. Runs a dummy step, which every rank runs."""
+    """The products of one step of `runner`'s model on its rank, in order. Every rank must call it, because it runs a dummy step."""
     products: list[Product] = []
 
     def observe(name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Record an op if it is a product."""
         if name in LINEARS or name in EXPERTS:
             products.append(_product(name, args[0], args[1:], result))
 
@@ -76,12 +78,16 @@ def products_of(runner: ModelRunner) -> list[Product]:
 
 
 def attention_work(model: ModelConfig, layers: range, tensor_parallel: int, itemsize: int, step: StepSize) -> Work:
-    """Reading the keys and values of each row once per layer, and two products per pair. Attention windows are ignored."""
+    """The work of attention in one step: each row's keys and values are read once per layer, and each pair has two products.
+
+    Attention windows are ignored. `itemsize` is the size of a cached value in bytes.
+    """
     size = sum(kv_width(model, layer, tensor_parallel) for layer in layers) * itemsize
     return Work(step.keys * size, sum(_pair_flops(model, layer) for layer in layers) / tensor_parallel * step.pairs)
 
 
 def _pair_flops(model: ModelConfig, layer: int) -> float:
+    """The number of operations of attention for one pair of query and key, over all heads of a layer."""
     attention = model.layers[layer].attention
     if isinstance(attention, AttentionConfig):
         return 4.0 * attention.num_heads * attention.head_size
@@ -89,6 +95,7 @@ def _pair_flops(model: ModelConfig, layer: int) -> float:
 
 
 def _product(name: str, x: Tensor, args: tuple[Any, ...], result: Tensor) -> Product:
+    """The product that an op computes, from its arguments and result."""
     weight = args[0] if isinstance(args[0], PackedWeight) else PackedWeight("dense", args[0])
     outs, features = weight.out_features, weight.in_features
     row_bytes = (x.shape[-1] * x.element_size()) + result.shape[-1] * result.element_size()

@@ -1,4 +1,4 @@
-"""Random operands, candidate tiles and launches for one row of a tuning table: what `stoker tune` times."""
+"""Random operands, candidate tiles and launches for one row of a tuning table, which `stoker tune` times."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ ONE_BYTE_FORMS = {
 
 
 def is_measurable(key: TileKey) -> bool:
-    """Whether tiles of this op and dtype can be timed alone. Others keep the choices of the device's table."""
+    """Whether tiles for this op and dtype can be timed alone. Others are not tuned: the device's table applies."""
     return key[0] == "dense_linear" or key[:2] in ONE_BYTE_FORMS
 
 
 def candidate_tiles(key: TileKey) -> list[Tile]:
-    """Tiles worth timing for a row of the table: each is valid, fits into shared memory, and gives the device enough CTAs."""
+    """The tiles that are timed for a row of the table. Each is valid, fits into shared memory, and gives the device enough CTAs."""
     op, _, shape = key
     names = dict(zip(TILE_OPS[op].shape, shape, strict=True))
     found: Iterator[Tile]
@@ -49,7 +49,7 @@ def candidate_tiles(key: TileKey) -> list[Tile]:
 
 
 def time_tiles(key: TileKey, tiles: list[Tile]) -> dict[Tile, float]:
-    """Microseconds of one launch with each tile on the current GPU, in bfloat16. Tiles that cannot be compiled or launched are left out."""
+    """The time in µs of one launch with each tile on the current GPU, in bfloat16. Tiles that fail to compile or launch are left out."""
     times: dict[Tile, float] = {}
     for tile in tiles:
         try:
@@ -61,6 +61,7 @@ def time_tiles(key: TileKey, tiles: list[Tile]) -> dict[Tile, float]:
 
 
 def _quant_tiles(rows: int, n: int, k: int, gated: int) -> Iterator[QuantTile]:
+    """Candidate tiles of a quantized linear."""
     lines = 2 if gated else 1
     for block_n, block_k, splits, stages in itertools.product((64, 128), (128, 256, 512), (1, 2, 4), (4, 6)):
         ctas = -(-n // block_n) * splits
@@ -71,6 +72,7 @@ def _quant_tiles(rows: int, n: int, k: int, gated: int) -> Iterator[QuantTile]:
 
 
 def _skinny_tiles(token_tiles: int, n: int, chunks: int, gated: int) -> Iterator[SkinnyTile]:
+    """Candidate tiles of the skinny GEMM."""
     for m_tiles, warps, splits, stages in itertools.product((1, 2, 4), (4, 8), (1, 2, 4), (1, 2, 4)):
         ctas = -(-n // (16 * m_tiles // (2 if gated else 1))) * splits
         if m_tiles * stages <= 8 and -(-chunks // (warps * splits)) >= stages and ctas >= MIN_CTAS:
@@ -78,6 +80,7 @@ def _skinny_tiles(token_tiles: int, n: int, chunks: int, gated: int) -> Iterator
 
 
 def _time(key: TileKey, tile: Tile) -> float:
+    """The time in µs of one launch with a tile."""
     from stoker.profiling.tile_tuning import time_graph
 
     op, dtype, shape = key
@@ -91,7 +94,7 @@ def _time(key: TileKey, tile: Tile) -> float:
 def _one_byte_launch(
     op: str, dtype: str, shape: tuple[int, ...], tile: Tile
 ) -> tuple[Callable[[PackedWeight], Tensor], list[PackedWeight]]:
-    """A launch over one of several weights, which together exceed the L2 cache."""
+    """(a function that launches the kernel with one weight, several weights that together exceed the L2 cache)."""
     form = ONE_BYTE_FORMS[op, dtype]
     rows, n, k, gated = shape
     if op == "skinny_linear":

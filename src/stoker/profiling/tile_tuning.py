@@ -31,9 +31,10 @@ class LinearCase:
     add: bool = False
 
     def tensors(self, device: str, dtype: torch.dtype, copies: int = 1) -> tuple[Tensor, list[Tensor], Fusion]:
-        """Random x, weights and fusion; without data on the meta device."""
+        """(random x, `copies` random weights, fusion) of the case. On the meta device they have no content."""
 
         def random(*shape: int) -> Tensor:
+            """A tensor of this shape with normally distributed values."""
             return torch.empty(shape, dtype=dtype, device=device) if device == "meta" else torch.randn(shape, dtype=dtype, device=device)
 
         weights = [random(self.n * (2 if self.gated else 1), self.k) for _ in range(copies)]
@@ -48,7 +49,7 @@ class LinearCase:
 
 
 def candidates(case: LinearCase) -> Iterator[LinearTile]:
-    """Candidate tiles of a case."""
+    """The tiles that are timed for a case."""
     if case.rows == 1:
         for block_n, block_k, warps, stages in itertools.product((1, 2, 4, 8), (512, 1024), (2, 4), (1, 3)):
             accumulators = block_n * block_k * (2 if case.gated else 1) // (32 * warps)  # per thread
@@ -72,6 +73,7 @@ def precompile(cases: Iterable[LinearCase], processes: int, dtype: torch.dtype =
 
 
 def _compile(job: tuple[LinearCase, LinearTile, torch.dtype]) -> None:
+    """Compile one kernel into Triton's cache, in a process of the pool."""
     case, tile, dtype = job
     x, weights, fusion = case.tensors("meta", dtype)
     with compiling():
@@ -81,11 +83,12 @@ def _compile(job: tuple[LinearCase, LinearTile, torch.dtype]) -> None:
 def time_linear(
     case: LinearCase, tiles: Iterable[LinearTile | None], dtype: torch.dtype = torch.bfloat16
 ) -> dict[LinearTile | None, float]:
-    """Microseconds of each tile, median of graph replays. None is the GEMM of the library with separate kernels for the fusion."""
+    """The time in µs of one launch with each tile. None in `tiles` stands for the library's GEMM with separate kernels for the fusion."""
     copies = max(2, _CACHE_BYTES // (case.n * case.k * dtype.itemsize * (2 if case.gated else 1)) + 1)
     x, weights, fusion = case.tensors("cuda", dtype, copies)
 
     def run(tile: LinearTile | None) -> None:
+        """Launch the linear once for each weight."""
         for weight in weights:
             if tile is None:
                 kernels.library_linear(x, weight, None, fusion)
@@ -96,7 +99,7 @@ def time_linear(
 
 
 def time_graph(work: Callable[[], object], repeats: int = 7) -> float:
-    """Median microseconds of a replay of `work`, captured in a CUDA graph."""
+    """The median time in µs of one replay of `work`, captured in a CUDA graph."""
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Declarative tables of fields: which names a request or a configuration may use, what values they take, and what becomes of each.
+"""Declarative tables of fields: the names that a request or a configuration may use, and how each value is checked and used.
 
 Protocols of the server use these tables for request bodies, deployment formats for configuration files and environment variables.
 

@@ -27,7 +27,7 @@ class InvalidValueError(ValueError):
         self.hidden = hidden
 
     def within(self, path: str) -> InvalidValueError:
-        """The same error as seen from the container of the value, which is at `path` of it."""
+        """The same error for the container of the value, where the value is at `path`."""
         return InvalidValueError(self.value, self.limit, cure=self.cure, path=path + self.path, hidden=self.hidden)
 
     def request_error(self, field: str) -> RequestError:
@@ -35,14 +35,15 @@ class InvalidValueError(ValueError):
         return RequestError(field + self.path, HIDDEN if self.hidden else self.value, self.limit, cure=self.cure)
 
     def config_error(self, field: str, *, origin: object = "", cure: str = "Correct the value.") -> ConfigError:
-        """The error for a person who wrote the value at `origin`, such as a file and line.
+        """The error for the author of a configuration, who wrote the value at `origin`, such as a file and line.
 
-        `cure` is used when the error has none of its own. A list or mapping is named by its type, because it may contain secrets.
+        `cure` is used when the error has none of its own. A list or mapping is replaced by its type, because it may contain secrets.
         """
         place = f"{origin}: " if str(origin) else ""
         return ConfigError(f"{place}{field}{self.path}={self._shown()} is refused: {self.limit}.", cure=self.cure or cure)
 
     def _shown(self) -> str:
+        """The value for a message, without secrets, and shortened."""
         if self.hidden:
             return HIDDEN
         shown = f"<{type(self.value).__name__}>" if isinstance(self.value, (dict, list, tuple)) else str(self.value)

@@ -25,9 +25,9 @@ MAX_NAME_CHARS = 80
 class FieldRow(msgspec.Struct, frozen=True, kw_only=True):
     """One field. Use the functions `accepted`, `no_effect` and `rejected` to create rows.
 
-    `target` says where the value of an accepted field goes, in the terms of the table's owner: the name of a SamplingParams field, or
-    a place such as "limits.max_batch_size". It is empty when the owner reads the field itself.
-    `harmless` are values of a rejected field that request nothing and are therefore allowed.
+    `target` is the destination of an accepted field's value, in the terms of the table's owner: the name of a SamplingParams field, or a
+    place such as "limits.max_batch_size". It is empty when the owner reads the field itself. `harmless` are values of a rejected field that
+    request nothing and are therefore allowed.
     """
 
     name: str
@@ -41,18 +41,22 @@ class FieldRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hidden(self) -> bool:
-        """Whether the value may contain secrets, so that no message may print it."""
+        """Whether the value may contain secrets, so that messages must not contain it."""
         return isinstance(self.type, Anything) and self.type.hidden
 
     def check(self, value: Any) -> Any:
-        """A typed value, checked. Raises InvalidValueError for a wrong value, and for a rejected field that requests something."""
+        """The checked value in Stoker's form, from a typed value such as one of JSON.
+
+        Raises InvalidValueError for a wrong value, and for a rejected field unless the value is harmless.
+        """
         return self._allowed(self.type.check(value), value)
 
     def parse(self, text: str) -> Any:
-        """`check` for a value that is given as text."""
+        """The checked value in Stoker's form, from text. Raises InvalidValueError as `check` does."""
         return self._allowed(self.type.parse(text), text)
 
     def _allowed(self, checked: Any, given: Any) -> Any:
+        """`checked`, unless the field is rejected and the value not harmless: then raises InvalidValueError."""
         if self.status == "rejected" and checked not in self.harmless:
             raise InvalidValueError(given, self.reason, cure=self.alternative or "Leave it out.", hidden=self.hidden)
         return checked
@@ -64,12 +68,12 @@ def accepted(name: str, type: ValueType, meaning: str = "", target: str = "") ->
 
 
 def no_effect(name: str, type: ValueType, reason: str) -> FieldRow:
-    """A field that is checked and then not used, for a reason."""
+    """A field that is checked and then ignored, for the documented `reason`."""
     return FieldRow(name=name, status="no effect", type=type, reason=reason)
 
 
 def rejected(name: str, reason: str, *harmless: Any, type: ValueType = ANYTHING, alternative: str = "") -> FieldRow:
-    """A field that Stoker cannot honour. Any value other than the `harmless` ones is an error."""
+    """A field that Stoker does not support. Any value other than the `harmless` ones is an error."""
     return FieldRow(name=name, status="rejected", type=type, reason=reason, alternative=alternative, harmless=harmless)
 
 
@@ -77,7 +81,7 @@ Row = TypeVar("Row", bound=FieldRow)
 
 
 class FieldTable(Generic[Row]):
-    """Rows by name. `noun` is the word for a field in error messages. Raises ValueError when two rows have one name."""
+    """Rows by name. `noun` is the word for a field in error messages. Raises ValueError when two rows have the same name."""
 
     def __init__(self, rows: Iterable[Row], *, noun: str = "field") -> None:
         self._rows: dict[str, Row] = {}
@@ -100,21 +104,23 @@ class FieldTable(Generic[Row]):
         return self._rows[name]
 
     def get(self, name: str) -> Row | None:
+        """The row called `name`, or None."""
         return self._rows.get(name)
 
     def targets(self) -> dict[str, str]:
-        """Name → target of the accepted fields that have a target."""
+        """The targets of the accepted fields that have one, by name."""
         return {row.name: row.target for row in self if row.target}
 
     def suggestion(self, name: str, otherwise: str) -> str:
-        """A sentence with the names nearest to `name`; `otherwise` when no name is near."""
+        """A sentence with the names that are similar to `name`, or `otherwise` if there are none."""
         near = nearest(name, list(self._rows))
         return f"Did you mean {' or '.join(near)}?" if near else otherwise
 
     def check(self, given: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-        """The accepted fields of a request with their checked values. A null counts as absent.
+        """The accepted fields of a request with their checked values. A null value counts as absent.
 
-        `prefix` precedes the names in errors: "parameters.". Raises RequestError for an unknown name, a wrong value and a rejected field.
+        `prefix` precedes names in errors, such as "parameters.". Raises RequestError for an unknown name, a wrong value and a rejected
+        field.
         """
         values = {}
         for name, value in given.items():

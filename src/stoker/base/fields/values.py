@@ -1,4 +1,4 @@
-"""Value types: what values a field takes.
+"""Value types: the values that a field accepts.
 
 A value type has two methods. `check` takes a value that already has a type, as JSON and YAML files give it. `parse` takes text, as
 Java properties, environment variables and the string values of a config.pbtxt give it. Both return the value that Stoker uses and
@@ -24,17 +24,17 @@ _WHOLE = re.compile(r"[+-]?[0-9]{1,20}")
 
 
 class ValueType(Protocol):
-    """The interface of all value types. They are immutable and have no state."""
+    """The interface of all value types, which are immutable."""
 
     def check(self, value: Any) -> Any:
-        """The value in Stoker's form. Raises InvalidValueError."""
+        """A typed value in Stoker's form. Raises InvalidValueError."""
 
     def parse(self, text: str) -> Any:
-        """The value that `text` spells. Raises InvalidValueError."""
+        """The value that `text` represents, in Stoker's form. Raises InvalidValueError."""
 
 
 class Whole(msgspec.Struct, frozen=True):
-    """A whole number in [low, high]. A JSON number such as 3.0 counts as 3.
+    """A whole number from `low` to `high`. A JSON number such as 3.0 counts as 3.
 
     `words` are words that stand for a value, in any case: {"max": None}.
     """
@@ -61,12 +61,13 @@ class Whole(msgspec.Struct, frozen=True):
         return number
 
     def _limit(self) -> str:
+        """The end of the error message."""
         words = "".join(f", or {word}" for word in self.words)
         return f"it must be a whole number from {self.low} to {self.high}{words}"
 
 
 class Real(msgspec.Struct, frozen=True):
-    """A finite number in [low, high]; in (low, high] with `above`. The result is a float."""
+    """A finite number from `low` to `high`; `low` itself is excluded with `above`. The result is a float."""
 
     low: float = 0.0
     high: float = 1e9
@@ -87,9 +88,11 @@ class Real(msgspec.Struct, frozen=True):
         return number
 
     def _contains(self, number: float) -> bool:
+        """Whether the number is in range."""
         return (self.low < number if self.above else self.low <= number) and number <= self.high
 
     def _limit(self) -> str:
+        """The end of the error message."""
         if self.above:
             return f"it must be a number above {self.low:g} and at most {self.high:g}"
         return f"it must be a number from {self.low:g} to {self.high:g}"
@@ -114,7 +117,7 @@ class Flag(msgspec.Struct, frozen=True):
 
 
 class Text(msgspec.Struct, frozen=True):
-    """Any text of `min_chars` to `max_chars` characters, as it is."""
+    """Any text of at most `max_chars` characters, unchanged."""
 
     max_chars: int = 1 << 24
     min_chars: int = 0
@@ -150,9 +153,9 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One of the keys of `meanings`; the result is its meaning. Keys are matched in any case unless `exact_case`.
+    """One of the keys of `meanings`. The result is the meaning of the key, which is matched in any case unless `exact_case`.
 
-    Without `exact_case` the keys must be lower-case strings. `unsupported` are further values, and why each is refused.
+    Without `exact_case` the keys must be lower-case strings.
     """
 
     meanings: Mapping[Any, Any]
@@ -174,7 +177,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Anything(msgspec.Struct, frozen=True):
-    """A value of any shape, as it is. A `hidden` one may contain secrets, and errors do not print it."""
+    """A value of any type, unchanged. A `hidden` value may contain secrets, and errors do not contain it."""
 
     hidden: bool = False
 
@@ -246,14 +249,15 @@ class MappingOf(msgspec.Struct, frozen=True):
 
 
 def names(*words: str) -> Choice:
-    """A choice of words that stand for themselves, in any case."""
+    """A choice of words in any case. The result is the word as it is written here."""
     return Choice({word.lower(): word for word in words})
 
 
 def exactly(*values: Any) -> Choice:
-    """A choice of values that stand for themselves, in exactly this spelling."""
+    """A choice of exactly these values. The result is the value itself."""
     return Choice({value: value for value in values}, exact_case=True)
 
 
 def _spelled(name: Any) -> str:
+    """A value as it is written in JSON."""
     return str(name).lower() if isinstance(name, bool) else str(name)
