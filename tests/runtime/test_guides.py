@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -113,20 +114,20 @@ def test_reasoning_before_the_answer_is_free(
     drive: Make, prompts: list[list[int]], text_of: Callable[[Answer], str], started: bool
 ) -> None:
     """With reasoning_start, only if the first token is that one."""
-    begin, end = 300, 301
-    guide = msgspec.structs.replace(GUIDES["regex"][0], reasoning_end=end, reasoning_start=None if started else begin)
-    options = {"temperature": 3.0, "n": 4, "seed": 5, "max_tokens": 200, "logit_bias": {end: 9.0}}
+    begin, last, end = 300, 299, 301
+    guide = msgspec.structs.replace(GUIDES["regex"][0], reasoning_end=(last, end), reasoning_start=None if started else begin)
+    options = {"temperature": 3.0, "n": 4, "seed": 5, "max_tokens": 200, "logit_bias": {last: 15.0, end: 15.0}}
     answers = drive(max_num_tokens=32, policy="max_utilization", kv_cache_tokens=40 * 16).run(
         *(guided(prompt, guide, **options) for prompt in prompts[:2]),
-        *(guided(prompt, guide, **{**options, "logit_bias": {begin: 9.0, end: 9.0}}) for prompt in prompts[:2]),
+        *(guided(prompt, guide, **{**options, "logit_bias": {begin: 15.0, last: 15.0, end: 15.0}}) for prompt in prompts[:2]),
     )
     lengths = []
     for answer in answers:
         reasoned = started or answer.tokens[0] == begin
-        lengths.append(answer.tokens.index(end) if reasoned else 0)
-        assert not reasoned or END not in answer.tokens[: lengths[-1]], "an end id would end the sequence without an answer"
-        rest = Answer(tokens=answer.tokens[lengths[-1] + reasoned :], reason=answer.reason, stop_id=answer.stop_id)
-        check([rest], text_of, GUIDES["regex"][1])
+        pairs = list(itertools.pairwise(answer.tokens))
+        lengths.append(pairs.index((last, end)) + 2 if reasoned else 0)
+        assert END not in answer.tokens[: lengths[-1]], "an end id would end the sequence without an answer"
+        check([Answer(tokens=answer.tokens[lengths[-1] :], reason=answer.reason, stop_id=answer.stop_id)], text_of, GUIDES["regex"][1])
     assert max(lengths) > 3 and (started or 0 in lengths)
 
 

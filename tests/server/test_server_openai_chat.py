@@ -229,6 +229,14 @@ async def test_only_one_call_without_parallel_tool_calls(group: int) -> None:
     assert len(choice["message"]["tool_calls"]) == 1
 
 
+async def test_the_grammar_of_required_calls_allows_one_without_parallel_tool_calls() -> None:
+    service = ScriptedService("[]")
+    for parallel in (True, False):
+        await post(service, {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": parallel})
+    guides = [request.params.guide for request in service.requests]
+    assert [json.loads(guide.text).get("maxItems") for guide in guides if guide is not None] == [None, 1]
+
+
 async def test_tool_choice_none_ignores_tools() -> None:
     service = ScriptedService(CALL)
     answer = await post(service, {"tools": TOOLS, "tool_choice": "none"}, tool_parser="hermes")
@@ -372,9 +380,11 @@ async def test_without_tokens_for_markers_a_constrained_answer_starts_without_re
 class MarkerTokens(ScriptedService):
     """The markers of reasoning are single tokens."""
 
-    IDS = {"<think>": 300, "</think>": 301}
+    IDS = {"<think>": 300, "</think>": 301, "<|channel|>": 302, "final": 303, "<|message|>": 304}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if text == "<|channel|>final<|message|>":
+            return [302, 303, 304]
         return [self.IDS[text]] if text in self.IDS else super().encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
@@ -383,19 +393,28 @@ class MarkerTokens(ScriptedService):
 
 
 @pytest.mark.parametrize(
-    ("parser", "ending", "answer", "start"),
+    ("parser", "ending", "answer", "start", "end"),
     [
-        ("qwen3", "<assistant>", "<think>hm</think>[]", 300),
-        ("qwen3", "<think>\n", "hm</think>[]", None),
-        ("deepseek_r1", "<assistant>", "hm</think>[]", None),
+        ("qwen3", "<assistant>", "<think>hm</think>[]", 300, (301,)),
+        ("qwen3", "<think>\n", "hm</think>[]", None, (301,)),
+        ("deepseek_r1", "<assistant>", "hm</think>[]", None, (301,)),
+        (
+            "gpt_oss",
+            "<assistant>",
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>[]",
+            None,
+            (302, 303, 304),
+        ),
     ],
 )
-async def test_a_grammar_constrains_what_follows_the_reasoning(parser: str, ending: str, answer: str, start: int | None) -> None:
+async def test_a_grammar_constrains_what_follows_the_reasoning(
+    parser: str, ending: str, answer: str, start: int | None, end: tuple[int, ...]
+) -> None:
     body = {"guided_json": {"type": "array"}, "chat_template_kwargs": {"ending": ending}}
     service = MarkerTokens(answer)
     (choice,) = (await post(service, body, reasoning_parser=parser))["choices"]
     assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("hm", "[]")
-    assert service.requests[0].params.guide == Guide("json_schema", '{"type":"array"}', reasoning_end=301, reasoning_start=start)
+    assert service.requests[0].params.guide == Guide("json_schema", '{"type":"array"}', reasoning_end=end, reasoning_start=start)
     (choice,) = (await post(MarkerTokens("[]"), body))["choices"]
     assert choice["message"]["content"] == "[]", "without a reasoning parser, the answer is the constrained text"
 

@@ -160,7 +160,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """The token ids in each field that contains some. Admission checks that they are in the engine's vocabulary."""
         bad_words = [token for word in self.bad_word_ids for token in word]
         allowed = [*(self.allowed_token_ids or ())]
-        markers = [self.guide.reasoning_start, self.guide.reasoning_end] if self.guide is not None else []
+        markers = [self.guide.reasoning_start, *self.guide.reasoning_end] if self.guide is not None else []
         return {
             "logit_bias": [*self.logit_bias],
             "allowed_token_ids": allowed,
@@ -179,8 +179,9 @@ class Guide(msgspec.Struct, frozen=True):
     text: str = ""
     """The schema, regular expression or grammar."""
 
-    reasoning_end: int | None = None
-    """The token that ends the reasoning, which precedes the answer and is free text. The grammar constrains the tokens after it."""
+    reasoning_end: tuple[int, ...] = ()
+    """The tokens that end the reasoning, which precedes the answer and is free text. The grammar constrains the tokens after them.
+    Empty: there is no reasoning."""
 
     reasoning_start: int | None = None
     """The token that starts the reasoning: without it as the first token, there is none. None: the text starts inside the reasoning."""
@@ -193,10 +194,11 @@ class Guide(msgspec.Struct, frozen=True):
             raise RequestError("guide.kind", self.kind, f"it must be one of {', '.join(self.KINDS)}")
         if len(self.text) > 1 << 20:
             raise RequestError("guide.text", self.text, "at most 1 MiB of grammar")
-        for name in ("reasoning_end", "reasoning_start"):
-            if type(getattr(self, name)) not in (int, type(None)):
-                raise RequestTypeError(f"guide.{name}", getattr(self, name), "it must be a token id")
-        if self.reasoning_start is not None and self.reasoning_end is None:
+        if type(self.reasoning_start) not in (int, type(None)):
+            raise RequestTypeError("guide.reasoning_start", self.reasoning_start, "it must be a token id")
+        if not isinstance(self.reasoning_end, tuple) or not all(type(token) is int for token in self.reasoning_end):
+            raise RequestTypeError("guide.reasoning_end", self.reasoning_end, "it must be a tuple of token ids")
+        if self.reasoning_start is not None and not self.reasoning_end:
             raise RequestError("guide.reasoning_start", self.reasoning_start, "it requires reasoning_end")
 
 

@@ -29,7 +29,7 @@ class _Match:
         self.matcher = matcher
         self.ends = ends
         self.num_read = 0
-        self.in_reasoning = guide.reasoning_end is not None and guide.reasoning_start is None
+        self.in_reasoning = bool(guide.reasoning_end) and guide.reasoning_start is None
 
 
 class Guides(Feature):
@@ -102,7 +102,7 @@ def _read_new_tokens(match: _Match, seq: Sequence) -> bool:
     while match.num_read < generated:
         token = seq.tokens[seq.num_prompt + match.num_read]
         if match.in_reasoning:
-            match.in_reasoning = token != guide.reasoning_end
+            match.in_reasoning = not _ends_with(seq, seq.num_prompt + match.num_read + 1, guide.reasoning_end)
         elif not match.num_read and token == guide.reasoning_start:
             match.in_reasoning = True
         elif match.matcher.is_terminated() or not match.matcher.accept_token(token):
@@ -123,6 +123,12 @@ def _set_bits(mask: Tensor, token_ids: Iterable[int], value: bool) -> None:
     for token in token_ids:
         bit = torch.tensor(1 << (token % 32) if token % 32 < 31 else -(1 << 31), dtype=torch.int32)
         mask[token // 32] = mask[token // 32] | bit if value else mask[token // 32] & ~bit
+
+
+def _ends_with(seq: Sequence, length: int, token_ids: tuple[int, ...]) -> bool:
+    """Whether the first `length` tokens end with these, of which none is of the prompt."""
+    start = length - len(token_ids)
+    return start >= seq.num_prompt and tuple(seq.tokens[start:length]) == token_ids
 
 
 def _guide(seq: Sequence) -> Guide:

@@ -28,8 +28,8 @@ class ToolUse(msgspec.Struct, frozen=True):
         """Name of each tool → JSON schema of its arguments."""
         return {tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"} for tool in self.tools}
 
-    def guide(self) -> Guide | None:
-        """The grammar that enforces a call with the modes "forced" and "required"; otherwise None."""
+    def guide(self, *, one_call: bool) -> Guide | None:
+        """The grammar that enforces a call with the modes "forced" and "required"; otherwise None. `one_call` allows only one."""
         schemas = self.schemas
         if self.mode == "forced":
             return Guide("json_schema", json.dumps(schemas[self.forced]))
@@ -38,7 +38,8 @@ class ToolUse(msgspec.Struct, frozen=True):
                 {"type": "object", "properties": {"name": {"const": name}, "parameters": schema}, "required": ["name", "parameters"]}
                 for name, schema in schemas.items()
             ]
-            return Guide("json_schema", json.dumps({"type": "array", "minItems": 1, "items": {"anyOf": calls}}))
+            limits = {"minItems": 1, "maxItems": 1} if one_call else {"minItems": 1}
+            return Guide("json_schema", json.dumps({"type": "array", **limits, "items": {"anyOf": calls}}))
         return None
 
     def parser(self, name: str | None) -> ToolParser | None:

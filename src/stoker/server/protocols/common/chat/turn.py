@@ -61,7 +61,7 @@ async def prepare_turn(
     ids = await encode_prompt(service, prompt, add_special_tokens=request.add_special_tokens)
     request.prompt = ids = truncate_prompt(ids, request.truncate_prompt_tokens, request.truncation_side)
     changed: dict[str, Any] = {"max_tokens": max_tokens if max_tokens is not None else _default_max_tokens(len(ids), service, settings)}
-    if (guide := tools.guide()) is not None:
+    if (guide := tools.guide(one_call=one_call)) is not None:
         if request.params.guide is not None:
             limit = "it constrains the answer, and another field does too"
             raise RequestError("tool_choice", tools.forced or tools.mode, limit, cure="Use one of them.")
@@ -72,31 +72,31 @@ async def prepare_turn(
         changed["skip_special_tokens"] = False
     request.params = msgspec.structs.replace(request.params, **changed)
     opened = reasoning is not None and reasoning.opened_by(prompt)
-    if request.params.guide is not None and reasoning is not None:
-        guide, opened = _guide_after_reasoning(request.params.guide, reasoning, opened, service)
-        request.params = msgspec.structs.replace(request.params, guide=guide)
+    if request.params.guide is not None and reasoning is not None and (guide is None or reasoning.precedes_calls):
+        changed_guide, opened = _guide_after_reasoning(request.params.guide, reasoning, opened, service)
+        request.params = msgspec.structs.replace(request.params, guide=changed_guide)
     return ChatTurn(service=service, settings=settings, request=request, tools=tools, one_call=one_call, opened=opened)
 
 
 def _guide_after_reasoning(guide: Guide, reasoning: type[ReasoningParser], opened: bool, service: Service) -> tuple[Guide, bool]:
     """The guide with the tokens between which the reasoning is free text, and whether the answer starts inside the reasoning.
 
-    If the markers of the reasoning are not single tokens, the grammar constrains the answer from its start, so that it contains no
-    reasoning. A structural tag can contain free text itself, and remains.
+    If the model has no tokens for the markers, the grammar constrains the answer from its start, so that it contains no reasoning. A
+    structural tag can contain free text itself, and remains.
     """
     if guide.kind == "structural_tag":
         return guide, opened
-    ids = [_single_token(service, marker) for marker in reasoning.markers() or ()]
-    if not ids or None in ids:
+    start = _tokens(service, reasoning.start_marker, 1) if reasoning.start_marker and not opened else ()
+    end = _tokens(service, reasoning.end_marker, reasoning.max_end_tokens) if reasoning.end_marker else None
+    if start is None or end is None:
         return guide, False
-    start, end = ids
-    return msgspec.structs.replace(guide, reasoning_start=None if opened else start, reasoning_end=end), opened
+    return msgspec.structs.replace(guide, reasoning_start=start[0] if start else None, reasoning_end=end), opened
 
 
-def _single_token(service: Service, text: str) -> int | None:
-    """The id of the token with this text, if there is one."""
+def _tokens(service: Service, text: str, limit: int) -> tuple[int, ...] | None:
+    """The ids of the tokens with this text, if they are at most `limit`."""
     ids = service.encode(text, add_special_tokens=False)
-    return ids[0] if len(ids) == 1 and service.decode(ids, skip_special_tokens=False) == text else None
+    return tuple(ids) if len(ids) <= limit and service.decode(ids, skip_special_tokens=False) == text else None
 
 
 async def prepare_raw_turn(

@@ -14,6 +14,8 @@ class GptOssReasoning(ReasoningParser):
 
     template_marks = ("<|channel|>analysis",)
     needs_special_tokens = True
+    end_marker, max_end_tokens = "<|channel|>final<|message|>", 3
+    precedes_calls = False
 
     def __init__(self, opened: bool) -> None:
         super().__init__(opened)

@@ -9,3 +9,4 @@ class MistralReasoning(MarkedReasoningParser):
     template_marks = ("[THINK]",)
     needs_special_tokens = True
     opens, closes = ("[THINK]",), ("[/THINK]",)
+    start_marker, end_marker = "[THINK]", "[/THINK]"

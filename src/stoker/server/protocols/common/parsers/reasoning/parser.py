@@ -12,6 +12,10 @@ class ReasoningParser(ABC):
     """The parser of one answer. The joined result does not depend on how the text is chunked."""
 
     template_marks: ClassVar[tuple[str, ...]] = ()  # texts that occur together in the chat templates of the family; empty: not selected
+    start_marker: ClassVar[str] = ""  # a single token without which an answer contains no reasoning, unless it is opened; empty: always
+    end_marker: ClassVar[str] = ""  # after it, a grammar can constrain the answer; empty: a constrained answer contains no reasoning
+    max_end_tokens: ClassVar[int] = 1  # of the end marker
+    precedes_calls: ClassVar[bool] = True  # whether the end marker also precedes calls that a grammar enforces
     needs_special_tokens: ClassVar[bool] = False  # True if the markers are special tokens, which must then be part of the text
 
     def __init__(self, opened: bool) -> None:
@@ -22,11 +26,6 @@ class ReasoningParser(ABC):
     def opened_by(cls, prompt: str) -> bool:
         """Whether an answer to this prompt starts inside the reasoning, because the prompt ends with its marker."""
         return False
-
-    @classmethod
-    def markers(cls) -> tuple[str, str] | None:
-        """The texts that start and end the reasoning; None if it has no such markers."""
-        return None
 
     @abstractmethod
     def push(self, text: str) -> tuple[str, str]:
@@ -58,10 +57,6 @@ class MarkedReasoningParser(ReasoningParser):
     @classmethod
     def opened_by(cls, prompt: str) -> bool:
         return prompt.rstrip().endswith(cls.opens)
-
-    @classmethod
-    def markers(cls) -> tuple[str, str] | None:
-        return cls.opens[0], cls.closes[0]
 
     def push(self, text: str) -> tuple[str, str]:
         if self._state == "content":

@@ -12,6 +12,7 @@ class ThinkParser(MarkedReasoningParser):
 
     template_marks: ClassVar[tuple[str, ...]] = ("</think>",)
     opens, closes = ("<think>",), ("</think>",)
+    start_marker, end_marker = "<think>", "</think>"
 
 
 class DeepSeekR1Parser(ThinkParser):
