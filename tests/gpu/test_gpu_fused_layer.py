@@ -18,10 +18,11 @@ from stoker.quant.linear_ops import PackedLinear
 
 # (heads' features, hidden, MLP's, qkv): CTAs without a tile, features that end inside an iteration, several tiles per CTA, Llama-3.1-8B
 SHAPES = [(256, 512, 768, 320), (1280, 1024, 2816, 1536), (2048, 2560, 6912, 3072), (4096, 4096, 14336, 6144)]
+LLAMA_70B = (8192, 8192, 28672, 10240)  # two stages for four rows of FP8; no int8 or int4 of three rows
 problem = partial(cases.problem, device="cuda")
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("shape", [*SHAPES, LLAMA_70B], ids=lambda s: "x".join(map(str, s)))
 @pytest.mark.parametrize("form", FORMS)
 def test_the_small_batch_kernel_equals_its_linears(form: str, shape: tuple[int, ...]) -> None:
     from stoker.kernels.triton.fused_layer import launch as launcher
@@ -39,6 +40,8 @@ def test_the_small_batch_kernel_equals_its_linears(form: str, shape: tuple[int, 
         max_tokens = small_batch.measured_tile(parts.out.weight).max_tokens
         if rows > max_tokens:
             assert not small_batch.supports_small_batch(parts, rows)
+        elif shape == LLAMA_70B and not small_batch.supports_small_batch(parts, rows):
+            continue
         assert launcher.supports_fused_layer(parts, rows) == (rows <= max_tokens or form.startswith("int4"))
         x, stream = torch.randn(rows, shape[0]).to(dtype).cuda(), torch.randn(rows, shape[1]).to(dtype).cuda()
         x[0, 3] *= 20

@@ -8,11 +8,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 
 import torch
+import triton
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.core.packed_weight import PackedWeight
@@ -205,6 +209,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "fused layer int4 of 2 rows": lambda: fused_layer_of("int4", "int", rows=2),
     "fused layer bfloat16 of 2 rows": lambda: fused_layer_of("bfloat16", rows=2),
     "fused layer fp8 of 4 rows": lambda: fused_layer_of("fp8", rows=4),
+    "fused layer fp8 of 4 rows 70B": lambda: fused_layer_of("fp8", rows=4, sizes=(8192, 8192, 28672, 10240)),
     "fused layer of 6 rows": lambda: fused_layer_of("int4", "int", rows=6),
     "fused layer of 16 rows, last, with biases": lambda: fused_layer_of("int4", "float", rows=16, last=True, biased=True),
     "fused layer of 32 rows": lambda: fused_layer_of("int4", "int", rows=32),
@@ -326,7 +331,23 @@ def from_a_signature() -> dict[str, object]:
     constexprs = {"USE_PDL": True, "SIZE": 4096, "BLOCK": 2048}
     types = {"token_ids_ptr": "*i32", "table_ptr": "*bf16", "out_ptr": "*bf16", "vocab_size": "i32", "stride_row": "i64"}
     kernel = compile_for(embedding.embedding_kernel, types, constexprs, num_warps=8)
-    return {"launch": "from a signature", "kernels": [dataclasses.asdict(resources(kernel))], "wgmma": False}
+    return {"launch": "from a signature", "kernels": [dataclasses.asdict(resources(kernel))], "wgmma": False, "illegal": []}
+
+
+def illegal_copies(kernel: CompiledKernel) -> list[str]:
+    """The asynchronous copies whose cache policy is not in an even uniform register.
+
+    ptxas 12.8 assembles these when the address is the sum of a uniform register and another one. A device stops at them with an illegal
+    instruction.
+    """
+    if ".L2::cache_hint" not in kernel.asm["ptx"]:
+        return []
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return re.findall(r"LDGSTS[^;]*desc\[UR\d*[13579]\][^;]*;", listing)
 
 
 def main() -> None:
@@ -340,7 +361,7 @@ def main() -> None:
         ptx = kernels[-1].asm["ptx"]
         scratch = [int(offset) for offset in re.findall(r"global_smem\+(\d+)", ptx)]
         found = {"launch": name, "kernels": taken, "wgmma": "wgmma.mma_async" in ptx, "scratch": min(scratch, default=None)}
-        print(json.dumps(found), flush=True)
+        print(json.dumps({**found, "illegal": [copy for kernel in kernels for copy in illegal_copies(kernel)]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ BOUNDS = {
     "fused layer of 64 rows in groups of 64": (128, 64),
     "fused layer bfloat16": (128, 0), "fused layer float16 135M, with biases": (128, 0), "fused layer bfloat16 of 2 rows": (168, 0),
     "fused layer fp8 of 4 rows": (168, 16), "fused layer int4 of 2 rows": (168, 16),
+    "fused layer fp8 of 4 rows 70B": (168, 4096),  # its activations are quantized by 256 threads, 128 features each
     "fused layer int4 in groups of 32": (168, 0), "fused layer int4 of 2 rows in groups of 64": (168, 0),
     "fused layer fp8": (168, 0), "fused layer int8 70B, last, with biases": (168, 8),
     "fused layer int4": (168, 0), "fused layer int4, of one block": (168, 0),
@@ -48,7 +49,9 @@ GROUPS = [
     ("quant int8", "quant w8a8", "experts torch.b"),
     ("quant int4", "experts torch.f", "experts torch.i"),
     ("experts int4", "experts int8", "experts block"),
-    ("fused layer",),
+    ("fused layer of",),
+    ("fused layer b", "fused layer f"),
+    ("fused layer i",),
 ]
 
 
@@ -59,6 +62,7 @@ def test_fits_sm_90(group: tuple[str, ...], uninterpreted: Callable[..., str]) -
     for name, launch in launches.items():
         registers, spill = BOUNDS.get(name, (255, 0))
         assert launch["kernels"], name
+        assert launch["illegal"] == [], name
         for kernel in launch["kernels"]:
             assert kernel["registers"] <= registers, (name, kernel)
             assert kernel["spill_bytes"] <= spill, (name, kernel)

@@ -59,7 +59,8 @@ def issue_block_copies(
     EVICT_FIRST: gl.constexpr,  # whether L2 evicts these lines before others
 ):
     """Issue the copies of a stage's blocks: four 16-byte copies per lane and block."""
-    even = stage + lane // 8 * 128 + ((lane % 8) ^ (lane // 8)) * 16
+    # An exclusive or instead of a sum: of `uniform + lane`, ptxas 12.8 makes an LDGSTS with a cache hint that is not a legal instruction.
+    even = (stage + lane // 8 * 128) ^ (((lane % 8) ^ (lane // 8)) * 16)
     code: gl.constexpr = _copy_blocks(NUM_BLOCKS, EVICT_FIRST)
     constraints: gl.constexpr = "=r,r,r,l,l,l" + ",r" * NUM_BLOCKS
     gl.inline_asm_elementwise(
