@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from emulated.products import Register, multiply
+from emulated.products import Register, multiply_accumulate
 from triton.runtime.interpreter import TensorHandle
 
 from stoker.kernels.triton.gemm.skinny import chunk_products, fragments, launch
@@ -98,12 +98,12 @@ def _mma_m16n8(
     if kind == "e4m3":
         for i in range(4):
             (a, c), (b, d) = _f16_registers(u[i]), _f16_registers(v[i])
-            sums = multiply((a, b, c, d), (t[2 * i], t[2 * i + 1]), sums, torch.float16, torch.float16)
+            sums = multiply_accumulate((a, b, c, d), (t[2 * i], t[2 * i + 1]), sums, torch.float16, torch.float16)
     else:
         shift = 4 if kind == "high" else 0
         if kind in ("low", "high"):
             u, v = ([(word >> shift) & 0x0F0F0F0F for word in words] for words in (u, v))
         dtype = getattr(torch, kind) if kind in ("bfloat16", "float16") else torch.int8
         for i in (0, 2):
-            sums = multiply((u[i], v[i], u[i + 1], v[i + 1]), (t[i], t[i + 1]), sums, dtype, dtype)
+            sums = multiply_accumulate((u[i], v[i], u[i + 1], v[i + 1]), (t[i], t[i + 1]), sums, dtype, dtype)
     return tuple(_tensor(part, acc[0].dtype.scalar) for part in sums)

@@ -1,4 +1,4 @@
-"""Launches of Triton and Gluon kernels on an emulated device, with tensors of the host."""
+"""Launches of Triton and Gluon kernels on the emulated device. Arguments are CPU tensors."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from stoker.kernels.triton.aot.offline_target import compilation_target
 def emulating(
     seed: int = 0, num_ctas: int = 132, capability: int = 90, edit_ptx: Callable[[str, str], str] = lambda name, ptx: ptx
 ) -> Iterator[Counter[str]]:
-    """Run the launches of the block on an emulated device of `num_ctas` SMs, as launches of one stream.
+    """Inside the block, launches run on an emulated device with `num_ctas` SMs, in one stream.
 
-    seed: of the order in which CTAs run. edit_ptx: (kernel, PTX) → the PTX to run.
-    Yields the bank conflicts in shared memory, by instruction.
+    seed: seeds the random order of CTAs. edit_ptx: maps (kernel name, PTX) to the PTX that runs.
+    Yields a counter of bank conflicts in shared memory, by instruction name.
     """
     compile_only, conflicts, stream = JITFunction.run, Counter[str](), Stream()
 
@@ -73,7 +73,7 @@ def _launch(
 
 
 def _flat(values: Any, like: Any = None) -> Iterator[Any]:
-    """Values with tuples flattened as far as `like` has tuples."""
+    """`values` without nesting. Only tuples whose counterparts in `like` are tuples are flattened; others are one value."""
     for i, value in enumerate(values):
         other = value if like is None else like[i]
         if isinstance(other, tuple):

@@ -1,4 +1,4 @@
-"""A device's memory: tensors at separate addresses, with gaps between them that no kernel may access."""
+"""Device memory: tensors at separate addresses, with gaps between them that no kernel may access."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BEGIN, APART = 1 << 20, 1 << 12
 class Memory:
     """Bytes from address `begin` on. Every access must be inside an allocation, and aligned to its size.
 
-    history: which accesses are ordered; set before a kernel runs.
+    history: the record of accesses, which detects races; assigned before a kernel runs.
     """
 
     history: History
@@ -40,7 +40,7 @@ class Memory:
         return places
 
     def load(self, addresses: Addresses, size: int) -> Bytes:
-        """[threads, size]"""
+        """The bytes [accesses, size] at `addresses`. Raises AssertionError outside an allocation or without alignment."""
         return self.data[self._places(addresses, size)]
 
     def store(self, addresses: Addresses, values: Bytes) -> None:
@@ -49,9 +49,10 @@ class Memory:
 
 
 def bank_conflicts(addresses: Addresses, size: int) -> int:
-    """The bank conflicts of whole warps' accesses of `size` bytes per thread to shared memory: cycles beyond one for every 128 bytes.
+    """The bank conflicts of accesses to shared memory by whole warps, `size` bytes per thread: the cycles beyond one per 128 bytes.
 
-    Two different words of lanes that access together, 128 bytes of them, take two cycles if they are in the same of the 32 banks.
+    Lanes access shared memory together in groups that cover 128 bytes. Two different words of a group in the same of the 32 banks take one
+    cycle each.
     """
     if not len(addresses):
         return 0
@@ -60,7 +61,7 @@ def bank_conflicts(addresses: Addresses, size: int) -> int:
 
 @lru_cache(1 << 14)
 def _bank_conflicts(from_first: bytes, size: int) -> int:
-    """Of addresses less a multiple of 128."""
+    """`bank_conflicts` of addresses from which a multiple of 128 was subtracted, as bytes, so that results can be cached."""
     addresses, lanes, words = np.frombuffer(from_first, np.int64), min(32, 128 // size), max(size // 4, 1)
     accessed = (addresses.reshape(-1, lanes, 1) // 4 + np.arange(words)).reshape(-1, lanes * words)
     accessed.sort(axis=1)
@@ -71,7 +72,7 @@ def _bank_conflicts(from_first: bytes, size: int) -> int:
 
 
 class Tensors:
-    """A device's memory with copies of tensors in it."""
+    """Device memory that holds copies of tensors. Tensors that share a storage share its copy."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
@@ -89,11 +90,11 @@ class Tensors:
         return self._places[start] + tensor.data_ptr() - start
 
     def places(self) -> Iterator[tuple[int, Any, slice]]:
-        """(key, storage, place in the memory's data) of each tensor's storage."""
+        """For each storage: its address on the host as a key, the storage, and its slice of the memory's data."""
         return ((key, storage, self._range(key)) for key, storage in self._storages.items())
 
     def copy_back(self) -> None:
-        """Copy the memory into the tensors."""
+        """Copy the memory back into the tensors."""
         for key, storage in self._storages.items():
             _bytes(storage)[:] = self.memory.data[self._range(key)]
 

@@ -1,4 +1,4 @@
-"""What an instruction reads and writes of a program: registers, numbers and addresses."""
+"""Access to the operands of an instruction: registers, constants, special registers and addresses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emulated.arithmetic import TYPES, Values
-from emulated.parse import Operand, Place, Register
+from emulated.parse import Address, Operand, Register
 
 if TYPE_CHECKING:
     from emulated.program import Program
@@ -21,7 +21,7 @@ UNSIGNED: dict[int, Any] = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint
 
 
 def read(operand: Operand, kind: str) -> Read:
-    """The values of an operand, as numbers of a type."""
+    """A function that returns the operand's values, one per thread or one for all, as PTX type `kind` (a key of `TYPES`)."""
     dtype = TYPES[kind]
     if isinstance(operand, Register):
         index, stored = operand.index, UNSIGNED[operand.width]
@@ -38,18 +38,20 @@ def read(operand: Operand, kind: str) -> Read:
     return lambda program: program.special(name).astype(dtype)
 
 
-def write(program: Program, to: Operand, values: Values, mask: Mask) -> None:
-    if to == "_":
+def write(program: Program, target: Operand, values: Values, mask: Mask) -> None:
+    """Write `values` to a register, in the threads of `mask` (None: all). The bit bucket "_" discards them."""
+    if target == "_":
         return
-    assert isinstance(to, Register), to
+    assert isinstance(target, Register), target
     if values.dtype.kind == "f":
         values = values.view(f"u{values.dtype.itemsize}")
-    made = values.astype(UNSIGNED[to.width], copy=False)
-    if made.shape != program.thread.shape:
-        made = np.broadcast_to(made, program.num_threads)
-    program.registers[to.index] = made if mask is None else np.where(mask, made, program.registers[to.index])
+    stored_values = values.astype(UNSIGNED[target.width], copy=False)
+    if stored_values.shape != program.thread.shape:
+        stored_values = np.broadcast_to(stored_values, program.num_threads)
+    program.registers[target.index] = stored_values if mask is None else np.where(mask, stored_values, program.registers[target.index])
 
 
-def addresses_of(place: Place, kind: str) -> Read:
+def addresses_of(place: Address, kind: str) -> Read:
+    """A function that returns each thread's address as int64. kind: the PTX type of the base, "u32" (shared memory) or "u64"."""
     base = read(place.base, kind)
     return lambda program: np.broadcast_to(base(program), program.num_threads).astype(np.int64) + place.offset

@@ -1,4 +1,4 @@
-"""Which accesses of memory are ordered: a race detector after the memory consistency model of PTX (PTX ISA 8.7, chapter 8).
+"""A race detector, based on the memory consistency model of PTX (PTX ISA 8.7, chapter 8).
 
 Every *granule* of a memory, the bytes of the kernel's smallest store, has stamps of its last write and read, and of the first proxy fence
 since the write. A stamp is one int64:
@@ -34,20 +34,20 @@ THREAD, COUNT, CTA = 0xFFF, 0xFFFF, 0x7FFF
 
 
 class RaceError(AssertionError):
-    """Two accesses of one place that nothing orders, one of which is a store."""
+    """Two accesses to the same bytes, at least one of them a store, without an order between them."""
 
 
 class Clock:
-    """What a CTA's threads have passed and know."""
+    """The logical clock of a CTA: the barriers that its threads have passed, and the accesses that are ordered before them."""
 
     def __init__(self, cta: int, num_ctas: int, num_threads: int, waits_for_predecessor: bool) -> None:
         self.cta, self.num_threads = cta, num_threads
         self.barriers = 1
         self.warp_barriers = np.zeros(num_threads // 32, np.int64)
-        self.known = np.zeros(num_ctas, np.int64)  # of each CTA, the number of barriers up to which its accesses are before ours
-        self.acquired: dict[int, NDArray[np.int64]] = {}  # the same for threads that know more
-        self.observed: list[NDArray[np.bool_]] = []  # of each completed bulk copy, the threads that have waited for it
-        # Each thread's barriers at its last proxy fence of a memory, and what it knew at its last one of global memory.
+        self.known = np.zeros(num_ctas, np.int64)  # per CTA: its accesses up to this number of barriers are ordered before ours
+        self.acquired: dict[int, NDArray[np.int64]] = {}  # the same for single threads that have acquired more
+        self.observed: list[NDArray[np.bool_]] = []  # per mbarrier: the threads that have waited for its bulk copy
+        # Per thread: the CTA's barriers at its last proxy fence, and `known_by` at its last proxy fence of global memory.
         self.fenced = {space: np.zeros(num_threads, np.int64) for space in ("global", "shared")}
         self.fence_known: dict[int, NDArray[np.int64]] = {}
         self.has_waited = np.full(num_threads, not waits_for_predecessor)  # griddepcontrol.wait
@@ -93,10 +93,10 @@ class Clock:
                     self.acquired[lane] = np.maximum(acquired, self.acquired.get(lane, 0))
 
     def release(self, thread: int) -> NDArray[np.int64]:
-        """What a thread that acquires this will know."""
-        given = np.maximum(self.known, self.acquired.get(thread, 0))
-        given[self.cta] = self.barriers - 1
-        return given
+        """The barriers per CTA that a thread becomes ordered after when it acquires this release of `thread`."""
+        released = np.maximum(self.known, self.acquired.get(thread, 0))
+        released[self.cta] = self.barriers - 1
+        return released
 
     def acquire(self, thread: int, released: NDArray[np.int64]) -> None:
         self.acquired[thread] = np.maximum(released, self.acquired.get(thread, 0))
@@ -130,7 +130,11 @@ class Clock:
 
 
 class History:
-    """The stamps of one memory, of `size` bytes from address `begin` on."""
+    """The stamps of one memory of `size` bytes that begins at address `begin`. Its methods raise RaceError.
+
+    space: "global" or "shared". granule: bytes per stamp. has_async_proxy: whether the kernel has bulk copies or wgmma.
+    pending: the accesses of earlier launches that may still run.
+    """
 
     def __init__(self, space: str, size: int, begin: int, granule: int, has_async_proxy: bool, pending: Pending | None = None) -> None:
         self.space, self.granule = space, granule
@@ -167,7 +171,7 @@ class History:
         return bool(self.written[self._places(addresses, size)].any())
 
     def load_by_copy(self, clock: Clock, threads: Threads, addresses: NDArray[np.int64], size: int) -> None:
-        """When a copy with cp.async is issued."""
+        """Record the source of a cp.async when it is issued."""
         places = self._places(addresses, size)
         self._require_wait(clock, threads, places, "copied")
         self._require_order(clock, self.written[places], threads, "copied", "stored")
@@ -182,11 +186,11 @@ class History:
         self._stamp_store(places, np.where(is_common, 0, clock.stamps(threads)[:, None]))
 
     def issue_copy(self, clock: Clock, threads: Threads, addresses: NDArray[np.int64], size: int) -> None:
-        """When a copy is issued that will store here."""
+        """Check the destination of a copy when it is issued."""
         self._require_order_of_store(clock, threads, self._places(addresses, size))
 
     def store_by_copy(self, clock: Clock, threads: Threads, addresses: NDArray[np.int64], size: int) -> None:
-        """When a thread has waited for its copy."""
+        """Record the destination of a cp.async when its thread has waited for it."""
         self._stamp_store(self._places(addresses, size), clock.stamps(threads)[:, None])
 
     def _require_order_of_store(self, clock: Clock, threads: Threads, places: Places, is_same: NDArray[np.bool_] | None = None) -> None:
@@ -238,7 +242,7 @@ class History:
         self._fenced[written[covered]] = clock.stamps(np.where(is_own, stamps & THREAD, who[0])[covered])
 
     def async_load(self, clock: Clock, thread: int, addresses: NDArray[np.int64], size: int) -> None:
-        """By a bulk copy, or by wgmma for all lanes of the warp whose first thread is given."""
+        """Record a load by a bulk copy, or by the wgmma of the warp whose first thread is `thread`."""
         places, threads = self._places(addresses, size), np.full(len(addresses), thread)
         self._require_wait(clock, threads, places, "read by the async proxy")
         self._require_order(clock, self.written[places], threads, "read by the async proxy", "stored")
@@ -273,7 +277,7 @@ class History:
             raise RaceError(f"{self.space} memory is {what} by the async proxy without a fence.proxy.async after {_who(written[~done][0])}")
 
     def _precede_barrier(self, clock: Clock, stamps: Stamps) -> bool:
-        """Whether all stamps precede the CTA's last barrier, quickly: there may be others that do."""
+        """A fast test: True if all stamps precede the CTA's last barrier. False does not mean that they are unordered."""
         return bool(stamps.max(initial=0) < (clock.base if self.space == "shared" else 1))
 
     def _require_order(self, clock: Clock, stamps: Stamps, threads: Threads, now: str, before: str) -> None:
@@ -290,10 +294,10 @@ class History:
             self._pending.check(places, clock.has_waited[threads][:, None], now)
 
 
-def _both(one: Stamps, other: Stamps) -> Stamps:
-    """The stamp of two concurrent loads."""
-    same = _warp(one) == _warp(other)
-    return np.maximum(one, other) & ~THREAD | np.where(same & (_warp(one) >= 0), LANES + _warp(one), WARPS)
+def _both(first: Stamps, second: Stamps) -> Stamps:
+    """A stamp that stands for two concurrent loads: a later store must be ordered after both."""
+    same = _warp(first) == _warp(second)
+    return np.maximum(first, second) & ~THREAD | np.where(same & (_warp(first) >= 0), LANES + _warp(first), WARPS)
 
 
 def _warp(stamps: Stamps) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""The text of a kernel in PTX, as a list of instructions whose names are resolved."""
+"""Parses a kernel's PTX into a list of instructions in which registers and branch targets are resolved."""
 
 from __future__ import annotations
 
@@ -13,82 +13,85 @@ _PARTS = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """One of a program's, of each thread. width: bits, 1 for a predicate."""
+    """A register of each thread. index: in the program's list of registers. width: in bits, 1 for a predicate."""
 
     index: int
     width: int
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """An address: a register or a parameter's name, and bytes after it."""
+class Address:
+    """An operand in brackets: a register or the name of a parameter, plus an offset in bytes."""
 
     base: Register | str
     offset: int
 
 
-Operand = Register | Place | int | str | tuple["Operand", ...]  # str: a name that is no register's, such as %tid.x
+Operand = Register | Address | int | str | tuple["Operand", ...]  # str: a special register such as %tid.x, or a label
 
 
 @dataclass(slots=True)
 class Instruction:
-    """guard: the predicate it depends on, and whether it is negated. target: of a branch, the number of an instruction."""
+    """One instruction.
+
+    predicate: the register that enables it, and whether that is negated. target: the index of the instruction that a branch continues at.
+    """
 
     name: str
     operands: tuple[Operand, ...]
-    guard: tuple[Register, bool] | None
+    predicate: tuple[Register, bool] | None
     text: str
     target: int = -1
 
     @property
     def depends_on_others(self) -> bool:
-        """Whether other warps or CTAs may change its result, so that they should run before it."""
+        """Whether other warps or CTAs may change the result. They get a turn before the instruction runs."""
         return self.name.startswith(("ld.acquire", "ld.relaxed", "ld.volatile", "atom", "mbarrier.try_wait"))
 
 
 @dataclass(slots=True)
 class Kernel:
     instructions: list[Instruction] = field(default_factory=list)
-    widths: list[int] = field(default_factory=list)  # of the registers
+    widths: list[int] = field(default_factory=list)  # in bits, of each register
     params: list[str] = field(default_factory=list)
-    threads: int = 0
+    threads: int = 0  # per CTA
 
     def granule(self, space: str) -> int:
-        """The bytes of the smallest store to global or shared memory, at most 16."""
-        return min((size for one in self.instructions if (size := _stored_bytes(one, space))), default=16)
+        """The size in bytes of the smallest store to a state space ("global" or "shared"), at most 16."""
+        return min((size for each in self.instructions if (size := _stored_bytes(each, space))), default=16)
 
     @property
     def has_async_proxy(self) -> bool:
-        return any(one.name.startswith(("wgmma.mma", "cp.async.bulk")) for one in self.instructions)
+        return any(each.name.startswith(("wgmma.mma", "cp.async.bulk")) for each in self.instructions)
 
 
 @dataclass(slots=True)
 class _Scope:
-    """What is declared between two braces."""
+    """The declarations between a pair of braces."""
 
     registers: dict[str, Register] = field(default_factory=dict)
     labels: dict[str, int] = field(default_factory=dict)
 
 
-def _stored_bytes(one: Instruction, space: str) -> int:
-    """What a thread stores with one instruction in global or shared memory, at most 16 bytes; 0: nothing."""
-    parts = one.name.split(".")
+def _stored_bytes(instruction: Instruction, space: str) -> int:
+    """The bytes, at most 16, that a thread stores to `space` with the instruction; 0 if it stores nothing there."""
+    parts = instruction.name.split(".")
     if parts[0] in ("st", "atom") and space in parts:
         vector = next((int(part[1:]) for part in parts if part in ("v2", "v4", "v8")), 1)
         return min(16, vector * int(parts[-1].lstrip("bufs")) // 8)
-    if space == "shared" and one.name.startswith("stmatrix"):
+    if space == "shared" and instruction.name.startswith("stmatrix"):
         return 2
-    if space == "shared" and one.name.startswith("mbarrier.init"):
+    if space == "shared" and instruction.name.startswith("mbarrier.init"):
         return 8
-    if space == "shared" and one.name.startswith("cp.async.c") and len(one.operands) > 2:
-        size = one.operands[2]
+    if space == "shared" and instruction.name.startswith("cp.async.c") and len(instruction.operands) > 2:
+        size = instruction.operands[2]
         assert isinstance(size, int)
         return size
     return 0
 
 
 def parse(ptx: str) -> Kernel:
-    """The entry of a module that has one."""
+    """The kernel of a module with one entry point."""
     ptx = re.sub(r"//[^\n]*|/\*.*?\*/", "", ptx, flags=re.S)
     ptx = re.sub(r"^\s*\.(loc|pragma)\b[^\n]*$", "", ptx, flags=re.M)
     signature, _, rest = ptx.partition(".entry")[2].partition(")")
@@ -104,9 +107,9 @@ def parse(ptx: str) -> Kernel:
             scopes.append(_Scope())
         elif body.startswith("}"):
             scopes.pop()
-        elif found := _LABEL.match(body):
-            scopes[-1].labels[found.group(1)] = len(kernel.instructions)
-            at = found.end()
+        elif match := _LABEL.match(body):
+            scopes[-1].labels[match.group(1)] = len(kernel.instructions)
+            at = match.end()
         else:
             statement, _, _ = body.partition(";")
             at = len(statement) + 1
@@ -114,12 +117,12 @@ def parse(ptx: str) -> Kernel:
             if text.startswith(".reg"):
                 _declare(text, scopes[-1], kernel)
             elif text:
-                made = _instruction(text, scopes)
-                kernel.instructions.append(made)
-                if made.name.startswith("bra"):
-                    branches.append((made, str(made.operands[0]), tuple(scopes)))
-    for made, label, around in branches:
-        made.target = next(scope.labels[label] for scope in reversed(around) if label in scope.labels)
+                instruction = _instruction(text, scopes)
+                kernel.instructions.append(instruction)
+                if instruction.name.startswith("bra"):
+                    branches.append((instruction, str(instruction.operands[0]), tuple(scopes)))
+    for instruction, label, around in branches:
+        instruction.target = next(scope.labels[label] for scope in reversed(around) if label in scope.labels)
     return kernel
 
 
@@ -127,20 +130,20 @@ def _declare(text: str, scope: _Scope, kernel: Kernel) -> None:
     kind, _, names = text.removeprefix(".reg").strip().partition(" ")
     width = WIDTHS[kind[1:] if kind == ".pred" else kind[2:]]
     for name, count in _NAMES.findall(names):
-        for one in [name] if not count else [f"{name}{i}" for i in range(int(count))]:
-            scope.registers[one] = Register(len(kernel.widths), width)
+        for register_name in [name] if not count else [f"{name}{i}" for i in range(int(count))]:
+            scope.registers[register_name] = Register(len(kernel.widths), width)
             kernel.widths.append(width)
 
 
 def _instruction(text: str, scopes: list[_Scope]) -> Instruction:
-    guard, rest = None, text
+    predicate, rest = None, text
     if rest.startswith("@"):
-        word, _, rest = rest[1:].partition(" ")
-        predicate = _operand(word.lstrip("!"), scopes)
-        assert isinstance(predicate, Register) and predicate.width == 1, text
-        guard = predicate, word.startswith("!")
+        predicate_name, _, rest = rest[1:].partition(" ")
+        register = _operand(predicate_name.lstrip("!"), scopes)
+        assert isinstance(register, Register) and register.width == 1, text
+        predicate = register, predicate_name.startswith("!")
     name, _, rest = rest.strip().partition(" ")
-    return Instruction(name, tuple(_operand(part.strip(), scopes) for part in _PARTS.findall(rest)), guard, text)
+    return Instruction(name, tuple(_operand(part.strip(), scopes) for part in _PARTS.findall(rest)), predicate, text)
 
 
 def _operand(text: str, scopes: list[_Scope]) -> Operand:
@@ -148,9 +151,9 @@ def _operand(text: str, scopes: list[_Scope]) -> Operand:
         return tuple(_operand(part.strip(), scopes) for part in text[1:-1].split(","))
     if text.startswith("["):
         base, _, offset = text[1:-1].partition("+")
-        found = _operand(base.strip(), scopes)
-        assert isinstance(found, Register | str), text
-        return Place(found, int(offset or 0))
+        match = _operand(base.strip(), scopes)
+        assert isinstance(match, Register | str), text
+        return Address(match, int(offset or 0))
     if text[:2] in ("0f", "0F"):
         return int(text[2:], 16)
     if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", text):

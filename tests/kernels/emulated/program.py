@@ -1,4 +1,4 @@
-"""The CTAs of a launch, thread by thread: divergence of warps, barriers, asynchronous operations, and CTAs in a random order."""
+"""Runs the CTAs of a launch thread by thread, in a random order, with divergent warps, barriers and asynchronous operations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from emulated.instructions import step
+from emulated.instructions import step_of
 from emulated.memory import Memory
 from emulated.operands import UNSIGNED, Mask, Step
 from emulated.ordering import Clock, History, RaceError
@@ -25,22 +25,22 @@ MAX_TURNS = 1000  # per CTA, without one that ends or stores
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the CTAs of a launch share. bank_conflicts: of shared memory, counted by instruction."""
+    """What all CTAs of a launch share. bank_conflicts: of shared memory, counted by instruction name."""
 
     kernel: Kernel
     params: Mapping[str, NDArray[np.uint64]]
     memory: Memory
     shared_bytes: int
     grid: Index
-    seed: int  # of the order of CTAs, and of the warps that are late
-    waits_for_predecessor: bool  # launched as a dependent of the launch before
+    seed: int  # of the random order of CTAs, and of the warps that are delayed after a barrier
+    waits_for_predecessor: bool  # launched with the PDL attribute
     bank_conflicts: Counter[str]
 
 
 class Program:
-    """One CTA: its threads' registers, its shared memory and its asynchronous operations."""
+    """One CTA: the registers of its threads, its shared memory, and its pending asynchronous operations."""
 
-    def __init__(self, launch: Launch, steps: list[Step | None], index: Index, pick: random.Random) -> None:
+    def __init__(self, launch: Launch, steps: list[Step | None], index: Index, generator: random.Random) -> None:
         kernel, grid = launch.kernel, launch.grid
         self.kernel, self.steps, self.params, self.memory, self.num_threads = kernel, steps, launch.params, launch.memory, kernel.threads
         self.shared = Memory(launch.shared_bytes)
@@ -49,19 +49,22 @@ class Program:
         self.clock = Clock(number, grid[0] * grid[1] * grid[2], self.num_threads, launch.waits_for_predecessor)
         self.thread = np.arange(self.num_threads)
         self.lane, self.lane_zero = self.thread % 32, self.thread // 32 * 32
-        blank = {width: np.full(self.num_threads, -1 if width > 1 else 0).astype(kind) for width, kind in UNSIGNED.items()}
-        self.registers = [blank[width] for width in kernel.widths]
+        unset = {width: np.full(self.num_threads, -1 if width > 1 else 0).astype(kind) for width, kind in UNSIGNED.items()}
+        self.registers = [unset[width] for width in kernel.widths]
         self.bank_conflicts = launch.bank_conflicts
         self.copies, self.products = Queue(self.num_threads // 32), Queue(self.num_threads // 32)
         self.arrivals: dict[int, Arrivals] = {}  # mbarriers by address
         self._at = np.zeros(self.num_threads, np.int64)  # each thread's next instruction, where they differ
-        self._none, self._pick = np.zeros(self.num_threads, bool), pick
-        everywhere = lambda value: np.full(self.num_threads, value)  # noqa: E731
+        self._none, self._generator = np.zeros(self.num_threads, bool), generator
+        for_all_threads = lambda value: np.full(self.num_threads, value)  # noqa: E731
         self._special = {
-            "%tid.x": self.thread, "%laneid": self.lane, "%warpid": self.thread // 32, "global_smem": everywhere(0),
-            **{f"%ctaid.{axis}": everywhere(at) for axis, at in zip("xyz", index, strict=True)},
-            **{f"%nctaid.{axis}": everywhere(size) for axis, size in zip("xyz", grid, strict=True)},
-        }  # fmt: skip
+            "%tid.x": self.thread,
+            "%laneid": self.lane,
+            "%warpid": self.thread // 32,
+            "global_smem": for_all_threads(0),
+            **{f"%ctaid.{axis}": for_all_threads(at) for axis, at in zip("xyz", index, strict=True)},
+            **{f"%nctaid.{axis}": for_all_threads(size) for axis, size in zip("xyz", grid, strict=True)},
+        }
 
     def proxy_fence(self, spaces: Iterable[str], mask: Mask) -> None:
         for memory in (self.memory, self.shared):
@@ -76,7 +79,7 @@ class Program:
         return self._special[name]
 
     def run(self) -> Iterator[None]:
-        """Run until all threads have ended. Yields where another CTA may run first.
+        """Run until all threads have ended. Yields at each point where another CTA may run first.
 
         After a barrier some warps, chosen at random, continue only when the others wait at the next one.
         """
@@ -84,31 +87,31 @@ class Program:
         while now >= 0:
             if np.count_nonzero(late):
                 self._at[:] = now
-                now = yield from self._run_apart(late)
+                now = yield from self._run_diverged(late)
                 late = self._none
                 continue
-            one, run = self.kernel.instructions[now], self.steps[now]
-            chosen = None if one.guard is None else self._chosen(one)
-            is_active = chosen is None or np.count_nonzero(chosen) > 0
-            if chosen is not None and np.count_nonzero(chosen) == self.num_threads:
-                chosen = None
+            instruction, run = self.kernel.instructions[now], self.steps[now]
+            enabled = None if instruction.predicate is None else self._predicate_mask(instruction)
+            is_active = enabled is None or np.count_nonzero(enabled) > 0
+            if enabled is not None and np.count_nonzero(enabled) == self.num_threads:
+                enabled = None
             if run is not None:
-                if one.depends_on_others:
+                if instruction.depends_on_others:
                     yield
                 if is_active:
-                    run(self, chosen)
+                    run(self, enabled)
                 now += 1
             elif not is_active:
                 now += 1
-            elif one.name.startswith("bar.warp"):
-                self.clock.warp_barrier(chosen)
+            elif instruction.name.startswith("bar.warp"):
+                self.clock.warp_barrier(enabled)
                 now += 1
-            elif chosen is not None:
-                self._diverge(one, chosen, now)
-                now = yield from self._run_apart(self._none)
-            elif one.name.startswith("bra"):
-                now = one.target
-            elif one.name == "ret":
+            elif enabled is not None:
+                self._set_diverged(instruction, enabled, now)
+                now = yield from self._run_diverged(self._none)
+            elif instruction.name.startswith("bra"):
+                now = instruction.target
+            elif instruction.name == "ret":
                 return
             else:
                 yield
@@ -116,91 +119,91 @@ class Program:
                 now, late = now + 1, self._late_warps()
 
     def _late_warps(self) -> NDArray[np.bool_]:
-        return np.repeat([self._pick.random() < 0.3 for _ in range(self.num_threads // 32)], 32)
+        return np.repeat([self._generator.random() < 0.3 for _ in range(self.num_threads // 32)], 32)
 
-    def _chosen(self, one: Instruction) -> NDArray[np.bool_]:
-        assert one.guard is not None
-        return self.registers[one.guard[0].index] ^ one.guard[1]
+    def _predicate_mask(self, instruction: Instruction) -> NDArray[np.bool_]:
+        assert instruction.predicate is not None
+        return self.registers[instruction.predicate[0].index] ^ instruction.predicate[1]
 
-    def _diverge(self, one: Instruction, chosen: NDArray[np.bool_], now: int) -> None:
-        assert one.name.startswith("bra"), one.text
-        self._at[:] = np.where(chosen, one.target, now + 1)
+    def _set_diverged(self, instruction: Instruction, enabled: NDArray[np.bool_], now: int) -> None:
+        assert instruction.name.startswith("bra"), instruction.text
+        self._at[:] = np.where(enabled, instruction.target, now + 1)
 
-    def _run_apart(self, late: NDArray[np.bool_]) -> Generator[None, None, int]:
-        """Run threads at different instructions until all are at the same one, which is returned (-1: the end)."""
+    def _run_diverged(self, late: NDArray[np.bool_]) -> Generator[None, None, int]:
+        """Run diverged threads until all reach the same instruction. Returns its index, or -1 if all threads have ended."""
         at, waits, ended = self._at, np.zeros(self.num_threads, bool), np.zeros(self.num_threads, bool)
         while True:
-            able = ~(waits | ended)
-            if not np.count_nonzero(able):
+            runnable = ~(waits | ended)
+            if not np.count_nonzero(runnable):
                 if not np.count_nonzero(waits):
                     return -1
                 assert len(set(at[waits])) == 1, "threads wait at different barriers"
                 yield
                 self.clock.cta_barrier()
                 return int(at[waits][0]) + 1
-            if np.count_nonzero(early := able & ~late):
-                able = early
-            now = int(at[able].min())  # the threads that are behind run first, so that lanes of a warp converge
-            mine = able & (at == now)
-            if np.count_nonzero(mine) == self.num_threads:
+            if np.count_nonzero(early := runnable & ~late):
+                runnable = early
+            now = int(at[runnable].min())  # the threads that are behind run first, so that lanes of a warp converge
+            current = runnable & (at == now)
+            if np.count_nonzero(current) == self.num_threads:
                 return now
-            others = at[able & ~mine]
+            others = at[runnable & ~current]
             end = int(others.min()) if len(others) else len(self.steps)
-            now = self._run_straight(now, mine, end)
-            at[mine] = now
+            now = self._run_straight(now, current, end)
+            at[current] = now
             if now == end:
                 continue  # with these others, if they are able
-            one, run = self.kernel.instructions[now], self.steps[now]
-            chosen = mine if one.guard is None else mine & self._chosen(one)
+            instruction, run = self.kernel.instructions[now], self.steps[now]
+            enabled = current if instruction.predicate is None else current & self._predicate_mask(instruction)
             if run is not None:
                 yield
-                late = mine  # other threads run first: it may wait for them
-                if np.count_nonzero(chosen):
-                    run(self, chosen)
-                at[mine] = now + 1
-            elif one.name.startswith("bra"):
-                at[mine] = np.where(chosen[mine], one.target, now + 1)
-            elif one.name == "ret":
-                ended |= chosen
-                at[mine] = now + 1
-            elif one.name.startswith("bar.warp"):
-                assert (mine.reshape(-1, 32).any(1) == mine.reshape(-1, 32).all(1)).all(), "half of a warp is at its barrier"
-                self.clock.warp_barrier(mine)
-                at[mine] = now + 1
+                late = current  # other threads run first: it may wait for them
+                if np.count_nonzero(enabled):
+                    run(self, enabled)
+                at[current] = now + 1
+            elif instruction.name.startswith("bra"):
+                at[current] = np.where(enabled[current], instruction.target, now + 1)
+            elif instruction.name == "ret":
+                ended |= enabled
+                at[current] = now + 1
+            elif instruction.name.startswith("bar.warp"):
+                assert (current.reshape(-1, 32).any(1) == current.reshape(-1, 32).all(1)).all(), "half of a warp is at its barrier"
+                self.clock.warp_barrier(current)
+                at[current] = now + 1
             else:
-                waits |= chosen
+                waits |= enabled
 
-    def _run_straight(self, now: int, mine: NDArray[np.bool_], end: int) -> int:
-        """Run some threads until `end`, a control instruction, or one whose result depends on other threads. Returns where they are."""
+    def _run_straight(self, now: int, current: NDArray[np.bool_], end: int) -> int:
+        """Run the threads `current` from `now` to `end`, a control instruction, or one that depends on other threads. Returns its index."""
         while now < end:
-            one, run = self.kernel.instructions[now], self.steps[now]
-            if run is None or one.depends_on_others:
+            instruction, run = self.kernel.instructions[now], self.steps[now]
+            if run is None or instruction.depends_on_others:
                 return now
-            chosen = mine if one.guard is None else mine & self._chosen(one)
-            if one.guard is None or np.count_nonzero(chosen):
-                run(self, chosen)
+            enabled = current if instruction.predicate is None else current & self._predicate_mask(instruction)
+            if instruction.predicate is None or np.count_nonzero(enabled):
+                run(self, enabled)
             now += 1
         return now
 
 
-def _is_control(one: Instruction) -> bool:
-    return one.name.startswith(("bra", "bar.", "barrier.")) or one.name == "ret"
+def _is_control(instruction: Instruction) -> bool:
+    return instruction.name.startswith(("bra", "bar.", "barrier.")) or instruction.name == "ret"
 
 
 def run_grid(launch: Launch) -> list[Clock]:
-    """Run all CTAs of a launch in random turns. Returns their clocks."""
-    pick = random.Random(launch.seed)
-    steps = [None if _is_control(one) else step(one) for one in launch.kernel.instructions]
-    programs = [Program(launch, steps, (x, y, z), pick) for x, y, z in product(*map(range, launch.grid))]
+    """Run all CTAs of a launch, which take turns at random. Returns their clocks. Raises AssertionError if all wait for each other."""
+    generator = random.Random(launch.seed)
+    steps = [None if _is_control(instruction) else step_of(instruction) for instruction in launch.kernel.instructions]
+    programs = [Program(launch, steps, (x, y, z), generator) for x, y, z in product(*map(range, launch.grid))]
     running = {program: program.run() for program in programs}
     turns, stores = 0, 0
     while running:
-        one = pick.choice(list(running))
+        program = generator.choice(list(running))
         try:
-            next(running[one])
+            next(running[program])
         except StopIteration:
-            del running[one]
-            one.check_end()
+            del running[program]
+            program.check_end()
             turns = 0
         turns, stores = (turns + 1, stores) if stores == launch.memory.num_stores else (0, launch.memory.num_stores)
         assert turns <= MAX_TURNS * max(1, len(running)), "all CTAs wait for each other"

@@ -15,7 +15,7 @@ Action = Callable[[], None]
 
 
 class Queue:
-    """The operations that each warp has issued. They are done as late as waiting allows, so that a missing wait shows."""
+    """The asynchronous operations of each warp. They run as late as the waits allow, so that a missing wait gives a wrong result."""
 
     def __init__(self, num_warps: int) -> None:
         self._open: list[list[Action]] = [[] for _ in range(num_warps)]
@@ -25,19 +25,19 @@ class Queue:
         return [w for w in range(len(self._open)) if mask is None or mask[32 * w : 32 * w + 32].any()]
 
     def issue(self, mask: Mask, action: Callable[[Threads], None]) -> None:
-        """action: of the active threads of one warp."""
+        """Add an operation to the open group of each active warp. action: performs it for the active threads of one warp."""
         for warp in self._warps(mask):
             lanes = np.arange(32 * warp, 32 * warp + 32)
             self._open[warp].append(partial(action, lanes if mask is None else lanes[mask[lanes]]))
 
     def commit(self, mask: Mask) -> None:
-        """Make the operations that were issued since the last call a group."""
+        """Close the open group of each active warp."""
         for warp in self._warps(mask):
             self._groups[warp].append(self._open[warp])
             self._open[warp] = []
 
     def wait(self, mask: Mask, pending: int) -> None:
-        """For all groups but the last `pending`."""
+        """Run the groups of each active warp until at most `pending` remain."""
         for warp in self._warps(mask):
             while len(self._groups[warp]) > pending:
                 for action in self._groups[warp].pop(0):
@@ -45,7 +45,7 @@ class Queue:
 
 
 class Arrivals:
-    """An mbarrier in shared memory. Its phase ends when all threads have arrived and all bytes have been copied.
+    """An mbarrier in shared memory. A phase ends when `count` threads have arrived and all expected bytes have been copied.
 
     number: its index in `Clock.observed`.
     """
@@ -62,11 +62,13 @@ class Arrivals:
         return bool(self._copies)
 
     def expect(self, num_bytes: int) -> None:
-        """Arrive, and expect bytes before the phase ends."""
+        """Arrive, and add to the bytes that must be copied before the phase ends."""
         self._missing -= 1
         self._bytes += num_bytes
 
     def issue_copy(self, num_bytes: int, copy: Action) -> None:
+        """Add a bulk copy. It runs when the phase is polled for the second time."""
+
         def arrive() -> None:
             copy()
             self._bytes -= num_bytes
@@ -74,7 +76,7 @@ class Arrivals:
         self._copies.append(arrive)
 
     def has_ended(self, parity: int) -> bool:
-        """Whether the phase of that parity has ended. The first poll of a phase with copies fails."""
+        """Whether the phase with this parity has ended. The first poll of a phase with copies returns False."""
         if self._phase % 2 == parity and self._copies and self._was_polled:
             for copy in self._copies:
                 copy()

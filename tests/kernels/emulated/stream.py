@@ -1,6 +1,7 @@
-"""Launches of one stream, of which each may begin before its predecessor has ended (programmatic dependent launch).
+"""Launches of one stream. A launch may begin before the previous one has ended (programmatic dependent launch, PDL).
 
-They run one after another here; what a launch must not touch yet is found by the numbers of the launches that stored and loaded each byte.
+The emulator runs them one after another. For each byte it records the launches that last stored and loaded it, and so detects accesses that
+could overlap on a device.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ Launches = NDArray[np.int32]
 
 
 class Pending:
-    """The accesses of launches that may still run when a launch begins."""
+    """The accesses of earlier launches that may still run while this launch does."""
 
     def __init__(self, stored: Launches, loaded: Launches, granule: int, finished: int, unfinished: range) -> None:
         self._stored, self._loaded = (each.reshape(-1, granule).max(1) for each in (stored, loaded))
         self._finished, self._unfinished = finished, unfinished
 
     def check(self, places: NDArray[np.int64], has_waited: NDArray[np.bool_], now: str) -> None:
-        """places: of granules [accesses, granules]. has_waited: [accesses, 1], whether their threads have waited. Raises RaceError."""
+        """Raises RaceError if an access conflicts with a launch that may still run.
+
+        places: granules [accesses, granules]. has_waited: whether the accessing threads have executed griddepcontrol.wait [accesses, 1].
+        now: "loaded", "copied", "stored" or another verb for the message.
+        """
         if has_waited.all() and not self._unfinished:
             return
         launch = self._stored[places]
@@ -43,15 +48,17 @@ class Pending:
 
 @dataclass(slots=True)
 class _Record:
-    """Of a storage: its content after the last launch, and for each byte the last launches that stored and loaded it (0: none)."""
+    """The state of one storage: its content after the last launch, and per byte the last launches that stored and loaded it (0: none)."""
 
-    storage: Any  # held, so that its address is not another tensor's meanwhile
+    storage: Any  # a reference, so that its address is not reused for another tensor
     content: Bytes
     stored: Launches
     loaded: Launches
 
 
 class Stream:
+    """The launches so far, and which of them may still run."""
+
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}
         self._launch = 0  # the number of the last one
@@ -59,7 +66,7 @@ class Stream:
         self._unfinished = range(0)  # launches that may still run when the next one has waited
 
     def begin(self, tensors: Tensors, granule: int, is_dependent: bool) -> Pending | None:
-        """What a launch may not access yet; None if it begins after its predecessor has ended."""
+        """Begin a launch. Returns the accesses that may still run; None if the previous launch has ended."""
         self._launch += 1
         if not is_dependent:
             self._finished, self._unfinished = self._launch - 1, range(0)
@@ -74,6 +81,7 @@ class Stream:
         return Pending(stored, loaded, granule, self._finished, self._unfinished)
 
     def end(self, tensors: Tensors, history: History, clocks: Iterable[Clock], is_dependent: bool) -> None:
+        """Record the accesses of the launch that has run, and which launches may overlap the next one."""
         stored, loaded = (np.repeat(each, history.granule) for each in (history.written != 0, (history.loaded != 0) | history.copied))
         for key, storage, place in tensors.places():
             size = place.stop - place.start
