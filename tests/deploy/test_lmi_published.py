@@ -17,6 +17,7 @@ from stoker.base.errors import ConfigError, EngineError
 from stoker.deploy.deployment import BuildOptions, Deployment
 from stoker.deploy.lmi.load import load_lmi
 from stoker.deploy.lmi.model_settings import complete_lmi
+from stoker.deploy.prepare import build_config
 from stoker.models import all_architectures
 
 pytestmark = pytest.mark.compatibility(
@@ -118,7 +119,8 @@ def test_each_key_has_its_effect(tmp_path: Path, properties: dict[str, str]) -> 
 
 
 def outcome(properties: dict[str, str], deployment: Deployment, folder: Path) -> str:
-    """What a start would do with the model: serve it, or refuse its architecture or its engine."""
+    """What a start would do with the model: serve it, or refuse its architecture or its engine. The builder accepts all settings."""
+    build_config(deployment)
     model = properties["option.model_id"]
     if any(part in model for part in TENSORRT):
         engine = folder / "tensorrt_llm" / "1"

@@ -15,6 +15,7 @@ import yaml
 
 from stoker.base.errors import ConfigError
 from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource
+from stoker.deploy.prepare import build_config
 from stoker.deploy.truss.load import load_truss
 
 pytestmark = pytest.mark.compatibility(
@@ -69,6 +70,7 @@ def check_finished_engine(deployment: Deployment, template: dict[str, Any]) -> N
 def check_build(deployment: Deployment, template: dict[str, Any], build: dict[str, Any]) -> None:
     source, runtime, run = deployment.source, template["trt_llm"].get("runtime", {}), deployment.runtime
     assert isinstance(source, BuildOptions)
+    assert build_config(deployment).mapping == source.mapping, "the builder accepts all settings"
     repository = build.get("checkpoint_repository", {})
     assert source.checkpoint == repository.get("repo", build.get("huggingface_ckpt_repository"))
     assert source.revision == repository.get("revision")
