@@ -78,7 +78,7 @@ class EngineService:
         timeout_s = self._settings.load_timeout_s or LOAD_TIMEOUT_S
         client = await ZmqExecutorClient.connect(place.address, connect_timeout_s=timeout_s)
         metered = MeteredClient(client, self._name, self._metrics)
-        return MeteredService(GenerationService(self._name, tokenizer, metered), self._metrics)
+        return MeteredService(GenerationService(self._name, tokenizer, metered, self._settings.request_limits), self._metrics)
 
     async def _close(self, service: Service) -> None:
         assert isinstance(service, MeteredService) and isinstance(service.inner, GenerationService)
