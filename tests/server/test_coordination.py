@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from scripted_service import ScriptedService, make_context
 
-from stoker.base.errors import UnavailableError
+from stoker.base.errors import ConfigError, UnavailableError
 from stoker.server.processes.coordinator import FrontendCoordination, SupervisorCoordinator
 from stoker.server.protocols.kserve.core import Core
 from stoker.server.protocols.kserve.errors import TritonError
@@ -107,6 +107,11 @@ async def test_a_request_is_cancelled_by_its_id_in_any_frontend(tmp_path: Path) 
             assert ended == ["mine"]
         with pytest.raises(TritonError, match="stop requires the request_id"):
             await cores[1].in_flight.cancel("")
+
+
+async def test_a_folder_whose_path_is_too_long_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is longer than 107 bytes"):
+        await SupervisorCoordinator().listen(tmp_path / ("x" * 100))
 
 
 async def _until(condition: Any) -> None:

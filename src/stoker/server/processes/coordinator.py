@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import pickle
 from pathlib import Path
 from typing import Any
 
-from stoker.base.errors import UnavailableError
+from stoker.base.errors import ConfigError, UnavailableError
 from stoker.base.logging import get_logger
 from stoker.server.coordination import Coordination, Coordinator, Values
 
 log = get_logger(__name__)
 
 SOCKET = "coordination"
+MAX_PATH_BYTES = 107  # of a Unix socket
 
 
 class SupervisorCoordinator(Coordinator):
@@ -33,6 +35,10 @@ class SupervisorCoordinator(Coordinator):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self, run_dir: Path) -> asyncio.Server:
+        """Accept frontends. Raises ConfigError if the path of the socket is too long."""
+        if len(os.fsencode(run_dir / SOCKET)) > MAX_PATH_BYTES:
+            text = f"the socket path {str(run_dir / SOCKET)!r} is longer than {MAX_PATH_BYTES} bytes."
+            raise ConfigError(text, cure="Set TMPDIR to a shorter folder.")
         return await asyncio.start_unix_server(self._serve, run_dir / SOCKET)
 
     async def close(self) -> None:
