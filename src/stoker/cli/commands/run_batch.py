@@ -62,7 +62,7 @@ def run_batch(
         _report(num_done, 0, 0)
         return
     with running_llm(model, runtime, build) as llm, output_file.open("ab") as output:
-        from stoker.cli.output.progress import shown_progress
+        from stoker.api.progress import shown_progress
         from stoker.server.protocols.openai.batches.offline import run_offline
 
         counts = {True: 0, False: 0}
