@@ -80,17 +80,17 @@ def load_command(row: Command) -> Any:
 
 
 def load_target(row: Command) -> Any:
-    """Import a row's module and return its function, or its table of sub-commands."""
+    """Import a row's module, and return its function or its table of sub-commands."""
     module, _, name = row.target.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def split_docstring(function: Callable[..., Any]) -> tuple[str, list[str]]:
-    """A command function's description, and the command lines in the "Examples:" section at the end of its docstring."""
+    """(description, example command lines) of a command function. The examples are in the last section of its docstring."""
     description, _, section = (inspect.getdoc(function) or "").partition(EXAMPLES_HEADING)
     return description.strip(), [line.strip() for line in section.splitlines() if line.strip()]
 
 
 def _epilog(examples: list[str]) -> str:
-    """The examples as the last section of the help. click does not wrap a paragraph that begins with a line of \\b alone."""
+    r"""The examples as the last section of the help. click does not wrap a paragraph that begins with a line of \b alone."""
     return "\n".join([EXAMPLES_HEADING, "", "\b", *(f"  {line}" for line in examples)])

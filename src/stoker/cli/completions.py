@@ -1,4 +1,4 @@
-"""The words that can follow on a command line: commands, options, values of options, and names of cached engines."""
+"""The possible completions of a command line: commands, options, values of options, and names of cached engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODELS = ("model", "engines")  # arguments that accept a name of `stoker list`
 
 
 def complete_words(words: list[str]) -> list[str]:
-    """The possible completions of the last of `words`, which follow `stoker`. Empty where a shell completes file names."""
+    """The possible completions of the last of `words`, which follow `stoker`. Empty where the shell should complete file names."""
     *before, last = words
     rows: tuple[Command, ...] = COMMANDS
     while before:
@@ -39,7 +39,7 @@ def complete_words(words: list[str]) -> list[str]:
 
 
 def _words_of_command(command: Any, before: list[str], last: str) -> list[str]:
-    """What may follow the words `before` of a command: the values of an option that was given last, options, or values of arguments."""
+    """The words that may follow the words `before` of a command: values of the last option, options, or values of arguments."""
     options = {name: parameter for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts) if name[0] == "-"}
     option = options.get(before[-1]) if before else None
     if option is not None and not getattr(option, "is_flag", False):
@@ -52,6 +52,7 @@ def _words_of_command(command: Any, before: list[str], last: str) -> list[str]:
 
 
 def _cached_names() -> list[str]:
+    """The names of cached engines."""
     from stoker.deploy.cached_engines import cached_engines
 
     return sorted({engine.name for engine in cached_engines()})

@@ -43,7 +43,7 @@ def read_config_file(context: typer.Context, file: Path | None) -> Path | None:
 
 
 def _parameters_by_key(context: typer.Context) -> dict[str, Any]:
-    """Key of the file → parameter of the command. --no-x has no key: x: false is the same."""
+    """The parameters of the command by their keys in the file. --no-x has no key: x: false is the same."""
     found: dict[str, Any] = {}
     for parameter in context.command.params:
         if parameter.name not in ("config", "help"):
@@ -53,7 +53,7 @@ def _parameters_by_key(context: typer.Context) -> dict[str, Any]:
 
 
 def _as_given(parameter: Any, value: Any, place: str) -> Any:
-    """A value of the file in the form that the command line has it: text, a list of texts for a repeatable option, or a flag."""
+    """A value of the file in the form that a command line has: a text, a list of texts for a repeatable option, or a flag."""
     if getattr(parameter, "is_flag", False):
         if not isinstance(value, bool):
             raise ConfigError(f"{place}={value!r} is refused.", cure="Use true or false.")
@@ -66,7 +66,7 @@ def _as_given(parameter: Any, value: Any, place: str) -> Any:
 
 
 def _checked(context: typer.Context, parameter: Any, value: Any, place: str) -> Any:
-    """The value, if the parameter accepts it."""
+    """The value, if the parameter accepts it. Raises ConfigError with the place in the file otherwise."""
     try:
         parameter.process_value(context, value)
     except typer.BadParameter as error:

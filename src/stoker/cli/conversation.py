@@ -20,7 +20,7 @@ SETTABLE = tuple(name for name in SAMPLING_HELP if name != "n")
 
 
 class Conversation:
-    """Messages so far, and how answers are sampled. `is_ended`: /exit was given."""
+    """The messages of a chat so far, and its sampling parameters. `is_ended` is set by /exit."""
 
     def __init__(self, model: str, system: str | None, params: SamplingParams) -> None:
         self.model = model
@@ -31,7 +31,7 @@ class Conversation:
         self.messages = list(self._initial)
 
     def run_command(self, line: str) -> str:
-        """Run a line that begins with a slash, and return what to print. Raises ConfigError or RequestError for a wrong one."""
+        """Run a line that begins with a slash, and return the text to print. Raises ConfigError or RequestError for a wrong command."""
         name, _, argument = line.partition(" ")
         command = COMMANDS.get(name)
         if command is None:
@@ -40,17 +40,17 @@ class Conversation:
         return command.run(self, argument.strip())
 
     def end(self, argument: str) -> str:
-        """/exit"""
+        """The command /exit: end the conversation."""
         self.is_ended = True
         return ""
 
     def reset(self, argument: str) -> str:
-        """/reset"""
+        """The command /reset: drop all messages except the system message."""
         self.messages = list(self._initial)
         return ""
 
     def set(self, argument: str) -> str:
-        """/set: without a name, shows the parameters."""
+        """The command /set: change a sampling parameter, or without a name return all parameters as text."""
         name, _, text = argument.replace("=", " ", 1).partition(" ")
         name = name.replace("-", "_")
         if not name:
@@ -62,7 +62,7 @@ class Conversation:
         return f"{name} {_text(getattr(self.params, name))}"
 
     def save(self, argument: str) -> str:
-        """/save: writes the messages in OpenAI's form. A file that this conversation did not write is not replaced."""
+        """The command /save: write the messages in OpenAI's form. Existing files of others are not replaced."""
         if not argument:
             raise ConfigError("/save needs a file.", cure="Write /save FILE.")
         file = Path(argument).expanduser()
@@ -76,7 +76,7 @@ class Conversation:
         return f"{len(self.messages)} messages are saved to {file}."
 
     def help(self, argument: str) -> str:
-        """/help"""
+        """The command /help: a description of all commands."""
         rows = [(f"{name} {command.usage}".rstrip(), command.summary) for name, command in COMMANDS.items()]
         rows += [
             ('"""', "A message of several lines begins and ends with three quotes."),
@@ -88,7 +88,7 @@ class Conversation:
 
 
 class ChatCommand(NamedTuple):
-    """One command of the chat."""
+    """One command of `stoker chat`."""
 
     usage: str
     summary: str
@@ -105,7 +105,7 @@ COMMANDS = {
 
 
 def _parse(name: str, text: str) -> Any:
-    """The value of a sampling parameter from text. Raises RequestError when it has another type."""
+    """The value of the sampling parameter `name`, from text. Raises RequestError when it has another type."""
     default = next(field.default for field in msgspec.structs.fields(SamplingParams) if field.name == name)
     if text.lower() == "none":
         return default
@@ -120,7 +120,7 @@ def _parse(name: str, text: str) -> Any:
 
 
 def _text(value: Any) -> str:
-    """A value as /set accepts it."""
+    """A value in the form that /set accepts."""
     if isinstance(value, tuple):
         return " ".join(value) or "none"
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

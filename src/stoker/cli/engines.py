@@ -1,4 +1,4 @@
-"""The engine that a command runs: from the MODEL argument, which is fetched and built if necessary, with progress on stderr."""
+"""Finds the engine of a command's MODEL argument, which is fetched and built if necessary, with progress on stderr."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 
 
 def prepare_engine(model: str, runtime: RuntimeConfig = RuntimeConfig(), build: BuildSettings = BuildSettings()) -> Path:
-    """The engine directory of `model`. Shows progress until it is ready. Raises what `deploy.local_engine.find_engine` raises."""
+    """The engine directory of `model`, with progress on stderr. Raises the errors of `deploy.local_engine.find_engine`."""
     from stoker.api.progress import shown_progress
 
     with shown_progress("preparing") as progress:
@@ -36,7 +36,7 @@ def prepare_engine(model: str, runtime: RuntimeConfig = RuntimeConfig(), build: 
 
 
 def prepare_files(model: str) -> Path:
-    """The local path of the files of `model`, which are fetched if necessary; no engine is built. Shows progress until they are there."""
+    """The local path of the files of `model`, which are fetched if necessary, with progress on stderr. No engine is built."""
     from stoker.api.progress import shown_progress
     from stoker.deploy.prepare import local_path
 
@@ -46,7 +46,7 @@ def prepare_files(model: str) -> Path:
 
 @contextmanager
 def loading(model: str, runtime: RuntimeConfig, build: BuildSettings) -> Iterator[Path]:
-    """The engine directory of `model`, for a block that loads it. Shows progress until the block ends."""
+    """Yield the engine directory of `model`, and show progress until the end of the block, which loads the engine."""
     from stoker.api.progress import shown_progress
 
     with shown_progress("preparing") as progress:
@@ -59,7 +59,7 @@ def loading(model: str, runtime: RuntimeConfig, build: BuildSettings) -> Iterato
 
 @contextmanager
 def running_llm(model: str, runtime: RuntimeConfig, build: BuildSettings) -> Iterator[LLM]:
-    """The engine of `model`, loaded in this process. Shows progress until it is loaded."""
+    """Yield the engine of `model`, loaded in this process. Progress is shown until it is loaded."""
     with loading(model, runtime, build) as engine:
         from stoker.api.llm import LLM
 
@@ -69,9 +69,9 @@ def running_llm(model: str, runtime: RuntimeConfig, build: BuildSettings) -> Ite
 
 
 def fetch_checkpoint(location: str, config: BuildConfig, progress: Progress) -> tuple[Path, str]:
-    """(local path, name) of the checkpoint to build an engine from. Settings are checked first.
+    """(local path, name) of the checkpoint of a build, which is fetched if necessary.
 
-    Raises ConfigError for a quantization that does not exist, and what `deploy.sources.resolve` raises.
+    The settings are checked first: raises ConfigError for an unknown quantization, and the errors of `deploy.sources.resolve`.
     """
     from stoker.builder.recipe import check_recipe
     from stoker.deploy.model_name import checkpoint_name_of

@@ -44,7 +44,7 @@ def check_one_host(process: JobProcess) -> None:
 
 
 def _find_first_rank(entry: bytes, launcher: int, job: frozenset[bytes]) -> Path | None:
-    """The /proc folder of the server whose environment has the entry "VARIABLE=0", of this launcher or this job."""
+    """The /proc folder of the server whose environment has the entry "VARIABLE=0" and that has this launcher or job; None if not found."""
     for comm in Path("/proc").glob("[0-9]*/comm"):
         if _read(comm) != b"tritonserver\n":
             continue
@@ -55,28 +55,29 @@ def _find_first_rank(entry: bytes, launcher: int, job: frozenset[bytes]) -> Path
 
 
 def _environment(folder: Path) -> frozenset[bytes]:
+    """The entries of a process's environment."""
     return frozenset(_read(folder / "environ").split(b"\0"))
 
 
 def _job(entries: frozenset[bytes]) -> frozenset[bytes]:
-    """The entries that name the job; empty if the launcher names none."""
+    """The entries that identify the job; empty if the launcher does not set them."""
     return frozenset(entry for entry in entries if entry.partition(b"=")[0] in _JOB_NAMES)
 
 
 def _parent(folder: Path) -> int:
-    """The parent of a process; 0 if it has ended."""
+    """The process id of a process's parent; 0 if the process has ended."""
     fields = _read(folder / "stat").rpartition(b")")[2].split()
     return int(fields[1]) if len(fields) > 1 else 0
 
 
 def _has_ended(folder: Path) -> bool:
-    """Whether the process is gone or a zombie that its parent has not reaped yet."""
+    """Whether the process has ended, or is a zombie."""
     state = _read(folder / "stat").rpartition(b")")[2].split()
     return not state or state[0] in (b"Z", b"X")
 
 
 def _read(file: Path) -> bytes:
-    """The content, or nothing if the process has ended or belongs to another user."""
+    """The content of a file in /proc; empty if the process has ended or belongs to another user."""
     try:
         return file.read_bytes()
     except OSError:

@@ -53,6 +53,7 @@ def main() -> int:
 
 
 def _print_version(requested: bool) -> None:
+    """Print the version and exit, if it is requested."""
     if requested:
         from stoker import __version__
 
@@ -63,7 +64,7 @@ def _print_version(requested: bool) -> None:
 def global_options(
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
-    """Options before the command name. Their callbacks have run when this is called."""
+    """Declares the options before the command name. Their callbacks have run already when this is called."""
 
 
 def _exit_on_sigterm(number: int, frame: object) -> NoReturn:
@@ -82,11 +83,13 @@ def _replace_unencodable_characters() -> None:
 
 
 def _describe(error: OSError) -> str:
+    """The message for an OSError, with a fix for common ones."""
     message = str(error) if error.filename is None else f"{error.filename}: {error.strerror}"
     return f"{message}. {CURES.get(error.errno or 0, '')}".rstrip()
 
 
 def _report(message: str, status: int) -> int:
+    """Print an error as one line on stderr, and return `status`."""
     if env.log_level() == "DEBUG":
         traceback.print_exc()
     print("stoker: " + " ".join(message.split("\n")), file=sys.stderr)

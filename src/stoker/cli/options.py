@@ -92,8 +92,11 @@ def struct_options(struct: type[msgspec.Struct], name: str, helps: dict[str, str
     options = [_option(struct, field, text, defaults) for field, text in helps.items()]
 
     def decorate(command: Function) -> Function:
+        """The command with the options."""
+
         @functools.wraps(command)
         def run(**arguments: Any) -> Any:
+            """Call the command with the struct."""
             values = {option.name: _field_value(struct, option.name, arguments.pop(option.name)) for option in options}
             return command(**arguments, **{name: struct(**values)})
 
@@ -106,14 +109,14 @@ def struct_options(struct: type[msgspec.Struct], name: str, helps: dict[str, str
 
 
 def explicit_parameters(context: typer.Context) -> dict[str, str]:
-    """Where each parameter was set: "command line", or the file of --config. Parameters at their default are left out."""
+    """The origin of each parameter that was set: "command line" or the file of --config. Parameters at their default are left out."""
     origins = {"COMMANDLINE": "command line", "DEFAULT_MAP": str(context.params.get("config"))}
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name: origins[source.name] for name, source in sources.items() if source is not None and source.name in origins}
 
 
 def read_lines(path: Path, what: str) -> list[str]:
-    """The non-empty lines of a UTF-8 text file. Raises ConfigError when it cannot be read or has none; `what` names a line's content."""
+    """The non-empty lines of a UTF-8 text file. Raises ConfigError when there are none; `what` describes a line in messages."""
     cure = f"Name a UTF-8 text file with one {what} a line."
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -125,7 +128,7 @@ def read_lines(path: Path, what: str) -> list[str]:
 
 
 def parse_template_settings(settings: list[str]) -> dict[str, str]:
-    """The values of --set, each "name:value" or several joined by commas, as a dictionary. Raises ConfigError."""
+    """The values of --set as a dictionary; each is "name:value", or several joined by commas. Raises ConfigError."""
     pairs = [pair for text in settings for pair in text.split(",") if pair]
     if wrong := next((pair for pair in pairs if ":" not in pair), None):
         raise ConfigError(f"--set {wrong!r} has no value.", cure="Write name:value.")
@@ -133,13 +136,14 @@ def parse_template_settings(settings: list[str]) -> dict[str, str]:
 
 
 def _parameters(command: Function) -> list[inspect.Parameter]:
-    """A command's parameters with evaluated annotations. Annotations that a decorator of this module added are values already."""
+    """The parameters of a command with evaluated annotations."""
     hints = typing.get_type_hints(command, include_extras=True) if not hasattr(command, "__signature__") else {}
     kind = inspect.Parameter.KEYWORD_ONLY
     return [p.replace(annotation=hints.get(p.name, p.annotation), kind=kind) for p in inspect.signature(command).parameters.values()]
 
 
 def _option(struct: type[msgspec.Struct], name: str, text: str, defaults: dict[str, Any]) -> inspect.Parameter:
+    """The option for one field of a struct, as a parameter of the command function."""
     field = next(field for field in msgspec.structs.fields(struct) if field.name == name)
     default = defaults.get(name, field.default)
     annotation: Any = typing.get_type_hints(struct)[name]
@@ -152,6 +156,7 @@ def _option(struct: type[msgspec.Struct], name: str, text: str, defaults: dict[s
 
 
 def _flag(name: str, annotation: Any) -> str:
+    """The flag of a field, such as --kv-cache-fraction or --overlap/--no-overlap."""
     flag = _FLAGS.get(name, name.replace("_", "-"))
     if annotation == (bool | None):
         return flag
@@ -159,12 +164,14 @@ def _flag(name: str, annotation: Any) -> str:
 
 
 def _field_value(struct: type[msgspec.Struct], name: str, value: Any) -> Any:
+    """The value of an option, converted to the type of the struct's field. Raises ConfigError."""
     if isinstance(value, str) and typing.get_type_hints(struct)[name] == _INDICES:
         return _parse_indices(name, value)
     return tuple(value) if isinstance(value, list) else value
 
 
 def _parse_indices(name: str, text: str) -> tuple[int, ...]:
+    """Indices separated by commas. Raises ConfigError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 5 for part in parts):
         raise ConfigError(f"{name}={text!r} is refused.", cure="Write indices with commas between them: 0,1.")
@@ -172,7 +179,7 @@ def _parse_indices(name: str, text: str) -> tuple[int, ...]:
 
 
 def sampling_options(**defaults: Any) -> Callable[[Function], Function]:
-    """Decorate a command with the options of SamplingParams; it receives them as `params`."""
+    """Decorate a command with the options of SamplingParams, which it receives as `params`."""
     return struct_options(SamplingParams, "params", SAMPLING_HELP, **defaults)
 
 

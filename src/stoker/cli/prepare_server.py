@@ -1,4 +1,4 @@
-"""From a path or address on the command line to an engine and the settings to serve it with.
+"""Prepares a server: from a path or address on the command line to an engine and the settings with which it is served.
 
 `read_deployment` reads what the path requests and applies the command line's options; it fetches and builds nothing but the folder itself.
 `prepare_server` fetches or builds the engine.
@@ -32,7 +32,7 @@ S = TypeVar("S", ServerSettings, RuntimeConfig)
 
 
 class PreparedServer(msgspec.Struct, kw_only=True):
-    """The arguments of server.process.serve."""
+    """The arguments of `server.processes.supervisor.serve`."""
 
     engine: Path
     settings: ServerSettings
@@ -81,14 +81,14 @@ def prepare_server(deployment: Deployment, progress: prepare.Progress | None = N
 
 
 def engine_is_missing(deployment: Deployment) -> bool:
-    """Whether `prepare_server` may take long because the engine is not a local directory. A cached build also counts as missing."""
+    """Whether `prepare_server` may take long, because the engine is not a local directory. True for cached builds, too."""
     return _local_engine(deployment) is None
 
 
 def check_engine(deployment: Deployment) -> None:
-    """Raise the error of a start that would not accept the deployment's local engine. Without a local engine, only paths are checked.
+    """Raise the errors of a start that would not accept the deployment's local engine. Without one, only paths are checked.
 
-    A start refuses a missing or incomplete engine, one of another format version or for other devices or ranks, and settings above its
+    A start rejects a missing or incomplete engine, one of another format version or for other devices or ranks, and settings above its
     limits.
     """
     prepare.check_locations(deployment)
@@ -99,7 +99,7 @@ def check_engine(deployment: Deployment) -> None:
 
 
 def engine_info(path: Path) -> EngineInfo:
-    """What an export needs from an engine's config.json. Raises EngineError."""
+    """The data in an engine's config.json that an export needs. Raises EngineError."""
     config = Engine.open(path).config
     return EngineInfo(
         path=str(path.resolve()), architecture=config.model.architecture, vocab_size=config.model.vocab_size, dtype=config.dtype,
@@ -108,7 +108,7 @@ def engine_info(path: Path) -> EngineInfo:
 
 
 def override_fields(base: S, settings: S, explicit: frozenset[str] | None = None) -> S:
-    """`base` with the fields of `settings` that `explicit` names. Without it, with the fields that differ from their default."""
+    """A copy of `base` with the fields in `explicit` from `settings`; None stands for the fields that differ from their default."""
     default = type(settings)()
     names = [name for name in settings.__struct_fields__ if explicit is None or name in explicit]
     changed = {
@@ -139,6 +139,7 @@ def _local_engine(deployment: Deployment) -> Path | None:
 
 
 def _override(deployment: Deployment, settings: ServerSettings, runtime: RuntimeConfig, explicit: frozenset[str] | None) -> Deployment:
+    """The deployment with the command line's settings."""
     return msgspec.structs.replace(
         deployment,
         server=override_fields(deployment.server, settings, explicit),
@@ -147,7 +148,7 @@ def _override(deployment: Deployment, settings: ServerSettings, runtime: Runtime
 
 
 def _with_name(deployment: Deployment, path: str | Path | None) -> Deployment:
-    """`deployment` named after the path or address on the command line, where it would be named after its folder in the cache.
+    """`deployment` with a model name from the path or address on the command line, instead of from its folder in the cache.
 
     The models of a Triton repository have their names in the repository's files; the server is named after the engine.
     """
@@ -159,7 +160,7 @@ def _with_name(deployment: Deployment, path: str | Path | None) -> Deployment:
 
 
 def _with_models(settings: ServerSettings, engine: Path) -> ServerSettings:
-    """`settings` with the five Triton models of an engine, when the deployment format has no options of its own."""
+    """`settings` with the five Triton models of an engine, if the deployment format has no Triton options of its own."""
     if settings.options is not None:
         return settings
     info = engine_info(engine)

@@ -37,7 +37,7 @@ def prepare_repository(repository: Path) -> tuple[PreparedServer, TritonOptions]
 
 
 def check_world_size(name: str, requested: int | None, prepared: PreparedServer) -> None:
-    """Raise ConfigError if the number of ranks that `name` requests is not the engine's. None requests no number."""
+    """Raise ConfigError if `requested` ranks are not the engine's number of ranks. None: any number. `name` is the option in messages."""
     from stoker.cli.prepare_server import engine_info
 
     num_ranks = engine_info(prepared.engine).mapping.world_size
@@ -51,7 +51,7 @@ def check_world_size(name: str, requested: int | None, prepared: PreparedServer)
 def serve_repository(
     repository: Path, prepared: PreparedServer, announce: Callable[[str], None], complete: Callable[[PreparedServer], ServerSettings]
 ) -> int:
-    """Serve until SIGINT or SIGTERM. Returns the exit status. `complete` applies the options of the command line to what was read.
+    """Serve until SIGINT or SIGTERM. Returns the exit status. `complete` applies the command line's options to the settings.
 
     The process is named tritonserver: scripts search for it with pgrep. When a client loads a model, `repository` is read again. Clients
     must send the API key in STOKER_API_KEY, if it is set.
@@ -60,6 +60,7 @@ def serve_repository(
     from stoker.server.processes.tasks import ServedEngine
 
     def read_again() -> ServedEngine:
+        """Read the repository again, for a client that loads a model."""
         again, _ = prepare_repository(repository)
         tokenizer = again.tokenizer or again.engine
         return ServedEngine(engine=again.engine, tokenizer=tokenizer, runtime=again.runtime, settings=complete(again))
@@ -70,7 +71,7 @@ def serve_repository(
 
 
 def with_options(settings: ServerSettings, **changes: object) -> ServerSettings:
-    """`settings` with other values of fields of its TritonOptions."""
+    """A copy of `settings`, in whose TritonOptions the fields `changes` are replaced."""
     assert isinstance(settings.options, TritonOptions)
     return msgspec.structs.replace(settings, options=msgspec.structs.replace(settings.options, **changes))
 
@@ -88,7 +89,7 @@ def check_no_tritonserver() -> None:
 
 @contextmanager
 def logging_to(file: Path | None, level: str = "INFO") -> Iterator[None]:
-    """Log at `level` inside the block, from this process and its children: appended to `file`, or to standard error without a file.
+    """In the block, log at `level` from this process and its children, appended to `file` or, without a file, to standard error.
 
     STOKER_LOG takes precedence over `level` INFO.
     """

@@ -46,6 +46,7 @@ def running_server(model: Path | str, options: Sequence[str] = (), *, log: IO[st
 
 
 def _wait_until_ready(process: subprocess.Popen[str]) -> str:
+    """The URL of the server, from its ready line. Raises UnavailableError when it exits before."""
     assert process.stdout is not None
     for line in process.stdout:
         if match := READY_LINE.search(line):

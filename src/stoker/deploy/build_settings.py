@@ -47,12 +47,12 @@ class BuildSettings(msgspec.Struct, frozen=True, kw_only=True):
             check_choice("dtype", self.dtype, DTYPES)
 
     def chosen(self) -> dict[str, object]:
-        """Name → value of the fields that are set."""
+        """The fields that are set, by name."""
         return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
 
 
 def apply_build_settings(deployment: Deployment, settings: BuildSettings) -> Deployment:
-    """The deployment with `settings`. Raises ConfigError for a wrong value, and for an engine, which is built already."""
+    """A copy of the deployment with `settings`. Raises ConfigError for a wrong value, and for a deployment of a built engine."""
     chosen, source = settings.chosen(), deployment.source
     if not chosen:
         return deployment

@@ -48,7 +48,7 @@ class CacheEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cache_parts() -> list[CachePart]:
-    """The parts of the cache, and the cache of the hub."""
+    """All parts of Stoker's cache, and the cache of the model hub."""
     parts = [_measure(name, folder, text) for name, text in PARTS.items() if (folder := _folder(name)).is_dir()]
     hub = _hub_folder()
     if hub.is_dir():
@@ -87,6 +87,7 @@ def remove_entry(entry: CacheEntry) -> bool:
 
 
 def _delete(path: Path) -> None:
+    """Remove a file or a directory with its content."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -94,23 +95,28 @@ def _delete(path: Path) -> None:
 
 
 def _folder(name: str) -> Path:
+    """The folder of a part of the cache."""
     return env.kernel_cache() if name == "kernels" else env.cache_dir() / name
 
 
 def _hub_folder() -> Path:
+    """The folder of the hub's cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)
 
 
 def _children(folder: Path) -> list[Path]:
+    """The files and directories in a folder; empty if it does not exist."""
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
 def _measure(name: str, folder: Path, description: str) -> CachePart:
+    """The number of entries and the size of a part."""
     count = sum(1 for child in folder.iterdir() if child.suffix != ".lock")
     return CachePart(name=name, path=str(folder), description=description, num_entries=count, num_bytes=folder_bytes(folder))
 
 
 def _size(path: Path) -> int:
+    """The size of a file or directory in bytes."""
     return folder_bytes(path) if path.is_dir() and not path.is_symlink() else path.stat(follow_symlinks=False).st_size

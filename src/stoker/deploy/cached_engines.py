@@ -35,12 +35,12 @@ class CachedEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def engines_folder() -> Path:
-    """The folder of the cached engines."""
+    """The folder that contains the cached engines."""
     return env.cache_dir() / "engines"
 
 
 def cached_engines() -> list[CachedEngine]:
-    """The engines of the cache, the most recently used first. Damaged ones are left out."""
+    """All engines in the cache, the most recently used first. Damaged ones are left out."""
     folder = engines_folder()
     if not folder.is_dir():
         return []
@@ -55,7 +55,7 @@ def matching_engines(text: str) -> list[CachedEngine]:
 
 
 def find_cached_engine(text: str) -> Path | None:
-    """The cached engine that a name or id denotes; None when there is none. Raises ConfigError when there are several."""
+    """The path of the cached engine with this name or id, or None. Raises ConfigError when there are several."""
     found = matching_engines(text)
     if len(found) > 1:
         ids = ", ".join(f"{engine.id} ({engine.quantization}, {engine.dtype})" for engine in found)
@@ -77,11 +77,12 @@ def remove_engine(engine: CachedEngine) -> None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """The size of all files below a folder. Hard and symbolic links count once, as nothing."""
+    """The size of all files in a folder and its sub-folders in bytes. A file with several hard links counts once, a symbolic link as 0."""
     return sum(file.stat(follow_symlinks=False).st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
 
 
 def _describe(path: Path) -> CachedEngine | None:
+    """The engine at `path`, or None if it is damaged."""
     config: dict[str, Any] = read_config(path)
     try:
         return CachedEngine(

@@ -10,7 +10,10 @@ from stoker.deploy.engine import read_config
 
 
 def is_checkpoint(path: Path) -> bool:
-    """A config.json that names a model, or a GGUF file. A folder with a configuration file has the format of that file."""
+    """Whether `path` is a folder with a config.json that names a model, or a GGUF file.
+
+    A folder with the configuration file of another format has that format.
+    """
     if path.suffix == ".gguf" and path.is_file():
         return True
     if not path.is_dir() or has_configuration_file(path):

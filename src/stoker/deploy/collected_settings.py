@@ -73,7 +73,7 @@ class CollectedSettings:
             self.set(row.target, value, found.origin, shown)
 
     def add_layer(self, layer: Iterable[FoundValue]) -> None:
-        """Add a source of lower precedence than all before it. A target that is set keeps its value, and a note is added."""
+        """Add a source whose precedence is lower than that of all sources before it. A set target keeps its value, and a note is added."""
         before = dict(self._by_target)
         for found in layer:
             row = self._table.get(found.key)
@@ -102,16 +102,16 @@ class CollectedSettings:
             self.set(target, value, DEFAULT)
 
     def get(self, target: str, default: Any = None) -> Any:
-        """The value of a target."""
+        """The value of a target, or `default` if it is not set."""
         setting = self._by_target.get(target)
         return default if setting is None else setting.value
 
     def setting(self, target: str) -> Setting:
-        """The setting of a target, which must be set."""
+        """The setting of a target. Raises KeyError if it is not set."""
         return self._by_target[target]
 
     def pop(self, target: str) -> Setting | None:
-        """Remove and return a setting, to convert it to others."""
+        """Remove and return a setting, for a caller that converts it to others. None if it is not set."""
         return self._by_target.pop(target, None)
 
     def targets(self) -> list[str]:
@@ -119,12 +119,12 @@ class CollectedSettings:
         return list(self._by_target)
 
     def section(self, section: str) -> dict[str, Any]:
-        """Name → value of all targets SECTION.NAME."""
+        """The values of all targets SECTION.NAME, by name."""
         prefix = f"{section}."
         return {setting.name: setting.value for target, setting in self._by_target.items() if target.startswith(prefix)}
 
     def settings(self) -> tuple[Setting, ...]:
-        """All settings, in the order of reading."""
+        """All settings, in the order in which they were read."""
         return tuple(self._by_target.values())
 
     def note(self, key: str, text: str, origin: Origin, severity: Severity = "info") -> None:
@@ -132,7 +132,10 @@ class CollectedSettings:
         self.notes.append(Note(severity=severity, key=key, text=text, origin=origin))
 
     def build(self, kind: type[S], section: str, **more: Any) -> S:
-        """A struct with the values of a section and `more`. Its ConfigError is raised with file, line and key of the value."""
+        """A struct of type `kind` with the values of a section and `more`.
+
+        A ConfigError of its constructor is raised with the file, line and key of the value.
+        """
         try:
             return kind(**self.section(section), **more)
         except ConfigError as error:
@@ -143,7 +146,7 @@ class CollectedSettings:
             raise invalid_value(setting.origin, setting.key or setting.name, setting.value, limit, error.cure) from None
 
     def _culprit(self, section: str, error: ConfigError) -> Setting | None:
-        """The setting that an error of the form NAME=VALUE is about."""
+        """The setting that caused an error of the form NAME=VALUE, or None."""
         targets = [target for target in self._by_target if target.startswith(f"{section}.")]
         return next((self._by_target[t] for t in targets if error.message.startswith(f"{self._by_target[t].name}=")), None)
 

@@ -1,4 +1,4 @@
-"""The `Deployment`: what a deployment folder requests, in the same form for every format, with the file and line of each setting."""
+"""The `Deployment`: the settings in a deployment folder, in the same form for every format, with the file and line of each one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Severity = Literal["info", "warning"]
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Where a setting was written. `line` counts from 1; 0 for sources without lines (environment, default)."""
+    """The place where a setting was written. `line` counts from 1; 0 for sources without lines (environment, default)."""
 
     source: str  # a file's path, "environment" or "default"
     line: int = 0
@@ -58,7 +58,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
-    """A remark about one key: why it has no effect, or what was assumed."""
+    """A remark about one key: the reason why it has no effect, or an assumption."""
 
     severity: Severity
     key: str
@@ -117,7 +117,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
-    """What a folder requests: the source of the engine, and the settings to run and to serve it."""
+    """The settings in a folder: the source of the engine, and how it is run and served."""
 
     format: str  # name of the row of FORMATS
     path: str  # the folder or file that was read
@@ -152,17 +152,17 @@ FORMATS: Registry[Format] = Registry("deployment format")
 
 
 def configuration_files() -> tuple[str, ...]:
-    """Names of the files that configure a folder, of all formats."""
+    """The names of the configuration files of all formats."""
     return tuple(row.file for row in map(FORMATS.get, FORMATS) if row.file)
 
 
 def has_configuration_file(path: Path) -> bool:
-    """Whether a folder has the configuration file of a format, which decides even beside an engine or checkpoint."""
+    """Whether a folder has the configuration file of a format, which takes precedence over an engine or checkpoint in it."""
     return any((path / name).is_file() for name in configuration_files())
 
 
 def find_format(path: Path) -> Format:
-    """The format of `path`. Raises ConfigError when no format, or more than one, recognises it."""
+    """The format of `path`. Raises ConfigError when no format, or more than one, recognises `path`."""
     found = [row for row in map(FORMATS.get, FORMATS) if row.recognise(path)]
     if len(found) == 1:
         return found[0]

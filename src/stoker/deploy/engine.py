@@ -15,7 +15,10 @@ MAX_CONFIG_BYTES = 64 << 20
 
 
 def is_engine(path: Path) -> bool:
-    """A config.json of an engine. A folder with a configuration file has the format of that file."""
+    """Whether `path` is a folder with the config.json of an engine.
+
+    A folder with the configuration file of another format has that format.
+    """
     return "format_version" in read_config(path) and not has_configuration_file(path)
 
 

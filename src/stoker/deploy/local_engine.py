@@ -1,4 +1,4 @@
-"""From any location to a local engine directory. Commands and programs that run a model use this one function."""
+"""Finds the local engine directory of any location. All commands and programs that run a model use this function."""
 
 from __future__ import annotations
 

@@ -15,10 +15,11 @@ _CONTENT_ADDRESS = re.compile(r"[0-9a-f]{40}")  # the folder of an engine in the
 
 
 def model_name_of(location: str | Path) -> str:
-    """The last part of a path or address without the suffix of an archive: Llama-3-8B for s3://bucket/models/Llama-3-8B.tar.gz.
+    """The name of a model: the last part of its path or address without the suffix of an archive.
 
-    For a configuration file (serving.properties, config.yaml) it is the name of its folder; for an engine in the cache, whose folder is
-    named after a digest, that of its checkpoint; for a snapshot in the cache of the hub, that of the repository.
+    An example is Llama-3-8B for s3://bucket/models/Llama-3-8B.tar.gz. For a configuration file (serving.properties, config.yaml) it is the
+    name of its folder; for an engine in the cache, whose folder is named after a digest, that of its checkpoint; for a snapshot in the
+    cache of the hub, that of the repository.
     """
     path = Path(location).expanduser()
     if path.is_file() and path.name in configuration_files():
@@ -31,7 +32,7 @@ def model_name_of(location: str | Path) -> str:
 
 
 def checkpoint_name_of(location: str | Path) -> str:
-    """The name that an engine records of its checkpoint: the file name of a path, a hub id, or the last part of an address."""
+    """The name of the checkpoint in an engine's config: the file name of a path, a hub id, or the last part of an address."""
     path = Path(location).expanduser()
     if path.is_file() or path.is_dir():
         if repository := hub_id_of_snapshot(path):
@@ -44,4 +45,5 @@ def checkpoint_name_of(location: str | Path) -> str:
 
 
 def _without_suffix(name: str) -> str:
+    """The name without the suffix of an archive."""
     return _SUFFIXES.sub("", name)

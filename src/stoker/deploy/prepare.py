@@ -1,4 +1,4 @@
-"""Reads the deployment of a location, and prepares its engine: fetches it, or builds it through the engine cache."""
+"""Reads the deployment of a location, and prepares its engine, which is fetched or built through the engine cache."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class PreparedEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_deployment(location: str | Path | None, environment: Environment[str, str], progress: Progress | None = None) -> Deployment:
-    """The deployment of `location`: a folder of any format, a .gguf file, a tar archive, or an address, which is fetched.
+    """The deployment for `location`: a folder of any format, a .gguf file, a tar archive, or an address, which is fetched.
 
-    None: the deployment of a SageMaker container, /opt/ml/model and the environment. Raises ConfigError for an unknown format and for
-    settings that are not supported, CheckpointError for a location that cannot be fetched.
+    None stands for a SageMaker container: /opt/ml/model and the environment. Raises ConfigError for an unknown format and for settings that
+    are not supported, CheckpointError for a location that cannot be fetched.
     """
     if location is None:
         return _read_container(environment)
@@ -76,6 +76,7 @@ def local_path(location: str | Path, environment: Environment[str, str], progres
 
 
 def _read_container(environment: Environment[str, str]) -> Deployment:
+    """The deployment of a SageMaker container. Raises ConfigError if neither the folder nor a model id is set."""
     if not CONTAINER.is_dir() and not (environment.get("HF_MODEL_ID") or environment.get("OPTION_MODEL_ID")):
         raise ConfigError(f"{CONTAINER} does not exist, and HF_MODEL_ID is not set.", cure="Name a folder: stoker serve DIR.")
     return load_lmi(CONTAINER, environment)
@@ -107,7 +108,7 @@ def check_locations(deployment: Deployment) -> None:
 
 
 def _engine(deployment: Deployment, local: Path, environment: Environment[str, str], progress: Progress | None) -> Path:
-    """The directory of the engine, which is built if the source is a checkpoint."""
+    """The directory of the deployment's engine, which is built if the source is a checkpoint."""
     source = deployment.source
     if isinstance(source, BuildOptions) and "format_version" not in read_config(local):
         return _build(deployment, local, environment, progress)
@@ -120,7 +121,7 @@ def _engine(deployment: Deployment, local: Path, environment: Environment[str, s
 def fetch_location(
     location: str, source: EngineSource | BuildOptions, environment: Environment[str, str], progress: Progress | None
 ) -> Path:
-    """The local path of a location of `source`. The secret that `source` names is read here and passed only to the download."""
+    """The local path of a location of `source`. The secret that `source` names is only read here, for the download."""
     token = find_secret(source.token_secret, environment) if source.token_secret else None
     if Path(location).expanduser().exists():
         return Path(location).expanduser()
@@ -171,6 +172,7 @@ def check_build(settings: BuildSettings) -> None:
 
 
 def _build(deployment: Deployment, local: Path, environment: Environment[str, str], progress: Progress | None) -> Path:
+    """The directory of the engine, which is built unless it is cached."""
     from stoker.builder.build import build_cached
     from stoker.runtime.aot import compile_kernels
 
@@ -185,7 +187,7 @@ def _build(deployment: Deployment, local: Path, environment: Environment[str, st
 
 
 def check_ranks(deployment: Deployment, engine: Path) -> None:
-    """Raise ConfigError when the engine was built for other ranks than the deployment requires."""
+    """Raise ConfigError when the engine was built for another number of ranks than the deployment requires."""
     from stoker.engine.reader import Engine
 
     required, built = deployment.source.mapping, Engine.open(engine).config.mapping
@@ -197,11 +199,12 @@ def check_ranks(deployment: Deployment, engine: Path) -> None:
 
 
 def _ranks(mapping: Mapping) -> str:
+    """The numbers of ranks, for messages."""
     return f"tensor {mapping.tensor_parallel} × pipeline {mapping.pipeline_parallel}"
 
 
 def _tokenizer(deployment: Deployment, engine: Path, environment: Environment[str, str], progress: Progress | None) -> Path | None:
-    """A directory with a tokenizer.json. None: that of the engine, into which a build has copied the configured tokenizer."""
+    """A directory with a tokenizer.json, or None for the engine's own, into which a build has copied the configured tokenizer."""
     if deployment.tokenizer is None or isinstance(deployment.source, BuildOptions) or Path(deployment.tokenizer) == engine:
         return None
     folder = fetch_location(deployment.tokenizer, deployment.source, environment, progress)

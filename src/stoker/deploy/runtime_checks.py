@@ -17,7 +17,7 @@ DXG = Path("/dev/dxg")  # the GPU of the Windows Subsystem for Linux, which has 
 
 
 def check_runtime(deployment: Deployment, environment: Environment[str, str]) -> None:
-    """Raise ConfigError when the deployment's runtime settings exceed its local engine, or name a device that is absent.
+    """Raise ConfigError when runtime settings exceed the limits of the local engine, or name an absent device.
 
     An engine that is not local yet is checked when it is loaded.
     """
@@ -46,7 +46,7 @@ def check_device(device: str | None, environment: Environment[str, str]) -> None
 
 
 def with_runtime_limits(deployment: Deployment, runtime: RuntimeConfig) -> Deployment:
-    """The deployment with the limits of its build raised to the batch sizes that `runtime` requests, so that the engine satisfies them."""
+    """A copy of the deployment in which the limits of the build are at least the batch sizes that `runtime` requests."""
     source = deployment.source
     if not isinstance(source, BuildOptions):
         return deployment

@@ -1,4 +1,4 @@
-"""Secrets by name. Configurations contain only names; the value is read for the download that needs it."""
+"""Secrets by name. Configurations contain only names; a value is read for the download that needs it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Secret:
         return "Secret(hidden)"
 
     def reveal(self) -> str:
-        """The value."""
+        """The secret value."""
         return self._value
 
 
 def find_secret(name: str, environment: Environment[str, str], mount: Path = MOUNT) -> Secret | None:
-    """The secret `name` from the file /secrets/NAME, else the variable TRUSS_SECRET_NAME, else the variable NAME; None without one.
+    """The secret called `name`, from the file /secrets/NAME, the variable TRUSS_SECRET_NAME or the variable NAME; None if there is none.
 
     A hub token is also read from HF_TOKEN and HUGGING_FACE_HUB_TOKEN. Raises ConfigError for a name with other characters than those of
     `check_secret_name`, and for a file that is too large.
@@ -45,12 +45,12 @@ def find_secret(name: str, environment: Environment[str, str], mount: Path = MOU
 
 
 def secret_places(name: str) -> str:
-    """The places where the secret can be stored, for messages."""
+    """A list of the places where the secret can be stored, for messages."""
     return f"/secrets/{name}, {_PREFIX}{name}" + (" or HF_TOKEN" if name in _HUB else "")
 
 
 def check_secret_name(name: str) -> None:
-    """Raise ConfigError unless `name` is a plain name. The message does not print it, because it may be the secret itself."""
+    """Raise ConfigError unless `name` is a plain name. The message does not contain it, because it may be the secret itself."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name):
         raise ConfigError(
             "the name of a secret is refused.", cure="Use at most 64 letters, digits, _, - and . (and write the name, not the value)."
@@ -58,6 +58,7 @@ def check_secret_name(name: str) -> None:
 
 
 def _read(path: Path) -> Secret | None:
+    """The secret in a file. Raises ConfigError if it is too large."""
     with path.open("rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:

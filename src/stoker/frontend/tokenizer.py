@@ -19,8 +19,9 @@ MAX_COMPOSITION = 4  # characters that a normalizer can combine into one (NFC of
 class Tokenizer:
     """Encodes and decodes text. Thread-safe; `encode` releases the global interpreter lock.
 
-    vocab_size: the highest id + 1. The vocabulary of the engine can be larger. end_ids: the ids that end a sequence: eos_token_id of
-    generation_config.json and eos_token of the tokenizer. max_token_chars: the largest number of characters that one token can represent.
+    vocab_size: the highest id + 1. The vocabulary of the engine can be larger.
+    end_ids: the ids that end a sequence: eos_token_id of generation_config.json and eos_token of the tokenizer.
+    max_token_chars: the largest number of characters that one token can represent.
     """
 
     def __init__(self, core: tokenizers.Tokenizer, config: dict[str, Any] | None = None, generation: dict[str, Any] | None = None) -> None:

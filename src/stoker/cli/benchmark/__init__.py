@@ -1,1 +1,1 @@
-"""What the benchmark commands and the scripts in benchmarks/ share: the executor they drive, machine facts, and results."""
+"""The parts that benchmark commands and the scripts in benchmarks/ share: a benchmarked executor, facts about the machine, and results."""

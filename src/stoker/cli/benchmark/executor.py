@@ -46,7 +46,7 @@ class ExecutorBenchmark:
         return batch_run.run_batch(self.executor, self._random_requests(count, input_len, output_len), output_len)
 
     def submit(self, count: int, input_len: int, output_len: int) -> None:
-        """Submit `count` requests; the caller then steps the executor, and calls `cancel_submitted` at the end. Raises as `run` does."""
+        """Submit `count` requests. The caller then steps the executor, and calls `cancel_submitted` at the end. Raises ConfigError."""
         requests = self._random_requests(count, input_len, output_len)
         self._submitted = [request.request_id for request in requests]
         self._mailbox.submit(requests)
@@ -64,7 +64,7 @@ class ExecutorBenchmark:
 
     @property
     def kernel_counts(self) -> dict[str, Any]:
-        """How many Triton kernels this process found in the cache, and how many it compiled. Empty on a CPU."""
+        """The number of Triton kernels that this process found in the cache, and that it compiled. Empty on a CPU."""
         if self.executor.info.device != "cuda":
             return {}
         from stoker.kernels.triton.aot.kernel_cache import counts
@@ -72,6 +72,7 @@ class ExecutorBenchmark:
         return {"kernels": {"cached": counts.cached, "compiled": counts.compiled, "compile s": counts.compile_s}}
 
     def _random_requests(self, count: int, input_len: int, output_len: int) -> list[TokenRequest]:
+        """`count` requests with new random prompts. Raises ConfigError when they exceed the engine's limits."""
         from stoker.profiling import batch_run
 
         info = self.executor.info

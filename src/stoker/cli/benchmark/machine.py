@@ -17,6 +17,7 @@ def device_name(device: str | None = None) -> str:
 
 
 def cpu_name() -> str:
+    """The name of the processor model, or of its architecture if unknown."""
     for line in _cpuinfo_lines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -24,16 +25,17 @@ def cpu_name() -> str:
 
 
 def cpu_flags() -> set[str]:
-    """The processor's instruction sets by Linux's names; empty when /proc/cpuinfo does not list them."""
+    """The instruction sets of the processor by their names in Linux; empty when /proc/cpuinfo does not list them."""
     return next((set(line.partition(":")[2].split()) for line in _cpuinfo_lines() if line.startswith("flags")), set())
 
 
 def available_cores() -> set[int]:
-    """Ids of the cores that this process may use."""
+    """The indices of the cores that this process may use."""
     return os.sched_getaffinity(0)
 
 
 def _cpuinfo_lines() -> list[str]:
+    """The lines of /proc/cpuinfo; empty without that file."""
     try:
         return Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

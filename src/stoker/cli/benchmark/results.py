@@ -1,4 +1,4 @@
-"""The results of a benchmark: a table on the terminal, and a JSON file that says on which machine and commit they were measured."""
+"""The results of a benchmark: a table on the terminal, and a JSON file that also describes the machine and the commit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGES = ("torch", "triton", "numpy", "tokenizers")
 
 
 def provenance(engine: Path | None = None, device: str | None = None) -> dict[str, Any]:
-    """Where and when results were measured: date, device, package versions and commit, and the engine when one is given."""
+    """Facts about a measurement: date, device, package versions and commit, and the engine when one is given."""
     found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "device": device_name(device),
@@ -43,7 +43,7 @@ def provenance(engine: Path | None = None, device: str | None = None) -> dict[st
 
 
 def source_commit() -> str | None:
-    """The commit of the running source tree, with + when it has changes. Outside of git: STOKER_COMMIT, or None."""
+    """The commit of the running source tree, with + if it has uncommitted changes. Outside of git: STOKER_COMMIT, or None."""
     source = Path(stoker.__file__).parent
     try:
         tracked = subprocess.run(["git", "-C", source, "ls-files", "__init__.py"], capture_output=True, text=True, check=True).stdout
@@ -56,7 +56,7 @@ def source_commit() -> str | None:
 
 
 def check_output_file(file: Path | None) -> None:
-    """Raise ConfigError when results could not be written to `file`; called before the measurement."""
+    """Raise ConfigError if results cannot be written to `file`. Called before the measurement."""
     if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
         raise ConfigError(f"--json {file} cannot be written.", cure="Name a file in an existing folder with write permission.")
 
@@ -76,18 +76,20 @@ def print_results(title: str, rows: list[dict[str, Any]], about: dict[str, Any],
 
 
 def percentile(values: list[float], percent: float) -> float:
-    """The smallest value such that at least `percent` % of the values do not exceed it (nearest rank)."""
+    """The smallest of `values` that at least `percent` % of them do not exceed (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def _format_cell(value: Any) -> str:
+    """A value as text, with four significant digits."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _package_versions() -> dict[str, str]:
+    """The versions of the packages that affect speed, if they are installed."""
     versions = {}
     for name in PACKAGES:
         try:

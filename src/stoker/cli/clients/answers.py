@@ -1,4 +1,4 @@
-"""The answers in the responses of a Triton server: texts or token ids by sequence, printed as they arrive or one after the other."""
+"""Collects the answers in responses of a Triton server, texts or token ids by sequence, and prints them as they arrive or at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Answers:
 
     @property
     def text(self) -> str:
-        """The text of the first sequence."""
+        """The text of the first sequence so far."""
         return self._texts.get(0, "")
 
     def add(self, result: Any) -> None:
@@ -41,7 +41,7 @@ class Answers:
             self._ids[index] = self._ids.get(index, []) + row
 
     def finish(self) -> None:
-        """Print what was not printed yet."""
+        """Print all answers that were not printed yet."""
         if self._is_single:
             return
         lines = self._texts or {index: ",".join(map(str, ids)) for index, ids in self._ids.items()}
@@ -49,6 +49,7 @@ class Answers:
             typer.echo(f"{index}: {line}")
 
     def _add_text(self, index: int, item: str) -> None:
+        """Add text of one sequence, and print it if it is the only sequence."""
         before = self._texts.get(index, "")
         self._texts[index] = text = item if self._accumulated else before + item
         if self._is_single:
@@ -56,7 +57,7 @@ class Answers:
 
     @staticmethod
     def _by_sequence(result: Any, items: list[Any]) -> list[tuple[int, Any]]:
-        """(index of its sequence, item). A response with one item names its sequence; one with several contains all, in order."""
+        """(index of the sequence, item) for each item of a response. A single item has an index; several items are in order."""
         if len(items) != 1:
             return list(enumerate(items))
         index = result.as_numpy("sequence_index")

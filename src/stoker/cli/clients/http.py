@@ -1,5 +1,4 @@
-"""A small HTTP client for JSON answers and event streams. It records arrival times and costs little per request, so that a benchmark with
-many concurrent streams measures the server and not the client. It sends the API key in STOKER_API_KEY."""
+"""A small HTTP client for JSON answers and event streams."""
 
 from __future__ import annotations
 
@@ -28,20 +27,26 @@ class Event(NamedTuple):
 
 
 async def get(url: str, path: str) -> bytes:
-    """The body of a GET. Raises UnavailableError without a server, and StokerError with the body of an answer whose status is not 200."""
+    """The body of the response to a GET request.
+
+    Raises UnavailableError if no server answers, and StokerError with the body of a response whose status is not 200.
+    """
     async with aclosing(_request(url, path, None)) as chunks:
         return b"".join([chunk async for _, chunk in chunks])
 
 
 async def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The JSON object that answers a JSON POST. Raises what `get` raises."""
+    """The JSON object in the response to a POST request with a JSON body. Raises the same errors as `get`."""
     async with aclosing(_request(url, path, body)) as chunks:
         answer: dict[str, Any] = json.loads(b"".join([chunk async for _, chunk in chunks]))
         return answer
 
 
 async def events(url: str, path: str, body: dict[str, Any]) -> AsyncGenerator[Event, None]:
-    """The events of a streamed POST, without the final [DONE]. Closing the generator closes the connection. Raises what `get` raises."""
+    """The events of a streamed POST request, without the final [DONE]. Closing the generator closes the connection.
+
+    Raises the same errors as `get`.
+    """
     rest = b""
     async with aclosing(_request(url, path, body)) as chunks:
         async for at, chunk in chunks:
@@ -53,7 +58,7 @@ async def events(url: str, path: str, body: dict[str, Any]) -> AsyncGenerator[Ev
 
 
 async def _request(url: str, path: str, body: dict[str, Any] | None) -> AsyncGenerator[tuple[float, bytes], None]:
-    """Send one request and yield (arrival time, bytes) for each chunk of the answer's body."""
+    """Send one request, and yield (arrival time, bytes) for each chunk of the response's body."""
     address, host, port = _parse_url(url)
     data = b"" if body is None else json.dumps(body).encode()
     method, target = "GET" if body is None else "POST", address.path.rstrip("/") + path
@@ -76,7 +81,7 @@ async def _request(url: str, path: str, body: dict[str, Any] | None) -> AsyncGen
 
 
 def _parse_url(url: str) -> tuple[SplitResult, str, int]:
-    """The parts of a URL, its host and its port. Raises ConfigError."""
+    """(parts, host, port) of a URL. Raises ConfigError."""
     try:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname:
@@ -97,6 +102,7 @@ class _Response(asyncio.Protocol):
         self._complete = False
 
     async def body(self) -> AsyncGenerator[tuple[float, bytes], None]:
+        """Yield (arrival time, bytes) for each chunk of the body. Raises StokerError for a status other than 200."""
         error = b""
         while (item := await self._chunks.get()) is not None:
             if self._status == 200:

@@ -7,9 +7,9 @@ from stoker.cli.clients.http import get
 
 
 async def read_metrics(url: str) -> dict[str, float]:
-    """Executor metrics, summed over models, by name: fields of ExecutorStats (num_steps, ...) and derived values (num_used_blocks, ...).
+    """Executor metrics by name, summed over models: fields of ExecutorStats (num_steps, ...) and derived values (num_used_blocks, ...).
 
-    Raises what `http.get` raises.
+    Raises the same errors as `http.get`.
     """
     from prometheus_client.parser import text_string_to_metric_families
 

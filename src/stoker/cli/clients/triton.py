@@ -33,7 +33,7 @@ def import_tritonclient(protocol: str) -> Any:
 
 
 def check_server(client: Any, url: str, protocol: str) -> None:
-    """Raise UnavailableError when no Triton server is at the address of a tritonclient."""
+    """Raise UnavailableError if no Triton server answers a tritonclient at its address."""
     from tritonclient.utils import InferenceServerException
 
     is_grpc = protocol == "grpc"
@@ -47,19 +47,19 @@ def check_server(client: Any, url: str, protocol: str) -> None:
 
 
 def no_server(url: str, protocol: str, reason: str) -> UnavailableError:
-    """The error of an address without a server."""
+    """The error for an address at which no server answers."""
     port = "--grpc-port 8001" if protocol == "grpc" else "--port 8000"
     return UnavailableError(f"{url} does not answer: {reason}.", cure=f"Start it: stoker serve MODEL {port}, or correct --url.")
 
 
 def key_headers() -> dict[str, str] | None:
-    """The header with the API key in STOKER_API_KEY."""
+    """The header with the API key in STOKER_API_KEY, or None without a key."""
     key = env.api_key()
     return None if key is None else {"authorization": f"Bearer {key}"}
 
 
 def input_tensors(tritonclient: Any, values: dict[str, Any]) -> list[Any]:
-    """InferInput objects of shape [1, number of values] for one request; data types are those of the five models' declared inputs."""
+    """InferInput objects of shape [1, number of values] for one request. Their data types are those that the five models declare."""
     inputs = []
     for name, value in values.items():
         dtype = kserve_name(_INPUTS[name].dtype)
@@ -104,7 +104,7 @@ def check_sizes(start_len: int, output_len: int, vocab_size: int, **counts: int)
 
 
 def infer(client: Any, model: str, inputs: list[Any]) -> Any:
-    """`client.infer` with the API key in STOKER_API_KEY; an error of the server is raised as StokerError with the server's message."""
+    """Call `client.infer` with the API key in STOKER_API_KEY. An error of the server is raised as StokerError with its message."""
     from tritonclient.utils import InferenceServerException
 
     try:

@@ -122,6 +122,7 @@ def build(
 
 
 def _build(checkpoint: str, output: Path, config: BuildConfig, *, force: bool, verify: str, kernels: bool) -> None:
+    """Build the engine with progress bars, and print a summary."""
     from rich.console import Console
 
     from stoker.api.progress import shown_progress
@@ -141,6 +142,7 @@ def _build(checkpoint: str, output: Path, config: BuildConfig, *, force: bool, v
 
 
 def _summary(engine: Engine) -> str:
+    """A description of the built engine, and the results of its checks."""
     from stoker.cli.output.build_checks import describe_checks
 
     config = engine.config
@@ -153,7 +155,7 @@ def _summary(engine: Engine) -> str:
 
 
 def _parse_pairs(pairs: list[str] | None, option: str) -> dict[str, Any]:
-    """NAME=VALUE pairs as a dictionary of texts; the receiver of the settings parses the values."""
+    """NAME=VALUE pairs as a dictionary of texts, which the settings parse later. Raises ConfigError; `option` is the name in messages."""
     for pair in pairs or []:
         if "=" not in pair:
             raise typer.BadParameter(f"{pair!r} is not NAME=VALUE", param_hint=option)
@@ -161,6 +163,7 @@ def _parse_pairs(pairs: list[str] | None, option: str) -> dict[str, Any]:
 
 
 def _dry_run(checkpoint: str, config: BuildConfig, memory_gib: float | None) -> None:
+    """Print the estimate. Raises ConfigError if nothing fits."""
     from rich.console import Console
 
     from stoker.api.progress import shown_progress
@@ -182,13 +185,14 @@ _MORE_MEMORY = "Use more devices (--tensor-parallel, --pipeline-parallel), a qua
 
 
 def _why_nothing_fits(sizes: Estimate, limits: Limits) -> str:
-    """Compares what one sequence of full length needs with the memory of the device."""
+    """An error message that compares the memory that one sequence of full length needs with the device's memory."""
     parts = f"weights {format_size(sizes.weights)}, activations {format_size(sizes.activations)}"
     need = f"{parts} and the KV cache of one sequence of {limits.max_seq_len} tokens {format_size(sizes.kv_sequence)}"
     return f"the engine does not fit: {need} per device, which has {format_size(sizes.memory or 0)}, of which a part stays unused."
 
 
 def _estimate_rows(sizes: Estimate, limits: Limits) -> list[tuple[str, str]]:
+    """(name, value) rows of the printed estimate."""
     memory = "unknown: set --memory-gib" if sizes.memory is None else format_size(sizes.memory)
     batch = "unknown" if sizes.largest_batch is None else f"{sizes.largest_batch} of {limits.max_batch_size}"
     return [

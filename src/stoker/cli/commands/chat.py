@@ -58,7 +58,7 @@ def chat(
 
 
 def _converse(llm: LLM, conversation: Conversation) -> None:
-    """Run commands and answer messages until the input ends. A rejected message is reported and dropped from the conversation."""
+    """Run commands and answer messages until the input ends. An error is printed, and its message is dropped from the conversation."""
     while not conversation.is_ended and (line := _read_message()):
         try:
             if line.startswith("/") and not line.startswith("//") and "\n" not in line:
@@ -71,14 +71,14 @@ def _converse(llm: LLM, conversation: Conversation) -> None:
 
 
 def _answer(llm: LLM, conversation: Conversation, message: str) -> None:
-    """Add a message and its answer to the conversation. Raises RequestError, and leaves the conversation as it was."""
+    """Add a message and its answer to the conversation. Raises RequestError, and then leaves the conversation unchanged."""
     messages = [*conversation.messages, {"role": "user", "content": message}]
     answer = _print_answer(llm, messages, conversation.params)
     conversation.messages = [*messages, {"role": "assistant", "content": answer}]
 
 
 def _read_message() -> str:
-    """The next message of the input: a line, or the lines between QUOTES. Empty at the end of the input."""
+    """The next message from the input: a line, or the lines between two QUOTES. Empty at the end of the input."""
     line = _read_line("> ").strip()
     if not line.startswith(QUOTES):
         return line
@@ -101,7 +101,7 @@ def _read_line(prompt: str) -> str:
 
 
 def _input(prompt: str) -> str:
-    """A line of input, with the editing and history of readline in a terminal."""
+    """The next line of input. In a terminal, it can be edited with readline, which has a history."""
     if not _is_terminal():
         return input()
     with contextlib.suppress(ImportError):
@@ -114,10 +114,11 @@ def _is_terminal() -> bool:
 
 
 def _print_answer(llm: LLM, messages: Messages, params: SamplingParams) -> str:
-    """Print the answer as it is generated, and return it. Ctrl-C stops it and keeps the text so far. Raises RequestError."""
+    """Print an answer while it is generated, and return it. Ctrl-C stops it and leaves the text so far. Raises RequestError."""
     texts: list[str] = []
 
     async def stream() -> None:
+        """Generate the answer, print each delta, and collect the texts."""
         async for delta in llm.stream(llm.chat_prompt(messages), _limit_max_tokens(llm, messages, params)):
             typer.echo(delta.text, nl=False)
             texts.append(delta.text)
@@ -133,7 +134,7 @@ def _print_answer(llm: LLM, messages: Messages, params: SamplingParams) -> str:
 
 
 def _limit_max_tokens(llm: LLM, messages: Messages, params: SamplingParams) -> SamplingParams:
-    """`params` with max_tokens reduced to the engine's max_output_len and to what is left of its sequence length."""
+    """`params` with max_tokens reduced to the engine's max_output_len and to the remaining length of its sequences."""
     info = llm.service.info
     available = min(info.limits.max_output_len, info.max_seq_len - len(llm.chat_prompt(messages)))
     return msgspec.structs.replace(params, max_tokens=max(1, min(params.max_tokens, available)))

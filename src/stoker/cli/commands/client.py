@@ -100,7 +100,7 @@ _REQUIRED_INPUTS = ("input_ids", "input_lengths", "request_output_len")
 
 
 def _read_token_ids(file: Path) -> dict[str, Any]:
-    """The inputs input_ids and input_lengths from a file of numbers, separated by commas or line breaks. Raises ConfigError."""
+    """The inputs input_ids and input_lengths from a file of token ids, separated by commas or line breaks. Raises ConfigError."""
     try:
         ids = [int(item) for item in file.read_text().replace("\n", ",").split(",") if item.strip()]
     except (OSError, ValueError) as error:
@@ -109,7 +109,7 @@ def _read_token_ids(file: Path) -> dict[str, Any]:
 
 
 class _Connection:
-    """A tritonclient connection that prints what the server answers. It sends the API key in STOKER_API_KEY."""
+    """A connection by tritonclient, which prints the server's answers. It sends the API key in STOKER_API_KEY."""
 
     def __init__(self, protocol: str, url: str) -> None:
         from stoker.cli.clients.triton import import_tritonclient, input_tensors, key_headers
@@ -124,10 +124,10 @@ class _Connection:
     def request(
         self, model: str, values: dict[str, Any], request_id: str, *, stop_after_ms: int, by_cancel: bool, accumulated: bool
     ) -> str:  # fmt: skip
-        """Send the request, print the answers and return the text of the first.
+        """Send the request, print the answers, and return the text of the first one.
 
-        `accumulated`: each response contains the text of the responses before it. Raises UnavailableError when no server is at the
-        address, ConfigError when the model cannot be stopped, and StokerError with the server's message.
+        `accumulated`: each response contains the text of the responses before it. Raises UnavailableError when no server answers,
+        ConfigError when the model cannot be stopped, and StokerError with the server's message.
         """
         from tritonclient.utils import InferenceServerException
 
@@ -157,7 +157,7 @@ class _Connection:
         return answers.text
 
     def _check_stop_input(self, model: str) -> None:
-        """Raise ConfigError when the model has no input to stop a request."""
+        """Raise ConfigError if the model has no input that stops a request."""
         metadata = self._client.get_model_metadata(model, headers=self._headers)
         if "stop" not in {tensor.name for tensor in metadata.inputs}:
             raise ConfigError(
@@ -168,6 +168,7 @@ class _Connection:
     def _stream(
         self, model: str, inputs: Any, values: dict[str, Any], request_id: str, stop_after_ms: int, by_cancel: bool, answers: Answers
     ) -> None:
+        """Send a request on a gRPC stream, collect its responses, and stop it after `stop_after_ms` milliseconds (0: never)."""
         from tritonclient.utils import InferenceServerException
 
         responses: queue.Queue[tuple[Any, Any]] = queue.Queue()
@@ -197,6 +198,7 @@ class _Connection:
         typer.echo(f"\n[INFO] Latency: {(time.perf_counter() - started) * 1e3:.3f} ms")
 
     def _stop(self, model: str, values: dict[str, Any], request_id: str, by_cancel: bool) -> None:
+        """Stop the request, by cancelling the stream or by the model's stop input."""
         if by_cancel:
             self._client.stop_stream(cancel_requests=True)
         else:

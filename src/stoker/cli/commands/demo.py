@@ -51,7 +51,7 @@ def demo(
 
 
 def _build_engine(console: Console) -> Path:
-    """The default model's engine: from the cache, or built now."""
+    """The directory of the default model's engine, which is built unless it is cached."""
     started = time.perf_counter()
     with console.status(f"fetching {default_model.NAME}"):
         from stoker.builder.build import build_cached
@@ -66,6 +66,7 @@ def _build_engine(console: Console) -> Path:
 
 
 def _serve_and_request(console: Console, engine: Path, port: int) -> None:
+    """Serve the engine in a child process, send the demo's requests, and stop the server."""
     from stoker.cli.demo_requests import run_demo_requests
     from stoker.cli.server_process import running_server
 
@@ -77,11 +78,13 @@ def _serve_and_request(console: Console, engine: Path, port: int) -> None:
 
 
 def _serve_until_stopped(engine: Path, port: int) -> None:
+    """Serve the engine in this process until Ctrl-C."""
     from stoker.cli.demo_requests import QUESTION
     from stoker.server.processes.supervisor import serve
     from stoker.server.settings import ServerSettings
 
     def announce(line: str) -> None:
+        """Print the server's ready line, and a curl command."""
         messages = [{"role": "user", "content": QUESTION}]
         body = json.dumps({"model": default_model.NAME, "messages": messages, "temperature": 0, "stream": True})
         url = f"http://127.0.0.1:{port}/v1/chat/completions"

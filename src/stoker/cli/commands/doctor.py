@@ -1,4 +1,4 @@
-"""`stoker doctor`: checks what this machine can run. A check is a function in `CHECKS` that returns one Finding."""
+"""`stoker doctor`: checks what this machine can run. Each function in `CHECKS` is one check and returns one Finding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CPU_EXTENSIONS = {"AVX2": "avx2", "AVX-512": "avx512f", "BF16": "avx512_bf16", "
 
 
 class Finding(NamedTuple):
-    """One line of the report. State "note": something optional is missing. State "fail": Stoker cannot run."""
+    """One line of the report. The state is "ok", "note" (something optional is missing) or "fail" (Stoker cannot run)."""
 
     state: Literal["ok", "note", "fail"]
     what: str
@@ -69,6 +69,7 @@ def doctor(
 
 
 def _print_table(findings: list[Finding]) -> None:
+    """Print the findings as a table."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -84,10 +85,12 @@ def _print_table(findings: list[Finding]) -> None:
 
 
 def _check_python() -> Finding:
+    """The version of Python and the platform."""
     return Finding("ok", "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
 
 
 def _check_torch() -> Finding:
+    """The version of torch, or the reason why it cannot be imported."""
     try:
         import torch
     except Exception as error:  # a broken installation raises OSError and others, not only ImportError
@@ -116,6 +119,7 @@ def _check_gpu() -> Finding:
 
 
 def _why_no_gpu(torch: Any) -> str:
+    """The reason why torch finds no GPU."""
     if shutil.which("nvidia-smi") is None and not Path("/proc/driver/nvidia").exists():
         return "no NVIDIA driver is installed"
     if torch.version.cuda is None:
@@ -124,6 +128,7 @@ def _why_no_gpu(torch: Any) -> str:
 
 
 def _check_triton() -> Finding:
+    """The version of Triton, or that it is missing."""
     try:
         return Finding("ok", "triton", importlib.metadata.version("triton"))
     except importlib.metadata.PackageNotFoundError:
@@ -131,6 +136,7 @@ def _check_triton() -> Finding:
 
 
 def _check_processor() -> Finding:
+    """The name, cores and vector extensions of the processor."""
     from stoker.cli.benchmark.machine import available_cores, cpu_flags, cpu_name
 
     flags = cpu_flags()
@@ -153,6 +159,7 @@ def _check_cpu_kernels() -> Finding:
 
 
 def _check_memory() -> Finding:
+    """The free and total main memory."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
@@ -164,6 +171,7 @@ def _check_memory() -> Finding:
 
 
 def _check_cache() -> Finding:
+    """The cache directory and the free space on its disk."""
     path = env.cache_dir()
     try:
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
@@ -176,6 +184,7 @@ def _check_cache() -> Finding:
 
 
 def _check_port() -> Finding:
+    """Whether the default port is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -186,9 +195,11 @@ def _check_port() -> Finding:
 
 
 def _package_check(name: str) -> Callable[[], Finding]:
+    """The check of an optional package."""
     what, extra = OPTIONAL_PACKAGES[name]
 
     def check() -> Finding:
+        """Whether the optional package is installed."""
         if importlib.util.find_spec(name) is None:
             return Finding("note", name, f"not installed: {what} needs it. Run: pip install 'stoker[{extra}]'")
         return Finding("ok", name, f"installed: {what}")
@@ -197,7 +208,7 @@ def _package_check(name: str) -> Callable[[], Finding]:
 
 
 def _check_hub() -> Finding:
-    """Whether the model hub answers. Only hub ids need it; engines, directories and GGUF files do not."""
+    """Whether the model hub answers. Only hub ids need it, not engines, directories and GGUF files."""
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
     if HF_HUB_OFFLINE:
@@ -212,6 +223,7 @@ def _check_hub() -> Finding:
 
 
 def _import_or_none(name: str) -> Any:
+    """The module, or None if it cannot be imported."""
     try:
         return importlib.import_module(name)
     except Exception:

@@ -67,7 +67,7 @@ def generate(
 
 
 def _read_standard_input() -> list[str]:
-    """The text of standard input as one prompt, without the line break at its end. Empty for a terminal, and without any text."""
+    """The text of standard input as one prompt, without its last line break. Empty for a terminal or an empty text."""
     if sys.stdin is None or sys.stdin.isatty():
         return []
     try:
@@ -80,7 +80,7 @@ def _read_standard_input() -> list[str]:
 
 
 async def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
-    """Print an answer as it is generated. Raises RequestError when the sequence fails."""
+    """Print an answer while it is generated. Raises RequestError when the sequence fails."""
     async for delta in llm.stream(prompt, params):
         typer.echo(delta.text, nl=False)
         if delta.finish_reason is FinishReason.ERROR:
@@ -89,6 +89,7 @@ async def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> Non
 
 
 def _print_batch(llm: LLM, texts: list[str], inputs: list[Prompt], params: SamplingParams, as_json: bool) -> None:
+    """Generate all answers with a progress bar, and print each when it is complete."""
     from rich.console import Console
 
     from stoker.api.progress import ProgressBars
@@ -108,8 +109,10 @@ def _print_batch(llm: LLM, texts: list[str], inputs: list[Prompt], params: Sampl
 
 
 def _format_json(prompt: str, answer: Completion) -> bytes:
+    """One line of JSON with a prompt and its answer."""
     return msgspec.json.encode({"prompt": prompt, "choices": answer.choices, "usage": answer.usage})
 
 
 def _format_text(prompt: str, answer: Completion) -> str:
+    """A prompt and its answers as text."""
     return "\n".join(f"> {prompt}\n{choice.text}\n" for choice in answer.choices)

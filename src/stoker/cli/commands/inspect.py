@@ -54,6 +54,7 @@ def inspect(
 
 
 def _config_rows(config: EngineConfig) -> list[tuple[str, str]]:
+    """(name, value) rows for the engine's config."""
     import msgspec
 
     from stoker.cli.output.build_checks import describe_checks
@@ -78,6 +79,7 @@ def _config_rows(config: EngineConfig) -> list[tuple[str, str]]:
 
 
 def _tensor_rows(engine: Engine) -> list[tuple[str, str]]:
+    """(name, dtype and shape) rows for the stored tensors."""
     from stoker.base.errors import EngineError
     from stoker.engine.safetensors_header import read_header
 

@@ -34,6 +34,7 @@ def list_engines(as_json: Annotated[bool, typer.Option("--json", help="Print JSO
 
 
 def _print_table(engines: list[CachedEngine]) -> None:
+    """Print one line per engine."""
     from stoker.cli.output.tables import aligned_columns, format_age, format_size
 
     rows = [(e.name, e.id, format_size(e.num_bytes), f"{e.quantization}, {e.dtype}", e.device, format_age(e.used_at)) for e in engines]

@@ -44,6 +44,7 @@ def ps(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead 
 
 
 def _print_table(servers: list[RunningServer], states: list[str]) -> None:
+    """Print one line per server."""
     from stoker.cli.output.tables import aligned_columns, format_age
 
     rows = [(s.model, s.url, state, str(s.pid), format_age(s.started_at)) for s, state in zip(servers, states, strict=True)]
@@ -51,7 +52,7 @@ def _print_table(servers: list[RunningServer], states: list[str]) -> None:
 
 
 def _state(server: RunningServer) -> str:
-    """ready, not ready (it is loading, draining, or a step hangs), or silent when it does not answer."""
+    """The state of a server: ready, not ready (it is loading, draining, or a step hangs), or silent when it does not answer."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # only the status is read, and nothing is sent
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))

@@ -129,6 +129,7 @@ def serve(
 
 
 def _print_report(arguments: ServeArguments) -> None:
+    """Print the report of --dry-run."""
     from stoker.cli.output.deployment_report import deployment_report
     from stoker.cli.prepare_server import check_engine
 
@@ -138,6 +139,7 @@ def _print_report(arguments: ServeArguments) -> None:
 
 
 def _serve(arguments: ServeArguments) -> int:
+    """Prepare the engine with progress messages, and serve it. Returns the exit status."""
     from stoker.api.progress import shown_progress
 
     with shown_progress("preparing", log.info) as progress:
@@ -148,12 +150,14 @@ def _serve(arguments: ServeArguments) -> int:
 
 
 def _run(prepared: PreparedServer, listeners: list[socket.socket]) -> int:
+    """Serve a prepared engine until it is stopped, and print a line when it is ready. Returns the exit status."""
     from stoker.api.progress import Waiting
     from stoker.server.processes.supervisor import serve as run_server
 
     waiting = Waiting("loading")
 
     def announce(line: str) -> None:
+        """Print the line that the server is ready."""
         waiting.stop()
         typer.echo(line)
 

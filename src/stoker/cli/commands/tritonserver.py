@@ -40,10 +40,14 @@ _NOTICE = {"no effect": "It has no effect: ", "rejected": "Other values than {} 
 
 
 def _options(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate the command with an option for each row of SERVER_OPTIONS. It receives the given ones by name, as text."""
+    """Decorate the command with an option for each row of SERVER_OPTIONS.
+
+    The command receives the options that are set, as texts by name.
+    """
     names = {row.name.replace("-", "_"): row.name for row in SERVER_OPTIONS}
 
     def run(**arguments: Any) -> None:
+        """Call the command with the options that are set."""
         command({names[name]: value for name, value in arguments.items() if value not in (None, [], False)})
 
     parameters = [_parameter(name, SERVER_OPTIONS[option]) for name, option in names.items()]
@@ -54,6 +58,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameter(name: str, row: ServerOption) -> inspect.Parameter:
+    """The option for a row as a parameter of the command function."""
     metavar = None if row.argument == "flag" else "VALUE"
     option = typer.Option(f"--{row.name}", help=_help(row), metavar=metavar, show_default=False)
     kind: Any = {"one": str | None, "many": list[str], "flag": bool}[row.argument]
@@ -62,6 +67,7 @@ def _parameter(name: str, row: ServerOption) -> inspect.Parameter:
 
 
 def _help(row: ServerOption) -> str:
+    """The help text of a row."""
     if row.status == "accepted":
         return row.meaning
     harmless = ", ".join(str(value).lower() for value in row.harmless)
@@ -101,6 +107,7 @@ def tritonserver(given: dict[str, Any]) -> None:
 
 
 def _serve(values: dict[str, Any], num_processes: int) -> int:
+    """Serve the repository with these values of options. Returns the exit status."""
     from stoker.cli.repository_server import check_world_size, prepare_repository, serve_repository, with_options
 
     repository = _repository(values)
@@ -112,13 +119,14 @@ def _serve(values: dict[str, Any], num_processes: int) -> int:
     load_models, fields = _load_models(values, options), _addresses(values)
 
     def complete(server: PreparedServer) -> ServerSettings:
+        """The settings read from the repository, with the options of the command line applied."""
         return with_options(msgspec.structs.replace(server.settings, **fields), **changes, load_models=load_models)
 
     return serve_repository(repository, prepared, typer.echo, complete)
 
 
 def _parse(given: dict[str, Any]) -> dict[str, Any]:
-    """Target → value of the accepted options, and `notes`: (name, reason) of those without effect. Raises ConfigError."""
+    """The values of the accepted options by target, and `notes`: (name, reason) of options without effect. Raises ConfigError."""
     values: dict[str, Any] = {"notes": []}
     for name, texts in given.items():
         row = SERVER_OPTIONS[name]
@@ -137,12 +145,14 @@ def _parse(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set(values: dict[str, Any], row: ServerOption, value: Any) -> None:
+    """Store the value of one option. Raises ConfigError if another option has set a different one."""
     if row.argument != "many" and values.get(row.target, value) != value:
         raise ConfigError(f"--{row.name}={value} contradicts {values[row.target]}, which another option sets.", cure="Make the two equal.")
     values[row.target] = value
 
 
 def _repository(values: dict[str, Any]) -> Path:
+    """The path of the repository. Raises ConfigError unless exactly one is named."""
     found = dict.fromkeys(values.get("repository", []))
     if len(found) != 1:
         text = f"--model-repository names {len(found)} repositories." if found else "--model-repository is missing."
@@ -151,7 +161,7 @@ def _repository(values: dict[str, Any]) -> Path:
 
 
 def _addresses(values: dict[str, Any]) -> dict[str, Any]:
-    """The fields of ServerSettings. Ports are Triton's by default, and the server listens on all addresses."""
+    """The fields of ServerSettings for addresses and ports, which have Triton's defaults: all addresses."""
     fields: dict[str, Any] = {"host": "0.0.0.0", "http_port": 8000, "grpc_port": 8001, "metrics_port": 8002}
     fields |= {name: values[name] for name in _SETTINGS if name in values}
     fields["shared_memory"] = tuple(fields.get("shared_memory", ()))
@@ -160,7 +170,7 @@ def _addresses(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_models(values: dict[str, Any], options: TritonOptions) -> tuple[str, ...]:
-    """The models to load at the start. Raises ConfigError for an unknown one."""
+    """The names of the models to load at the start. Raises ConfigError for an unknown one."""
     names = values.get("load_models", [] if values.get("options.model_control") == "explicit" else ["*"])
     tests = NAMES if values.get("test_models") else ()
     known = [*(model.name for model in options.models), *tests]
@@ -171,6 +181,7 @@ def _load_models(values: dict[str, Any], options: TritonOptions) -> tuple[str, .
 
 
 def _log_level(values: dict[str, Any]) -> str:
+    """The level of Stoker's log for Triton's log options."""
     if values.get("log_verbose", 0) > 0:
         return "DEBUG"
     if values.get("log_info", True):

@@ -1,1 +1,1 @@
-"""What commands print: progress, tables, and reports of builds and deployments."""
+"""The output of commands: progress, tables, and reports of builds and deployments."""

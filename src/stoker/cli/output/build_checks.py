@@ -6,18 +6,20 @@ from typing import Any
 
 
 def describe_checks(checks: dict[str, Any]) -> dict[str, str]:
-    """A sentence without a full stop for each entry of `checks` in an engine's config.json, by the check's name."""
+    """A sentence without a full stop for each entry of `checks` in an engine's config.json. Keys are the names of checks."""
     describe = {"greedy": _describe_greedy, "accuracy": _describe_accuracy}
     return {name: describe.get(name, str)(result) for name, result in checks.items()}
 
 
 def _describe_greedy(result: dict[str, Any]) -> str:
+    """The result of the comparison of greedy tokens."""
     if result.get("skipped"):
         return f"Greedy tokens were not compared: {result['skipped']}"
     return f"Greedy tokens equal to the checkpoint's: {result['equal']} of {result['tokens']}"
 
 
 def _describe_accuracy(result: dict[str, Any]) -> str:
+    """The result of the accuracy check."""
     if result["skipped"]:
         return f"Perplexity was not measured: {result['skipped']}"
     before, after, increase = result["perplexity_before"], result["perplexity_after"], result["increase"]

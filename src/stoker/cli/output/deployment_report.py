@@ -17,9 +17,9 @@ Row = tuple[str, str, str]  # name, value, origin
 
 
 def deployment_report(deployment: Deployment, origins: Mapping[str, str]) -> list[str]:
-    """The report's lines: the source, a table per section, and the notes. A secret appears by name only.
+    """The lines of the report: the source, a table per section, and the notes. Secrets are represented by their names.
 
-    `origins`: the fields that were set on the command line or in a file of options, and where.
+    `origins` are the origins of fields that were set on the command line or in a file of options.
     """
     lines = [f"{deployment.path} is of the format {deployment.format}.", "", "source", *_format_rows(_source_rows(deployment))]
     for section, config in (("build", None), ("runtime", deployment.runtime), ("server", deployment.server)):
@@ -31,6 +31,7 @@ def deployment_report(deployment: Deployment, origins: Mapping[str, str]) -> lis
 
 
 def _source_rows(deployment: Deployment) -> list[Row]:
+    """The rows about the checkpoint or engine."""
     source = deployment.source
     if isinstance(source, BuildOptions):
         rows, action = [("checkpoint", source.checkpoint, "")], "built, or taken from the cache"
@@ -45,7 +46,7 @@ def _source_rows(deployment: Deployment) -> list[Row]:
 def _section_rows(
     deployment: Deployment, section: str, config: ServerSettings | RuntimeConfig | None, origins: Mapping[str, str]
 ) -> list[Row]:
-    """Settings of the deployment format, then those of the command line that replace them, then the server's defaults."""
+    """The rows of one section: settings of the deployment, then those of the command line that replace them, then defaults."""
     overridden = [] if config is None else [n for n in config.__struct_fields__ if n in origins and n not in _NOT_LISTED]
     settings = [setting for setting in deployment.settings if setting.section == section]
     rows = [
@@ -58,7 +59,7 @@ def _section_rows(
 
 
 def _default_rows(config: ServerSettings | RuntimeConfig | None, listed: set[str]) -> list[Row]:
-    """The model name, address and protocols, when no other row lists them."""
+    """The rows for the default model name, address and protocols, if no other row has them."""
     if not isinstance(config, ServerSettings):
         return []
     names = [name for name in _ALWAYS_LISTED if name not in listed and getattr(config, name) not in (None, ())]
@@ -73,6 +74,7 @@ def _format_value(value: object) -> str:
 
 
 def _format_rows(rows: Iterable[Row]) -> list[str]:
+    """The rows as lines with aligned columns."""
     rows = list(rows)
     widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
     return [f"  {name:<{widths[0]}}  {value:<{widths[1]}}  {origin}".rstrip() for name, value, origin in rows]

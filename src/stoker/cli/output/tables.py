@@ -36,7 +36,7 @@ def format_size(num_bytes: float) -> str:
 
 
 def format_age(since: float) -> str:
-    """How long ago a time was, in seconds since 1970: 5 min ago."""
+    """The time since `since` (seconds since 1970) as text, such as "5 min ago"."""
     seconds = max(0.0, time.time() - since)
     for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= length:

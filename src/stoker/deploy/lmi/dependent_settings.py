@@ -36,7 +36,7 @@ def apply_dependent_settings(settings: CollectedSettings, folder: Path, gpus: in
 
 
 def _set_checkpoint(settings: CollectedSettings, folder: Path) -> None:
-    """option.model_dir is the directory of a model without option.model_id. The default is the model folder."""
+    """Set the checkpoint from option.model_dir, if option.model_id is not set. The default is the model folder."""
     directory = settings.pop("model_dir")
     if directory and settings.get("build.checkpoint") is None:
         settings.set("build.checkpoint", directory.value, directory.origin, directory.key)
@@ -46,6 +46,7 @@ def _set_checkpoint(settings: CollectedSettings, folder: Path) -> None:
 
 
 def _set_lengths(settings: CollectedSettings) -> None:
+    """Set default lengths and the default batch size."""
     total = settings.get("limits.max_total_len")
     max_input_len, max_output_len = OTHER_LENGTHS if total is None else (total - 1, total - 1)
     settings.set_default("limits.max_batch_size", BATCH_SIZE)
@@ -54,7 +55,7 @@ def _set_lengths(settings: CollectedSettings) -> None:
 
 
 def _select_quantization_settings(settings: CollectedSettings) -> None:
-    """AWQ.X, SMOOTH_QUANT.X and any.X become settings of the selected quantization. Those of another format get a note."""
+    """Convert AWQ.X, SMOOTH_QUANT.X and any.X to settings of the selected quantization. Settings of other formats get a note."""
     selected = settings.get("build.quantization")
     for target in sorted(settings.targets(), key=lambda target: target.startswith("any.")):
         owner, _, name = target.partition(".")
@@ -72,6 +73,7 @@ def _select_quantization_settings(settings: CollectedSettings) -> None:
 
 
 def _check_rotary_scaling(settings: CollectedSettings) -> None:
+    """Raise ConfigError if only one of the two settings of rotary scaling is set."""
     pair = ("extra.rotary_scaling_type", "extra.rotary_scaling_factor")
     present = [target for target in pair if settings.get(target) is not None]
     if len(present) == 1:
@@ -81,7 +83,7 @@ def _check_rotary_scaling(settings: CollectedSettings) -> None:
 
 
 def _set_ranks(settings: CollectedSettings, gpus: int) -> None:
-    """tensor_parallel_degree=max (0, the default) becomes visible GPUs ÷ pipeline degree, and 1 without a GPU."""
+    """Convert tensor_parallel_degree=max (0, the default) to visible GPUs ÷ pipeline degree, or to 1 without a GPU."""
     pipeline = settings.get("mapping.pipeline_parallel", 1)
     if settings.get("mapping.tensor_parallel", 0) == 0:
         present = settings.pop("mapping.tensor_parallel")
@@ -95,7 +97,7 @@ def _set_ranks(settings: CollectedSettings, gpus: int) -> None:
 
 
 def _set_devices(settings: CollectedSettings, gpus: int) -> None:
-    """load_on_devices: indices separated by ; or , or * for all devices."""
+    """Convert load_on_devices: indices separated by ; or , or * for all devices."""
     setting = settings.pop("runtime.devices")
     if setting is None or setting.value in ("", "*"):
         return

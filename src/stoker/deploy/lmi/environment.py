@@ -60,14 +60,17 @@ def sagemaker_variables(environment: Environment[str, str]) -> Iterator[FoundVal
 
 
 def named_variables(environment: Environment[str, str]) -> Iterator[FoundValue]:
-    """The variables of ENVIRONMENT."""
+    """The variables that have a row in ENVIRONMENT."""
     for name, key in ENVIRONMENT.items():
         if environment.get(name):
             yield FoundValue(key, environment[name], ORIGIN, name)
 
 
 def option_variables(environment: Environment[str, str]) -> Iterator[FoundValue]:
-    """OPTION_X and ARGS_X set option.x; an X of capitals, digits and _ is converted to lower case. Empty values count as unset."""
+    """The variables OPTION_X and ARGS_X, which set option.x. Empty values count as unset.
+
+    An X of capitals, digits and _ is converted to lower case.
+    """
     for name, value in environment.items():
         prefix = next((prefix for prefix in ("OPTION_", "ARGS_") if name.startswith(prefix) and name != prefix), None)
         if prefix and value:
@@ -77,14 +80,14 @@ def option_variables(environment: Environment[str, str]) -> Iterator[FoundValue]
 
 
 def serving_variables(environment: Environment[str, str]) -> Iterator[FoundValue]:
-    """SERVING_X sets x, in lower case."""
+    """The variables SERVING_X, which set x in lower case."""
     for name, value in environment.items():
         if name.startswith("SERVING_") and value and name != "SERVING_":
             yield FoundValue(canonical_key(name.removeprefix("SERVING_").lower()), value, ORIGIN, name)
 
 
 def fallback_variables(environment: Environment[str, str]) -> Iterator[FoundValue]:
-    """The timeouts and the handler that the images of LMI set for all models."""
+    """The time-outs and the handler that LMI's images set for all models."""
     for name, key in FALLBACKS.items():
         if environment.get(name):
             yield FoundValue(key, environment[name], ORIGIN, name)

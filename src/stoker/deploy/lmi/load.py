@@ -1,4 +1,4 @@
-"""Reads a SageMaker LMI model folder: serving.properties and environment variables become a Deployment."""
+"""Reads a SageMaker LMI model folder: converts serving.properties and environment variables to a Deployment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONTAINER = Path("/opt/ml/model")  # where SageMaker unpacks a model in a contai
 
 
 def model_folder(path: Path) -> Path | None:
-    """The folder with serving.properties: `path`, or its only sub-folder with one, as `tar czf model.tar.gz model/` makes it."""
+    """The folder with serving.properties: `path`, or its only sub-folder with one, which `tar czf model.tar.gz model/` creates."""
     if (path / FILE).is_file():
         return path
     if not path.is_dir():
@@ -41,11 +41,10 @@ def is_lmi_folder(path: Path) -> bool:
 
 
 def load_lmi(path: Path, environment: Environment[str, str]) -> Deployment:
-    """The deployment of a folder or serving.properties, and of `environment`. Without the file, only the environment is read.
+    """The deployment for a folder or serving.properties, and for `environment`. Without the file, only the environment is read.
 
-    Precedence, highest first: SAGEMAKER_* variables, the file, HF_* and similar variables, OPTION_* variables, SERVING_* variables, and
-    the variables that LMI images set for all models.
-    Raises ConfigError with file, line, key and cure for a value that is not supported.
+    Precedence, highest first: SAGEMAKER_* variables, the file, HF_* and similar variables, OPTION_* variables, SERVING_* variables, and the
+    variables that LMI images set for all models. Raises ConfigError, with file, line, key and fix, for a value that is not supported.
     """
     folder = path.parent if path.name == FILE else model_folder(path) or path
     settings = CollectedSettings(TABLE)
@@ -65,6 +64,7 @@ def load_lmi(path: Path, environment: Environment[str, str]) -> Deployment:
 
 
 def _properties(path: Path, settings: CollectedSettings) -> Iterator[FoundValue]:
+    """The values in a serving.properties; none if it does not exist."""
     if not path.is_file():
         return
     for key, entry in properties.parse(_read_bounded(path), str(path)).items():
@@ -77,11 +77,13 @@ def _properties(path: Path, settings: CollectedSettings) -> Iterator[FoundValue]
 
 
 def _read_bounded(path: Path) -> bytes:
+    """The content of a file, of which at most one byte more than the limit is read."""
     with path.open("rb") as file:
         return file.read(properties.MAX_BYTES + 1)
 
 
 def _set_server_defaults(settings: CollectedSettings, folder: Path, environment: Environment[str, str]) -> None:
+    """Set the defaults of LMI's server."""
     settings.set_default("server.load_timeout_s", 1800)
     settings.set_default("server.request_timeout_s", 120)
     settings.set_default("server.http_port", 8080)
@@ -95,13 +97,14 @@ def _set_server_defaults(settings: CollectedSettings, folder: Path, environment:
 
 
 def _set_rolling_batch(settings: CollectedSettings) -> None:
-    """Whether requests and responses have the format of the rolling batch. The async handlers of LMI answer single requests."""
+    """Set whether requests and responses have the format of the rolling batch. LMI's async handlers answer single requests."""
     if settings.get("options.dialect") == "async" and (disabled := settings.pop("options.rolling_batch")):
         settings.note(disabled.key, "the async handler has one response format", disabled.origin)
     settings.set_default("options.rolling_batch", settings.get("options.dialect") == "async" or settings.get("options.batch_size", 1) == 1)
 
 
 def _deployment(settings: CollectedSettings, folder: Path, environment: Environment[str, str]) -> Deployment:
+    """The Deployment with the collected settings."""
     model_id = environment.get("HF_MODEL_ID", "")
     options = settings.build(LMIOptions, "options")
     checkpoint = settings.get("build.checkpoint")
@@ -134,6 +137,9 @@ def _deployment(settings: CollectedSettings, folder: Path, environment: Environm
 
 
 def _in_folder(folder: Path, location: str) -> str:
-    """A relative path that exists in the model folder, where the Python process of LMI runs, is a path in it."""
+    """A location relative to the model folder, if it exists there; else the location unchanged.
+
+    LMI's Python process runs in that folder.
+    """
     inside = folder / location
     return str(inside) if "://" not in location and not Path(location).is_absolute() and inside.exists() else location

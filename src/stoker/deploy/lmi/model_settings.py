@@ -23,7 +23,7 @@ _VERSIONS: dict[str, tuple[str, ...]] = {
 
 
 def complete_lmi(deployment: Deployment, local: Path) -> Deployment:
-    """Complete a deployment whose checkpoint or engine is the directory `local`.
+    """The deployment, completed with settings that depend on its checkpoint or engine in the directory `local`.
 
     A prebuilt engine replaces the build. Lengths that are not set get the default of the model family. Raises ConfigError when a
     *_model_version key belongs to another family.
@@ -46,13 +46,13 @@ def complete_lmi(deployment: Deployment, local: Path) -> Deployment:
 
 
 def _model_type(checkpoint: Path) -> str:
-    """model_type in the config.json of the checkpoint, or an empty string."""
+    """The model_type in the checkpoint's config.json, or an empty string."""
     model_type = read_config(checkpoint).get("model_type")
     return model_type if isinstance(model_type, str) else ""
 
 
 def _check_versions(deployment: Deployment, model_type: str) -> None:
-    """Raise ConfigError for a *_model_version key of another family than the checkpoint. Otherwise the checkpoint decides."""
+    """Raise ConfigError for a *_model_version key of another family than the checkpoint's."""
     extra: dict[str, Any] = getattr(deployment.source, "extra", {})
     for name, families in _VERSIONS.items():
         if model_type and name in extra and model_type not in families:

@@ -45,7 +45,7 @@ def package(engine: EngineInfo, out: Path, options: Environment[str, str], *, fo
     """Write the archive `out` and return its sha256. `options` are further keys of serving.properties.
 
     The file appears only when it is complete. The same engine and options produce the same bytes. Raises ConfigError for an unknown option
-    and for one that the build decides, and EngineError for an incomplete engine.
+    and for a setting of the build, and EngineError for an incomplete engine.
     """
     if not out.name.endswith(_SUFFIXES):
         raise ConfigError(f"{out} is not the name of a tar archive.", cure=f"Use one of the suffixes {', '.join(_SUFFIXES)}.")
@@ -67,12 +67,13 @@ def package(engine: EngineInfo, out: Path, options: Environment[str, str], *, fo
 
 
 def export_lmi(engine: EngineInfo, path: Path, options: Environment[str, str]) -> list[Path]:
-    """`package` with the signature of `Format.export`."""
+    """Write an archive with the signature of `Format.export`."""
     package(engine, path, options)
     return [path]
 
 
 def _properties(engine: EngineInfo, options: Environment[str, str]) -> bytes:
+    """The content of serving.properties."""
     mapping = engine.mapping
     lines = {"engine": "Python", "option.rolling_batch": "auto", "option.tensor_parallel_degree": str(mapping.tensor_parallel)}
     if mapping.pipeline_parallel > 1:
@@ -87,7 +88,7 @@ def _properties(engine: EngineInfo, options: Environment[str, str]) -> bytes:
 
 
 def _check_build_setting(engine: EngineInfo, settings: CollectedSettings, key: str, value: str) -> None:
-    """Raise ConfigError for a setting of the build, except a limit that is at most that of the engine."""
+    """Raise ConfigError for a setting of the build, except a limit that is not above that of the engine."""
     row = TABLE[canonical_key(key)]
     section, _, name = row.target.partition(".")
     if section not in _BUILD_SECTIONS:
@@ -99,7 +100,7 @@ def _check_build_setting(engine: EngineInfo, settings: CollectedSettings, key: s
 
 
 def _members(engine: EngineInfo, text: bytes) -> dict[str, Member]:
-    """Name in the archive → file or content."""
+    """The files of the archive, or their content, by their names in it."""
     folder = Path(engine.path)
     listed = read_config(folder).get("files")
     if not isinstance(listed, dict):
@@ -112,7 +113,7 @@ def _members(engine: EngineInfo, text: bytes) -> dict[str, Member]:
 
 
 def _engine_file(folder: Path, name: str, ranks: dict[str, str]) -> Path:
-    """The path of a listed file. In an engine from such an archive, rank files have the names of LMI."""
+    """The path of an engine's file `name`. In an engine from such an archive, rank files have LMI's names."""
     candidates = [folder / name, *([folder / ranks[name]] if name in ranks else [])]
     found = next((path for path in candidates if path.is_file()), None)
     if found is None or Path(name).name != name:
@@ -121,6 +122,7 @@ def _engine_file(folder: Path, name: str, ranks: dict[str, str]) -> Path:
 
 
 def _write(file: IO[bytes], members: dict[str, Member], *, compress: bool, progress: Progress | None) -> None:
+    """Write the archive."""
     counted = _Counted(sum(len(m) if isinstance(m, bytes) else m.stat().st_size for m in members.values()), progress)
     target: Any = gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) if compress else file
     with tarfile.open(fileobj=target, mode="w|", bufsize=_BLOCK, format=tarfile.PAX_FORMAT) as tar:
@@ -134,14 +136,14 @@ def _write(file: IO[bytes], members: dict[str, Member], *, compress: bool, progr
 
 
 class _Counted:
-    """Reports the bytes read from all members."""
+    """Reads the members of an archive, and reports the number of bytes read."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._total, self._progress, self._done = total, progress, 0
         self._source: IO[bytes] = io.BytesIO()
 
     def reading(self, source: IO[bytes]) -> Any:
-        """A reader of `source` that counts."""
+        """A file object that reads `source` and counts its bytes."""
         self._source = source
         return self
 

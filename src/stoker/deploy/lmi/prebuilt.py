@@ -24,9 +24,9 @@ _UNCHANGED = ("checkpoint", "revision", "tokenizer")
 
 
 def find_prebuilt_engine(folder: Path) -> Path | None:
-    """The folder itself or the directory of LMI's layout for prebuilt engines (tensorrt_llm/1), or None.
+    """The engine in an LMI folder: the folder itself or tensorrt_llm/1, or None.
 
-    Raises EngineError for an engine of TensorRT.
+    Raises EngineError for a TensorRT engine.
     """
     names = (*_PREBUILT, _LAYOUT) if (folder / "config.pbtxt").is_file() else _PREBUILT  # with "1", the folder is tensorrt_llm itself
     if "format_version" in read_config(folder):
@@ -84,12 +84,12 @@ def _built_limits(engine: Path) -> Limits:
 
 
 def built_limit(built: Limits, name: str) -> int:
-    """The limit of an engine that the setting `name` lowers."""
+    """The engine's limit that the setting `name` can lower."""
     return built.max_seq_len if name == "max_total_len" else getattr(built, name)
 
 
 def _note_of_limit(setting: Setting, built: Limits) -> Note | None:
-    """The remark about a limit that is above that of the engine. Raises ConfigError if requests would be affected."""
+    """A note about a limit above the engine's, or None. Raises ConfigError if requests would be affected."""
     limit = built_limit(built, setting.name)
     if setting.value <= limit:
         return None
@@ -100,14 +100,16 @@ def _note_of_limit(setting: Setting, built: Limits) -> Note | None:
 
 
 def _built_already(setting: Setting) -> Note:
+    """A note that a setting of the build has no effect."""
     text = "the engine is built already; the settings of its build apply"
     return Note(severity="warning", key=setting.key, text=text, origin=setting.origin)
 
 
 def _values(settings: list[Setting], names: Sequence[str]) -> dict[str, Any]:
+    """The values of the settings called `names`, by name."""
     return {s.name: s.value for s in settings if s.name in names}
 
 
 def _moved(setting: Setting) -> Setting:
-    """The setting in the section of the report to which it belongs once the engine is built."""
+    """The setting, moved to the section of the report to which it belongs once the engine is built."""
     return msgspec.structs.replace(setting, section="runtime" if setting.name in _OF_A_STEP else "server")

@@ -6,6 +6,9 @@ from stoker.base.config import Mapping
 
 
 def rank_names(dtype: str, mapping: Mapping) -> list[str]:
-    """One name per rank, in order, as TensorRT-LLM writes them: trt_llm_model_float16_tp2_rank0, or tp2_pp2_rank0 with pipeline stages."""
+    """The names of the rank files in order, as TensorRT-LLM writes them.
+
+    Examples are trt_llm_model_float16_tp2_rank0 and, with pipeline stages, trt_llm_model_float16_tp2_pp2_rank0.
+    """
     stages = f"_pp{mapping.pipeline_parallel}" if mapping.pipeline_parallel > 1 else ""
     return [f"trt_llm_model_{dtype}_tp{mapping.tensor_parallel}{stages}_rank{rank}" for rank in range(mapping.world_size)]

@@ -19,7 +19,7 @@ _REMOTE_CODE = "DISALLOW_TRUST_REMOTE_CODE"
 
 
 def check_secure_mode(settings: CollectedSettings, environment: Environment[str, str]) -> None:
-    """Raise ConfigError for a file or setting that a security control forbids. Without SAGEMAKER_SECURE_MODE=true, nothing is checked.
+    """Raise ConfigError for a file or setting that a security control forbids. Does nothing without SAGEMAKER_SECURE_MODE=true.
 
     Files are searched in the directories of SAGEMAKER_UNTRUSTED_CHANNELS.
     """
@@ -40,11 +40,12 @@ def check_secure_mode(settings: CollectedSettings, environment: Environment[str,
 
 
 def _items(text: str) -> list[str]:
+    """The non-empty items of a list separated by commas."""
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
 def _check_remote_code(settings: CollectedSettings, trusted: list[Path]) -> None:
-    """Only a file in a trusted channel may allow Python code of the checkpoint to run."""
+    """Raise ConfigError if a file outside the trusted channels allows the checkpoint's Python code to run."""
     if not settings.get("build.trust_remote_code"):
         return
     setting = settings.setting("build.trust_remote_code")
@@ -53,6 +54,7 @@ def _check_remote_code(settings: CollectedSettings, trusted: list[Path]) -> None
 
 
 def _check_files(channel: Path, controls: list[str]) -> None:
+    """Raise ConfigError for a file in an untrusted channel that one of the controls forbids."""
     if not channel.is_dir():
         raise ConfigError(f"{_UNTRUSTED}: {channel} is not a directory.", cure="Correct the path.")
     for file in _files(channel):
@@ -62,12 +64,13 @@ def _check_files(channel: Path, controls: list[str]) -> None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
+    """All files in a folder and its sub-folders."""
     for parent, _, names in os.walk(folder):
         yield from (Path(parent) / name for name in sorted(names))
 
 
 def _is_chat_template(file: Path) -> bool:
-    """A template file, or a tokenizer_config.json that contains a template. One that cannot be read counts as containing one."""
+    """Whether a file is a chat template, or a tokenizer_config.json with one. An unreadable one counts as having one."""
     if file.name != "tokenizer_config.json":
         return file.name in ("chat_template.jinja", "chat_template.json")
     try:

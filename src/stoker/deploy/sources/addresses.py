@@ -28,13 +28,13 @@ def resolve(
     cache: Path | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> Path:
-    """The local directory or GGUF file of `location`, downloaded and unpacked if it is not local.
+    """The local directory or GGUF file of `location`, which is downloaded and unpacked if it is not local.
 
-    An existing path takes precedence over a hub id of the same name.
-    digest: the sha256 of an archive in hexadecimal. For http(s) it is required, here or as #sha256=HEX.
-    token: the access token for a private hub repository.
-    progress(name, done, total): called with bytes, from several threads.
-    cache: where fetched directories are stored, by default in Stoker's cache. Each address is downloaded by one process at a time.
+    An existing path takes precedence over a hub id of the same name. `digest` is the sha256 of an archive in hexadecimal, which http(s)
+    addresses require, here or as #sha256=HEX. `token` is the access token for a private hub repository. `progress(name, done, total)` is
+    called with bytes, from several threads. `cache` is the directory for fetched sources, by default in Stoker's cache. Each address is
+    downloaded by one process at a time.
+
     Raises ConfigError for an address that is not supported, CheckpointError for one that is missing, damaged, truncated or too large.
     """
     store = Store(cache or env.cache_dir() / "sources", max_bytes, progress or _no_progress)
@@ -56,7 +56,7 @@ def resolve(
 
 
 def _check_address(address: str) -> None:
-    """Raise ConfigError for an address with a password or signature, because messages print addresses. This one does not."""
+    """Raise ConfigError for an address with a password or signature, because messages contain addresses. This message does not."""
     try:
         Location().check(address)
     except InvalidValueError as error:
@@ -64,6 +64,7 @@ def _check_address(address: str) -> None:
 
 
 def _fetch(scheme: str, rest: str, location: str, revision: str | None, digest: str | None, token: Secret | None, store: Store) -> Path:
+    """Fetch an address with one of the supported schemes. Raises ConfigError for another scheme."""
     if scheme == "s3":
         return s3.fetch(rest, store)
     if scheme in ("http", "https"):
@@ -74,7 +75,7 @@ def _fetch(scheme: str, rest: str, location: str, revision: str | None, digest: 
 
 
 def _fetch_from_hub(rest: str, revision: str | None, token: Secret | None, store: Store) -> Path:
-    """hf://ORG/NAME, with :VARIANT for one GGUF file and @REVISION."""
+    """Fetch ORG/NAME from the hub, with :VARIANT for one GGUF file and @REVISION."""
     location, _, named = rest.partition("@")
     name, _, variant = location.partition(":")
     if not _HUB_ID.fullmatch(name) or not _VARIANT.fullmatch(variant):
@@ -83,6 +84,7 @@ def _fetch_from_hub(rest: str, revision: str | None, token: Secret | None, store
 
 
 def _local(path: Path, digest: str | None, store: Store) -> Path:
+    """The local path itself, or the unpacked content of a local archive. Raises ConfigError for another file."""
     if path.is_dir() or path.suffix in _FILES:
         return path.resolve()
     if archive.is_archive(path):
@@ -91,4 +93,5 @@ def _local(path: Path, digest: str | None, store: Store) -> Path:
 
 
 def _no_progress(name: str, done: int, total: int | None) -> None:
-    return None
+    """Ignores progress reports."""
+    return

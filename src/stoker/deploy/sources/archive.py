@@ -31,7 +31,10 @@ def is_archive_name(name: str) -> bool:
 
 
 def unpack(path: Path, digest: str | None, store: Store) -> Path:
-    """The content of a local archive as a directory of the store, by its digest. Raises CheckpointError when it is not `digest`."""
+    """Unpack a local archive into a directory of the store, which is keyed by its digest.
+
+    Raises CheckpointError if `digest` is given and differs.
+    """
     actual = sha256(path)
     check_digest(str(path), actual, digest)
     return without_single_parent(store.get("archives", actual, lambda folder: extract(path, folder, store)))
@@ -44,7 +47,7 @@ def check_digest(name: str, actual: str, expected: str | None) -> None:
 
 
 def sha256(path: Path) -> str:
-    """The digest of a file in hexadecimal."""
+    """The SHA-256 of a file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -62,13 +65,17 @@ def extract(path: Path, folder: Path, store: Store) -> None:
 
 
 def _mode(path: Path) -> Mode:
-    """The mode for tarfile by the first bytes. Its own detection treats about one in a thousand compressed files as uncompressed."""
+    """The mode for tarfile, found from the first bytes of the file.
+
+    tarfile's own detection treats about one in a thousand compressed files as uncompressed.
+    """
     with path.open("rb") as file:
         start = file.read(6)
     return next((mode for magic, mode in _MAGIC.items() if start.startswith(magic)), "r:")
 
 
 def _extract_all(tar: tarfile.TarFile, path: Path, folder: Path, store: Store) -> None:
+    """Extract all members, after checking each one and the limits."""
     counter = Counter(path.name, None, store.progress)
     total = 0
     for number, member in enumerate(tar, 1):
@@ -80,7 +87,7 @@ def _extract_all(tar: tarfile.TarFile, path: Path, folder: Path, store: Store) -
 
 
 def _check_member(member: tarfile.TarInfo, path: Path) -> None:
-    """Raise CheckpointError for a member outside the folder. Stricter than the data filter: .. is never allowed."""
+    """Raise CheckpointError for a member outside the folder. This is stricter than tarfile's data filter: .. is never allowed."""
     if member.islnk() or member.issym():
         if not (is_inside(member.name) and is_inside(member.linkname)):
             text = f"{path}: the link {member.name!r} → {member.linkname!r} may point outside the folder."
@@ -103,4 +110,5 @@ class _BoundedInfo(tarfile.TarInfo):
 
 
 def _reason(error: Exception) -> str:
+    """The type and message of an error, shortened."""
     return f"{type(error).__name__}: {str(error)[:200]}"

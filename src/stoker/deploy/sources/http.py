@@ -20,10 +20,10 @@ _TIMEOUT_S = 60
 
 
 def fetch(address: str, digest: str | None, store: Store) -> Path:
-    """The content of the tar archive at `address` as a directory of the store, by its digest.
+    """Download the tar archive at `address`, and unpack it into a directory of the store, which is keyed by its digest.
 
-    The sha256 is `digest` or #sha256=HEX in the address. Raises ConfigError for an address without one, CheckpointError for an archive
-    that cannot be fetched, is truncated, or has another digest.
+    The sha256 is `digest` or #sha256=HEX in the address. Raises ConfigError for an address without one, CheckpointError for an archive that
+    cannot be fetched, is truncated, or has another digest.
     """
     address, digest = _split(address, digest)
     if not archive.is_archive_name(address.partition("?")[0]):
@@ -32,6 +32,7 @@ def fetch(address: str, digest: str | None, store: Store) -> Path:
 
 
 def _split(address: str, digest: str | None) -> tuple[str, str]:
+    """(address without fragment, digest). Raises ConfigError without a digest or with two different ones."""
     bare, _, fragment = address.partition("#")
     in_address = fragment.removeprefix("sha256=").lower() if fragment.startswith("sha256=") else None
     if digest and in_address and digest.lower() != in_address:
@@ -43,6 +44,7 @@ def _split(address: str, digest: str | None) -> tuple[str, str]:
 
 
 def _download(address: str, digest: str, folder: Path, store: Store) -> None:
+    """Download the archive, check its digest, and unpack it into `folder`."""
     with tempfile.TemporaryDirectory(dir=store.root) as scratch:
         part = Path(scratch) / "download"
         try:
@@ -55,6 +57,7 @@ def _download(address: str, digest: str, folder: Path, store: Store) -> None:
 
 
 def _get(address: str, part: Path, store: Store) -> str:
+    """Download to the file `part`, and return the sha256."""
     request = urllib.request.Request(address, headers={"User-Agent": "stoker"})
     with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
         length = response.headers.get("Content-Length", "")
@@ -62,7 +65,7 @@ def _get(address: str, part: Path, store: Store) -> str:
 
 
 def _copy(response: IO[bytes], part: Path, address: str, length: int | None, store: Store) -> str:
-    """Write the body, up to the size limit, and return its sha256."""
+    """Write the response's body to the file `part`, up to the size limit, and return its sha256. Raises CheckpointError."""
     store.check_size(address, length or 0)
     counter, num_bytes, sha = Counter(address, length, store.progress), 0, hashlib.sha256()
     with part.open("wb") as file:
@@ -79,6 +82,7 @@ def _copy(response: IO[bytes], part: Path, address: str, length: int | None, sto
 
 
 def _reason(error: Exception) -> str:
+    """The reason of a failed download, for messages."""
     if isinstance(error, urllib.error.HTTPError):
         return f"the server responded with status {error.code}"
     return str(getattr(error, "reason", "") or error or type(error).__name__)[:200]

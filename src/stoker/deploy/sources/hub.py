@@ -1,4 +1,4 @@
-"""Fetches repositories of the Hugging Face hub with huggingface_hub, into its cache."""
+"""Fetches repositories from the Hugging Face hub into its cache, with huggingface_hub."""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ class AccessError(CheckpointError):
 def fetch(repository: str, revision: str | None, token: Secret | None, store: Store, variant: str | None = None) -> Path:
     """The local snapshot of a model repository, without files that no build reads (such as pickles next to safetensors).
 
-    variant: a part of the name of one GGUF file, such as Q4_K_M; the path of that file is returned. A repository of several GGUF files
-    needs it.
-
-    Without a network, the snapshot in the cache of the hub is used. Raises CheckpointError with the repository and local alternatives.
+    `variant` is a part of the name of one GGUF file, such as Q4_K_M; the path of that file is then returned. A repository with several GGUF
+    files requires it. Without a network, the snapshot in the cache of the hub is used. Raises CheckpointError with the repository and local
+    alternatives.
     """
     from huggingface_hub import HfApi, errors, snapshot_download
     from huggingface_hub.utils import filter_repo_objects
@@ -75,7 +74,7 @@ def fetch(repository: str, revision: str | None, token: Secret | None, store: St
 
 
 def choose_gguf(repository: str, files: list[str], variant: str | None) -> str | None:
-    """The GGUF file of a repository to fetch, of the names `files`; None for a repository of other files.
+    """The name of the GGUF file to fetch among the repository's `files`; None for a repository without GGUF weights.
 
     Raises CheckpointError when no file, or more than one, has `variant` in its name, and when there are several without a variant.
     """
@@ -91,19 +90,21 @@ def choose_gguf(repository: str, files: list[str], variant: str | None) -> str |
 
 
 def _has_variant(name: str, variant: str) -> bool:
-    """Whether `variant` is the file's name, or a whole part of it: Q4_K of x.Q4_K.gguf, but not of x.Q4_K_M.gguf."""
+    """Whether `variant` is the name or a whole part of the name: Q4_K of x.Q4_K.gguf, but not of x.Q4_K_M.gguf."""
     if variant == name:
         return True
     return re.search(rf"(?<![a-z0-9_]){re.escape(variant.lower())}(?![a-z0-9_])", Path(name).stem.lower()) is not None
 
 
 def _ignored(files: list[str]) -> list[str]:
+    """The patterns of files that are not downloaded."""
     has_safetensors = any(name.endswith(".safetensors") for name in files)
     replaced = (*_PICKLES, "*.gguf") if has_safetensors else _PICKLES if any(name.endswith(".gguf") for name in files) else ()
     return [*_NEVER, *replaced]
 
 
 def _access_error(repository: str, gated: bool, token: Secret | None) -> AccessError:
+    """The error for a repository that does not exist or is not accessible."""
     if gated:
         problem, cure = "is gated, and access is not granted", "Accept its terms on the hub, and set HF_TOKEN."
     else:
@@ -114,7 +115,7 @@ def _access_error(repository: str, gated: bool, token: Secret | None) -> AccessE
 
 
 def _cached_snapshot(repository: str, revision: str | None, error: Exception, variant: str | None) -> Path:
-    """The complete snapshot, or the GGUF file `variant`, in the cache of the hub. Raises CheckpointError without one."""
+    """The complete snapshot, or the GGUF file `variant`, in the cache of the hub. Raises CheckpointError if it is not there."""
     from huggingface_hub import snapshot_download
 
     if variant is not None and (snapshot := _snapshot_folder(repository, revision)) is not None:
@@ -135,7 +136,7 @@ def _cached_snapshot(repository: str, revision: str | None, error: Exception, va
 
 
 def _snapshot_folder(repository: str, revision: str | None) -> Path | None:
-    """The folder of a snapshot in the cache of the hub, complete or not; None without one. Its files are links to complete ones."""
+    """The folder of a snapshot in the hub's cache, complete or not; None if there is none."""
     from huggingface_hub import constants
 
     root = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"

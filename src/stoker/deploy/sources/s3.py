@@ -49,6 +49,7 @@ def fetch(location: str, store: Store, client: Any = None) -> Path:
 
 
 def _client() -> Any:
+    """A boto3 client for S3. Raises DependencyError if boto3 is not installed."""
     try:
         import boto3
         from botocore.config import Config
@@ -58,14 +59,14 @@ def _client() -> Any:
 
 
 class _Source:
-    """One prefix of one bucket."""
+    """The objects with one prefix in one bucket."""
 
     def __init__(self, client: Any, bucket: str, prefix: str, store: Store) -> None:
         self._client, self._bucket, self._prefix, self._store = client, bucket, prefix, store
         self._name = f"s3://{bucket}/{prefix}"
 
     def objects(self) -> list[StoredObject]:
-        """The objects to fetch. Raises CheckpointError when there is none, one is outside the folder, or they are too large."""
+        """The objects to fetch. Raises CheckpointError when there are none, one is outside the folder, or they are too large together."""
         single = archive.is_archive_name(self._prefix)
         prefix = self._prefix if single else f"{self._prefix}/" if self._prefix else ""
         found: list[StoredObject] = []
@@ -84,7 +85,7 @@ class _Source:
         return found
 
     def download(self, objects: list[StoredObject], folder: Path) -> None:
-        """Fetch the objects into `folder`. An archive is fetched next to it and unpacked into it."""
+        """Download the objects into `folder`. An archive is downloaded to a file next to it and unpacked into it."""
         if not archive.is_archive_name(self._prefix):
             self._fetch({o: folder / o.key[len(self._prefix) :].lstrip("/") for o in objects})
             return
@@ -94,6 +95,7 @@ class _Source:
             archive.extract(file, folder, self._store)
 
     def _fetch(self, objects: dict[StoredObject, Path]) -> None:
+        """Download objects to files, in parallel ranges."""
         counter = Counter(self._name, sum(o.size for o in objects), self._store.progress)
         jobs = [job for item, path in objects.items() for job in self._prepare(item, path)]
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -118,6 +120,7 @@ class _Source:
             yield item, path, start, min(start + _PART, item.size)
 
     def _part(self, item: StoredObject, path: Path, start: int, end: int, counter: Counter) -> None:
+        """Download the bytes start : end of an object. Raises CheckpointError if it was changed or is truncated."""
         name = f"s3://{self._bucket}/{item.key}"
         with _s3_errors(name):
             response = self._client.get_object(Bucket=self._bucket, Key=item.key, Range=f"bytes={start}-{end - 1}", IfMatch=item.etag)
@@ -127,13 +130,14 @@ class _Source:
             raise CheckpointError(text, cure="Try again. If it happens again, upload the object again.")
 
     def _list(self, prefix: str) -> Iterator[dict[str, Any]]:
+        """All entries of the bucket's listing with this prefix."""
         with _s3_errors(self._name):
             for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=prefix):
                 yield from page.get("Contents", [])
 
 
 def _write(body: Any, path: Path, start: int, end: int, counter: Counter) -> int:
-    """Write a range of the object to the file, and return the number of bytes received."""
+    """Write the bytes start : end of a file from a response's body. Returns the number of bytes received."""
     num_bytes = 0
     with path.open("r+b") as file:
         file.seek(start)
@@ -148,7 +152,7 @@ def _write(body: Any, path: Path, start: int, end: int, counter: Counter) -> int
 
 
 class _s3_errors:
-    """Converts the exceptions of boto3 to CheckpointError with the object and the cure, without credentials."""
+    """Converts exceptions of boto3 in the block to a CheckpointError with the object and a fix, without credentials."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -171,6 +175,7 @@ class _s3_errors:
             raise CheckpointError(text, cure="Check the network and AWS_ENDPOINT_URL, and try again.") from None
 
     def _response_error(self, code: str) -> CheckpointError:
+        """The error for an error code of S3."""
         if code in _MISSING:
             return CheckpointError(f"{self._name} does not exist.", cure="Correct the bucket or the key.")
         if code in _DENIED:

@@ -22,7 +22,7 @@ Progress = Callable[[str, int, int | None], None]  # name, bytes done, bytes in 
 
 
 class Store:
-    """Fetched directories by key."""
+    """Directories of fetched sources, by key."""
 
     def __init__(self, root: Path, max_bytes: int, progress: Progress) -> None:
         self.root = root
@@ -30,7 +30,7 @@ class Store:
         self.progress = progress
 
     def get(self, kind: str, identity: str, fill: Callable[[Path], None]) -> Path:
-        """The directory of `identity`. If it does not exist, `fill` fills an empty directory, which is then renamed.
+        """The directory for `identity`. If it does not exist, `fill` fills an empty directory, which is then renamed.
 
         A failure leaves nothing. Another process that needs the same entry waits for the lock.
         """
@@ -69,7 +69,7 @@ class Store:
 
 
 class Counter:
-    """Sums bytes from several threads and reports them."""
+    """Sums bytes that several threads have processed, and reports the sum."""
 
     def __init__(self, name: str, total: int | None, progress: Progress) -> None:
         self._name, self._total, self._progress = name, total, progress
@@ -77,7 +77,7 @@ class Counter:
         self._lock = Lock()
 
     def add(self, num_bytes: int) -> None:
-        """Add bytes and report the sum."""
+        """Add a number of bytes, and report the sum."""
         with self._lock:
             self._done += num_bytes
             self._progress(self._name, self._done, self._total)
@@ -90,6 +90,6 @@ def is_inside(name: str) -> bool:
 
 
 def without_single_parent(folder: Path) -> Path:
-    """`folder`, or the single directory in it, as `tar c model/` makes it."""
+    """`folder`, or the only directory in it, as in archives that `tar c model/` creates."""
     children = list(folder.iterdir())
     return children[0] if len(children) == 1 and children[0].is_dir() else folder

@@ -42,7 +42,7 @@ class Scalar(msgspec.Struct, frozen=True):
 
     @property
     def unfilled(self) -> list[str]:
-        """Names of the template variables that are not filled."""
+        """The names of the template variables (${name}) in the value."""
         return _PLACEHOLDER.findall(self.text)
 
 
@@ -73,17 +73,17 @@ class Message(msgspec.Struct, frozen=True):
         return [v for v in self.all(name) if isinstance(v, Scalar)]
 
     def scalar(self, name: str) -> Scalar | None:
-        """The last value of a field, as in protobuf; None without one."""
+        """The last value of a field, as in protobuf; None if it has none."""
         found = self.scalars(name)
         return found[-1] if found else None
 
     def message(self, name: str) -> Message:
-        """The last message of a field; an empty one without it."""
+        """The last message of a field; an empty one if it has none."""
         found = self.messages(name)
         return found[-1] if found else Message(self.line, [])
 
     def walk(self) -> Iterator[MessageField]:
-        """Every field at every depth."""
+        """Every field of the message and of the messages in it."""
         for field in self.fields:
             yield field
             if isinstance(field.value, Message):
@@ -114,6 +114,8 @@ def parse(text: str, source: str = "<text>") -> Message:
 
 
 class _Parser:
+    """A recursive-descent parser with one token of look-ahead."""
+
     def __init__(self, text: str, source: str) -> None:
         self.source = source
         self.text = text
@@ -123,6 +125,7 @@ class _Parser:
         self.next()
 
     def _tokens(self) -> Iterator[tuple[str, str]]:
+        """(kind, text) of each token. Raises PlacedError for an invalid character."""
         position = 0
         while position < len(self.text):
             match = _TOKEN.match(self.text, position)
@@ -136,19 +139,22 @@ class _Parser:
             yield "end", ""
 
     def next(self) -> None:
+        """Read the next token."""
         self.kind, self.token = next(self.tokens)
 
     def error(self, what: str, cure: str) -> PlacedError:
+        """An error at the current line."""
         return PlacedError(Origin(self.source, self.line), f"{what}.", cure)
 
     def whole(self) -> Message:
+        """Parse the whole file as one message."""
         message = Message(1, self.fields("", 0))
         if self.kind != "end":
             raise self.error(f"{self.token!r} closes no bracket", "Remove it, or open its bracket.")
         return message
 
     def fields(self, closing: str, depth: int) -> list[MessageField]:
-        """Fields up to `closing` (not consumed) or the end of the file."""
+        """Parse fields up to `closing` (which is not consumed) or the end of the file."""
         if depth > MAX_DEPTH:
             raise self.error(f"messages are nested more than {MAX_DEPTH} deep", "A model configuration has five levels.")
         found: list[MessageField] = []
@@ -161,6 +167,7 @@ class _Parser:
         return found
 
     def values(self, name: str, depth: int) -> list[Scalar | Message]:
+        """Parse the values of a field after its name."""
         colon = self.token == ":" and self.kind == "mark"
         if colon:
             self.next()
@@ -171,6 +178,7 @@ class _Parser:
         return [self.value(name, depth)]
 
     def list(self, name: str, depth: int) -> list[Scalar | Message]:
+        """Parse the values of a list."""
         opened = self.line
         self.next()
         found: list[Scalar | Message] = []
@@ -182,6 +190,7 @@ class _Parser:
         return found
 
     def value(self, name: str, depth: int) -> Scalar | Message:
+        """Parse a single value."""
         if self.kind == "string":
             return self.string()
         if self.kind == "word":
@@ -195,7 +204,7 @@ class _Parser:
         )
 
     def string(self) -> Scalar:
-        """Adjacent strings are joined."""
+        """Parse a string. Adjacent strings are concatenated."""
         line, parts = self.line, []
         while self.kind == "string":
             parts.append(_ESCAPE.sub(_unescape, self.token[1:-1]))
@@ -203,6 +212,7 @@ class _Parser:
         return Scalar("".join(parts), line, quoted=True)
 
     def message(self, name: str, depth: int) -> Message:
+        """Parse a message in brackets."""
         closing, opened = _CLOSING[self.token], self.line
         self.next()
         fields = self.fields(closing, depth + 1)
@@ -213,6 +223,7 @@ class _Parser:
 
 
 def _unescape(match: re.Match[str]) -> str:
+    """The character of an escape sequence."""
     octal, hexadecimal, short, long, other = match.groups()
     if other is not None:
         return _CONTROL.get(other, other)
@@ -225,11 +236,12 @@ class Word(str):
 
 
 def format_message(data: dict[str, Any], indent: int = 0) -> str:
-    """Plain data as text for the reader of protobuf: dict → message, list → repeated field, str → string, Word → enum."""
+    """Protobuf text format for plain data: dict → message, list → repeated field, str → string, Word → enum."""
     return "".join(_field(name, value, "  " * indent, indent) for name, value in data.items())
 
 
 def _field(name: str, value: Any, pad: str, indent: int) -> str:
+    """One field as text."""
     if isinstance(value, dict):
         return f"{pad}{name} {{\n{format_message(value, indent + 1)}{pad}}}\n"
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):
@@ -241,6 +253,7 @@ def _field(name: str, value: Any, pad: str, indent: int) -> str:
 
 
 def _scalar(value: Any) -> str:
+    """One value as text."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str) and not isinstance(value, Word):

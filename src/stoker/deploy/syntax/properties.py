@@ -51,6 +51,7 @@ def format_line(key: str, value: str) -> str:
 
 
 def _decode(data: bytes, name: str) -> str:
+    """The text of a file. Raises ConfigError for NUL bytes, UTF-16 or too many bytes."""
     if len(data) > MAX_BYTES:
         raise ConfigError(
             f"{name} has {len(data)} bytes; a properties file has at most {MAX_BYTES}.", cure="Check that it is a properties file."
@@ -64,7 +65,7 @@ def _decode(data: bytes, name: str) -> str:
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """(first line number, line) of the lines that remain after joining continuation lines and dropping comments and blank lines."""
+    """(number of its first line, text) of each logical line: continuation lines are merged, comments and blank lines dropped."""
     natural = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     joined, start = "", 0
     for number, line in enumerate(natural, 1):
@@ -86,7 +87,7 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _split(line: str) -> tuple[str, str]:
-    """Escaped key and value, separated by the first unescaped =, : or blank. One = or : may be between blanks."""
+    """(key, value), both still escaped, separated by the first unescaped =, : or blank. One = or : may be between blanks."""
     end = 0
     while end < len(line) and line[end] not in "=:" + _BLANKS:
         end += 2 if line[end] == "\\" else 1
@@ -97,6 +98,7 @@ def _split(line: str) -> tuple[str, str]:
 
 
 def _unescape(text: str, name: str, line: int) -> str:
+    r"""The text without escapes. Raises ConfigError for a malformed \u escape."""
     out, i = [], 0
     while i < len(text):
         if text[i] != "\\":
@@ -113,6 +115,7 @@ def _unescape(text: str, name: str, line: int) -> str:
 
 
 def _unicode_escape(digits: str, name: str, line: int) -> str:
+    r"""The character of a \u escape. Raises ConfigError for a malformed one."""
     if len(digits) != 4 or any(d not in "0123456789abcdefABCDEF" for d in digits):
         raise ConfigError(f"{name} line {line}: \\u{digits} is not an escape.", cure="Write four hexadecimal digits after \\u.")
     return chr(int(digits, 16))

@@ -59,6 +59,7 @@ class _Reader:
         self._seen = 0
 
     def read(self, node: yaml.Node) -> Node:
+        """The Node of a YAML node. Raises ConfigError for too many or unsupported nodes."""
         self._seen += 1
         line = node.start_mark.line + 1
         if self._seen > MAX_NODES:
@@ -74,6 +75,7 @@ class _Reader:
         return Node(self._scalar(node), line)
 
     def _entries(self, node: yaml.MappingNode) -> dict[str, Node]:
+        """The entries of a mapping. Raises ConfigError for a duplicate key or one that is not text."""
         entries: dict[str, Node] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
@@ -89,6 +91,7 @@ class _Reader:
         return entries
 
     def _scalar(self, node: yaml.Node) -> Any:
+        """The Python value of a scalar. Raises ConfigError for an invalid one."""
         try:
             return self._loader.construct_object(node)
         except (ValueError, OverflowError):  # 2024-13-40, an integer of a million digits

@@ -24,7 +24,7 @@ class RepositoryContent(msgspec.Struct, kw_only=True):
     notes: list[Note]
 
     def section(self, section: str) -> dict[str, Any]:
-        """Name → value of all targets SECTION.NAME."""
+        """The values of all targets SECTION.NAME, by name."""
         return {to.partition(".")[2]: value for to, value in self.values.items() if to.startswith(f"{section}.")}
 
 
@@ -61,6 +61,7 @@ def runtime_config(content: RepositoryContent, gpus: int) -> RuntimeConfig:
 
 
 def _check_bls_target(content: RepositoryContent) -> None:
+    """Raise ConfigError if tensorrt_llm_bls calls a model that is not in the repository."""
     bls, llm = content.files.get(BLS), content.files[LLM]
     target = content.values.get("bls_target", LLM)
     if bls is not None and target != llm.name:
@@ -84,7 +85,7 @@ def _check_steps(content: RepositoryContent) -> None:
 
 
 def _with_ensembles(models: tuple[TritonModel, ...]) -> tuple[TritonModel, ...]:
-    """An ensemble is decoupled if one of its members is."""
+    """The models, where an ensemble is decoupled if one of its members is."""
     decoupled = {model.name for model in models if model.decoupled}
     return tuple(
         msgspec.structs.replace(model, decoupled=any(step.model_name in decoupled for step in model.steps)) if model.steps else model
@@ -93,7 +94,7 @@ def _with_ensembles(models: tuple[TritonModel, ...]) -> tuple[TritonModel, ...]:
 
 
 def _decoding_mode(content: RepositoryContent, max_beam_width: int) -> str:
-    """The decoding mode. max_beam_width decides when it contradicts decoding_mode, as in TensorRT-LLM."""
+    """The decoding mode. If decoding_mode contradicts max_beam_width, the latter decides, as in TensorRT-LLM."""
     requested = content.values.get("options.decoding_mode")
     mode = "beam_search" if max_beam_width > 1 else "top_k_top_p"
     if requested in (None, "auto"):
@@ -105,10 +106,12 @@ def _decoding_mode(content: RepositoryContent, max_beam_width: int) -> str:
 
 
 def _sets_queue_size(file: ModelFile) -> bool:
+    """Whether a config.pbtxt sets the queue size."""
     size = file.message.message("dynamic_batching").message("default_queue_policy").scalar("max_queue_size")
     return size is not None and not size.unfilled
 
 
 def _note(content: RepositoryContent, key: str, text: str) -> None:
+    """Add a warning about a parameter of tensorrt_llm."""
     file = content.files[LLM]
     warn(content.notes, file, dict(file.parameters)[key].line, key, text)

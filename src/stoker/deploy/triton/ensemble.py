@@ -37,7 +37,7 @@ _TOKENS = {"output_ids": "_TOKENS_BATCH", "sequence_length": "_SEQUENCE_LENGTH"}
 
 
 def role(side: str, step_tensor: str) -> str:
-    """The input or output of the ensemble, with its name of v0.18, that is connected to this tensor of a step."""
+    """The v0.18 name of the ensemble's input or output that is connected to this tensor of a step."""
     if side == "output":
         return "text_output" if step_tensor == "OUTPUT" else step_tensor
     direct = {target: name for name, target in _RENAMED.items()}

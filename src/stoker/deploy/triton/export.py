@@ -60,13 +60,13 @@ def export_triton(engine: EngineInfo, repo: Path, options: Mapping[str, str]) ->
 
 
 def five_models(engine: EngineInfo, options: Mapping[str, str]) -> tuple[TritonModel, ...]:
-    """The models as `load_repository` reads them, and as a server without a repository shows them."""
+    """The models in the form in which `load_repository` returns them, and in which a server without a repository presents them."""
     settings, parameters = _split_options(options)
     return tuple(_model(kind, engine, settings, parameters) for kind in KINDS)
 
 
 def _split_options(options: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """(values of _SETTINGS, parameters). Both are checked."""
+    """(values of _SETTINGS, parameters), both checked. Raises ConfigError."""
     settings: dict[str, Any] = {}
     parameters: dict[str, str] = {}
     keys = _accepted_keys()
@@ -83,10 +83,12 @@ def _split_options(options: Mapping[str, str]) -> tuple[dict[str, Any], dict[str
 
 
 def _accepted_keys() -> dict[str, ParameterRow]:
+    """The accepted parameters of all models, by key."""
     return {row.name: row for table in KEYS.values() for row in table if row.status == "accepted"}
 
 
 def _parse(type: ValueType, name: str, value: str) -> Any:
+    """The value of an option. Raises ConfigError."""
     try:
         return type.parse(value)
     except InvalidValueError as error:
@@ -94,6 +96,7 @@ def _parse(type: ValueType, name: str, value: str) -> Any:
 
 
 def _model(kind: str, engine: EngineInfo, settings: Mapping[str, Any], parameters: Mapping[str, str]) -> TritonModel:
+    """The model of one kind."""
     inputs, outputs = tensors(kind)
     defaults = _parameters(engine).get(kind, {})
     return TritonModel(
@@ -113,11 +116,13 @@ def _model(kind: str, engine: EngineInfo, settings: Mapping[str, Any], parameter
 
 
 def _accepts(kind: str, name: str) -> bool:
+    """Whether a kind of model has this parameter."""
     row = KEYS[kind].get(name)
     return row is not None and row.status == "accepted"
 
 
 def _parameters(engine: EngineInfo) -> dict[str, dict[str, str]]:
+    """The parameters that depend on the engine, by kind of model."""
     return {
         PRE: {"tokenizer_dir": engine.path, "add_special_tokens": "true"},
         LLM: {
@@ -132,12 +137,13 @@ def _parameters(engine: EngineInfo) -> dict[str, dict[str, str]]:
 
 
 def _queue(settings: Mapping[str, Any]) -> QueuePolicy:
+    """The queue policy in the options."""
     size = settings.get("max_queue_size", RuntimeConfig().max_queue_size)
     return QueuePolicy(max_queue_delay_us=settings.get("max_queue_delay_microseconds", 0), max_queue_size=size)
 
 
 def proto_fields_of(model: TritonModel) -> dict[str, Any]:
-    """A model as the fields of model_config.proto, for `format_message`."""
+    """A model as plain data for `format_message`, with the field names of model_config.proto."""
     fields: dict[str, Any] = {"name": model.name}
     fields |= {"platform": model.platform} if model.platform else {"backend": model.backend}
     fields["max_batch_size"] = model.max_batch_size
@@ -156,11 +162,13 @@ def proto_fields_of(model: TritonModel) -> dict[str, Any]:
 
 
 def _batching(queue: QueuePolicy) -> dict[str, Any]:
+    """The field dynamic_batching."""
     policy = {"max_queue_size": queue.max_queue_size}
     return {"max_queue_delay_microseconds": queue.max_queue_delay_us, "default_queue_policy": policy}
 
 
 def _tensor(tensor: Tensor) -> dict[str, Any]:
+    """A tensor as plain data."""
     fields: dict[str, Any] = {"name": tensor.name, "data_type": Word(tensor.data_type), "dims": list(tensor.dims)}
     if tensor.scalar:
         fields["reshape"] = {"shape": []}
@@ -172,6 +180,7 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
 
 
 def _step(step: Any) -> dict[str, Any]:
+    """A step of an ensemble as plain data."""
     return {
         "model_name": step.model_name,
         "model_version": step.model_version,
@@ -181,7 +190,7 @@ def _step(step: Any) -> dict[str, Any]:
 
 
 def _python_model(kind: str, folder: Path) -> list[Path]:
-    """Write the model.py that a Triton server runs, if the kind has one."""
+    """Write the model.py that a Triton server runs, if the kind has one. Returns the files."""
     if kind not in _PYTHON_MODELS:
         return []
     purpose, module, name = _PYTHON_MODELS[kind]

@@ -11,7 +11,7 @@ _DEFAULTS = {"max_queue_size": "0"}
 
 
 def fill_template(text: str, substitutions: str) -> str:
-    """`text` with each `${k}` of "k:v,k2:v2" replaced. Other variables stay, and pairs without a variable have no effect.
+    r"""`text` with each `${k}` of "k:v,k2:v2" replaced. Other variables are left, and pairs without a variable have no effect.
 
     A pair ends at an unescaped comma, and its key at the first colon. `\\,` and `\\:` are the plain characters, and `$$` becomes `$`.
     Raises ConfigError for a pair without a colon.
@@ -21,6 +21,7 @@ def fill_template(text: str, substitutions: str) -> str:
 
 
 def _pair(text: str) -> tuple[str, str]:
+    """(key, value) of a pair. Raises ConfigError without a colon."""
     key, *rest = _split(text, ":")
     if not rest or not key.strip():
         raise ConfigError(f"{text!r} is not a pair.", cure="Write key:value,key:value; a comma inside a value is \\,.")
@@ -28,9 +29,10 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _split(text: str, mark: str) -> list[str]:
-    """Split at each `mark` without a backslash before it. Escapes stay."""
+    """The parts of `text` between unescaped `mark` characters. Escapes are retained."""
     return re.split(rf"(?<!\\){re.escape(mark)}", text)
 
 
 def _plain(text: str) -> str:
+    """The text without escapes."""
     return text.replace("\\,", ",").replace("\\:", ":")

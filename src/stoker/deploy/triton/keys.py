@@ -58,14 +58,17 @@ class ParameterRow(FieldRow, frozen=True, kw_only=True):
 
 
 def _accepted(model: str, name: str, type: ValueType, target: str, since: str, **more: Any) -> ParameterRow:
+    """A row for a parameter that is used."""
     return ParameterRow(model=model, name=name, status="accepted", type=type, target=target, since=since, **more)
 
 
 def _no_effect(model: str, name: str, type: ValueType, reason: str, since: str, **more: Any) -> ParameterRow:
+    """A row for a parameter without effect."""
     return ParameterRow(model=model, name=name, status="no effect", type=type, reason=reason, since=since, **more)
 
 
 def _rejected(model: str, name: str, type: ValueType, reason: str, since: str, **more: Any) -> ParameterRow:
+    """A row for a parameter that is not supported."""
     return ParameterRow(model=model, name=name, status="rejected", type=type, reason=reason, since=since, **more)
 
 
@@ -154,5 +157,5 @@ KEYS: dict[str, FieldTable[ParameterRow]] = {kind: FieldTable((row for row in _R
 
 
 def models_with_key(name: str) -> list[str]:
-    """The kinds of models that declare a key."""
+    """The kinds of models that have the parameter `name`."""
     return [kind for kind, table in KEYS.items() if name in table]

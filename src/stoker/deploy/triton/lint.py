@@ -38,7 +38,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 
 def lint_repository(repo: Path) -> list[Finding]:
-    """All findings by file and line. Raises ConfigError only when `repo` contains no models."""
+    """All findings, sorted by file and line. Raises ConfigError only when `repo` contains no models."""
     linter = _Linter(repo)
     for path in config_files(repo):
         linter.attempt(linter.check_file, path)
@@ -50,16 +50,19 @@ def lint_repository(repo: Path) -> list[Finding]:
 
 
 class _Linter:
+    """Collects the findings of all checks."""
+
     def __init__(self, repo: Path) -> None:
         self.repo = repo
         self.findings: set[Finding] = set()
         self.kinds: set[str] = set()
 
     def add(self, file: str, line: int, severity: FindingSeverity, text: str, cure: str = "") -> None:
+        """Add a finding."""
         self.findings.add(Finding(file=file, line=line, severity=severity, text=text, cure=cure))
 
     def attempt(self, check: Callable[..., Any], *args: Any) -> None:
-        """Run one check. Its ConfigError becomes a finding."""
+        """Run one check, and add its ConfigError as a finding."""
         try:
             check(*args)
         except PlacedError as error:
@@ -68,6 +71,7 @@ class _Linter:
             self.add(str(self.repo), 0, "error", error.message, error.cure)
 
     def check_file(self, path: Path) -> None:
+        """Check one config.pbtxt."""
         file = read_model(path)
         if file.kind is None:
             return self.add(file.file, 1, "warning", f"{file.name} is none of the five models and is not served.")
@@ -80,6 +84,7 @@ class _Linter:
         return None
 
     def check_fields(self, file: ModelFile, collected: CollectedParameters) -> None:
+        """Check the fields of a file other than its parameters."""
         for field in file.message.fields:
             self.attempt(check_field, file, field, collected.notes)
         for side in ("input", "output"):
@@ -90,6 +95,7 @@ class _Linter:
             self.attempt(check, file, collected.notes)
 
     def check_parameters(self, file: ModelFile, collected: CollectedParameters) -> None:
+        """Check the parameters of a file."""
         last = dict(file.parameters)
         for name, scalar in file.parameters:
             if last[name] is not scalar:

@@ -1,4 +1,4 @@
-"""Reads a model repository: its config.pbtxt files become a Deployment."""
+"""Reads a model repository: converts its config.pbtxt files to a Deployment."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _EXPORT = "Write a repository with: stoker export triton ENGINE REPO."
 
 
 class CollectedParameters:
-    """The values of `parameters` by their targets, with settings and notes for the report."""
+    """The values of `parameters` by target, with settings and notes for the report."""
 
     def __init__(self) -> None:
         self.notes: list[Note] = []
@@ -43,7 +43,7 @@ class CollectedParameters:
         self.values: dict[str, Any] = {}
 
     def add_all(self, file: ModelFile) -> None:
-        """Add the parameters of one model, and handle the keys that it does not set."""
+        """Add the parameters of one model, including the defaults of those that it does not set."""
         last = dict(file.parameters)
         for name, scalar in file.parameters:
             if last[name] is not scalar:
@@ -56,7 +56,7 @@ class CollectedParameters:
                 self.add_unset(file, row, None)
 
     def add(self, file: ModelFile, name: str, scalar: Scalar) -> None:
-        """Check one parameter and store or note it. Raises PlacedError."""
+        """Check one parameter, and store its value or a note. Raises PlacedError."""
         row = KEYS[file.kind or ""].get(name)
         if row is None and scalar.unfilled:
             warn(self.notes, file, scalar.line, name, f"unknown key, not filled. {_cure_of_unknown(file, name)}")
@@ -68,7 +68,7 @@ class CollectedParameters:
             self._add_value(file, row, scalar)
 
     def add_unset(self, file: ModelFile, row: ParameterRow, scalar: Scalar | None) -> None:
-        """Handle a key without a value: an error for a required one, a warning if the default may be unexpected."""
+        """Handle a parameter without a value. Raises PlacedError if it is required, and warns if its default may be unexpected."""
         line = scalar.line if scalar else 1
         if row.name == "gpt_model_type":
             raise file.error(line, "Invalid gpt_model_type: it is not set.", "Use inflight_fused_batching.")
@@ -80,6 +80,7 @@ class CollectedParameters:
             warn(self.notes, file, line, row.name, f"it is not set; the value is {row.default}")
 
     def _add_value(self, file: ModelFile, row: ParameterRow, scalar: Scalar) -> None:
+        """Check and store the value of a parameter. Raises PlacedError."""
         origin = file.origin(scalar.line)
         try:
             value = row.parse(scalar.text)
@@ -94,6 +95,7 @@ class CollectedParameters:
             self._store(file, row, value, scalar)
 
     def _store(self, file: ModelFile, row: ParameterRow, value: Any, scalar: Scalar) -> None:
+        """Store a value and its setting. Raises PlacedError if the same target has another value already."""
         other = self.values.setdefault(row.target, value)
         if other != value:
             raise file.error(scalar.line, f"{row.name}={value!r}, and it is {other!r} elsewhere.", "Make the two equal.")
@@ -110,7 +112,7 @@ class CollectedParameters:
                 self.settings.append(Setting(section="server", name=name, value=field.value.text, origin=origin))
 
     def add_frontends(self, files: Iterable[ModelFile]) -> None:
-        """Set the number of frontends, which is the larger count of preprocessing and postprocessing."""
+        """Set the number of frontend processes: the larger instance count of preprocessing and postprocessing."""
         found = [setting for file in files if (setting := frontends(file, [])) is not None]
         if found:
             self.settings.append(largest := max(found, key=lambda setting: setting.value))
@@ -149,7 +151,7 @@ def load_repository(path: Path, environment: Mapping[str, str]) -> Deployment:
 
 
 def _by_kind(files: list[ModelFile], notes: list[Note]) -> dict[str, ModelFile]:
-    """The files by the kind of model. Raises ConfigError for two of one kind."""
+    """The files by their kind of model. Raises ConfigError for two of one kind."""
     by_kind: dict[str, ModelFile] = {}
     for file in files:
         if file.kind is None:
@@ -162,19 +164,20 @@ def _by_kind(files: list[ModelFile], notes: list[Note]) -> dict[str, ModelFile]:
 
 
 def _cure_of_unknown(file: ModelFile, name: str) -> str:
-    """The models that have the key, or the nearest keys of this model."""
+    """A hint for an unknown parameter: the models that have it, or similar parameters of this model."""
     if owners := models_with_key(name):
         return f"It belongs to {' and '.join(owners)}."
     return KEYS[file.kind or ""].suggestion(name, "Remove it.")
 
 
 def _refuse_other_backends(file: ModelFile) -> None:
+    """Raise ConfigError for the repository of TensorRT-LLM's llmapi backend."""
     inputs = {scalar.text for tensor in file.message.messages("input") for scalar in tensor.scalars("name")}
     if "input_ids" not in inputs and "text_input" in inputs:
         raise file.error(1, "this is the llmapi model, which model.yaml configures.", _EXPORT)
 
 
 def _in_repository(repo: Path, location: str) -> str:
-    """A directory in the repository becomes absolute. Other relative paths are relative to the working directory, as in Triton."""
+    """A location as an absolute path if it is a directory in the repository; else unchanged, relative to the working directory."""
     inside = repo / location
     return str(inside.resolve()) if not Path(location).is_absolute() and inside.is_dir() else location

@@ -38,14 +38,14 @@ def read_model_config(file: ModelFile, notes: list[Note]) -> TritonModel:
 
 
 def check_name(file: ModelFile) -> None:
-    """The `name` of a model must be that of its folder."""
+    """Raise ConfigError unless the `name` of a model is the name of its folder."""
     name = file.message.scalar("name")
     if name is not None and not name.unfilled and name.text != file.name:
         raise file.error(name.line, f"the name of the model is {name.text!r} and that of its folder {file.name!r}.", "Use the same name.")
 
 
 def max_batch_size(file: ModelFile, notes: list[Note]) -> int:
-    """max_batch_size; the limit of the server applies."""
+    """The field max_batch_size. The server's own limit applies in addition."""
     return whole_field(file, file.message, "max_batch_size", notes, UNFILLED_BATCH_SIZE, MAX_BATCH_SIZE)
 
 
@@ -55,9 +55,9 @@ def decoupled(file: ModelFile, notes: list[Note]) -> bool:
 
 
 def instances(file: ModelFile, notes: list[Note]) -> int:
-    """The number of instances in all groups. tensorrt_llm has one, which consists of all ranks.
+    """The number of instances in all groups.
 
-    Those of preprocessing and postprocessing are frontends.
+    tensorrt_llm has one, which consists of all ranks. Instances of preprocessing and postprocessing are frontend processes.
     """
     count = 0
     for group in file.message.messages("instance_group"):
@@ -75,7 +75,7 @@ def instances(file: ModelFile, notes: list[Note]) -> int:
 
 
 def frontends(file: ModelFile, notes: list[Note]) -> Setting | None:
-    """The number of frontends that the instances of preprocessing or postprocessing make; None if the file has no instance_group."""
+    """The setting for the number of frontend processes, from the instances of a tokenizer model; None without instance_group."""
     groups = file.message.messages("instance_group")
     if file.kind not in ("preprocessing", "postprocessing") or not groups:
         return None
@@ -84,7 +84,7 @@ def frontends(file: ModelFile, notes: list[Note]) -> Setting | None:
 
 
 def queue(file: ModelFile, notes: list[Note]) -> QueuePolicy | None:
-    """The queue policy of dynamic_batching; None without it."""
+    """The queue policy in dynamic_batching; None without that field."""
     batching = file.message.messages("dynamic_batching")
     if not batching:
         return None
@@ -107,6 +107,7 @@ def queue(file: ModelFile, notes: list[Note]) -> QueuePolicy | None:
 
 
 def _steps(message: Message) -> tuple[Step, ...]:
+    """The steps of an ensemble."""
     return tuple(
         Step(
             model_name=text_field(step, "model_name"),

@@ -68,6 +68,7 @@ def check_field(file: ModelFile, field: MessageField, notes: list[Note]) -> None
 
 
 def _check(file: ModelFile, field: MessageField, known: dict[str, Any]) -> None:
+    """Raise PlacedError for a field that is not in the table `known`, or a message in it with such a field."""
     if field.name not in known:
         if field.name in REJECTED:
             raise file.error(field.line, f"{field.name} is refused.", REJECTED[field.name])
@@ -81,4 +82,5 @@ def _check(file: ModelFile, field: MessageField, known: dict[str, Any]) -> None:
 
 
 def _spelling(name: str, inner: Any) -> str:
+    """A hint how the field is written."""
     return f"Write {name}: value." if inner is None else f"Write {name} {{ {next(iter(inner))}: … }}."

@@ -19,7 +19,7 @@ _SIGNATURES = {"input_ids": "tensorrt_llm", "QUERY": "preprocessing", "TOKENS_BA
 
 
 class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One config.pbtxt. `kind` is which of the five models it is; None: none of them."""
+    """One config.pbtxt. `kind` is the kind of model (one of the five), or None for others."""
 
     file: str
     name: str  # of the directory; the file must have the same name
@@ -28,7 +28,7 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
     parameters: tuple[tuple[str, Scalar], ...]  # in file order
 
     def origin(self, line: int) -> Origin:
-        """The place of a line of this file."""
+        """The origin for a line of this file."""
         return Origin(self.file, line)
 
     def error(self, line: int, description: str, cure: str) -> PlacedError:
@@ -36,19 +36,19 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
         return PlacedError(self.origin(line), description, cure)
 
     def value_error(self, line: int, name: str, error: InvalidValueError) -> PlacedError:
-        """The error of a value that `name` does not accept."""
+        """The error for a value that the field `name` does not accept."""
         return PlacedError.of_value(self.origin(line), name, error)
 
 
 def is_model_repository(path: Path) -> bool:
-    """A folder of model folders, without a configuration file of another format."""
+    """Whether `path` is a folder of model folders, without the configuration file of another format."""
     if not path.is_dir() or has_configuration_file(path) or (path / "config.json").exists():
         return False
     return any(path.glob(f"*/{CONFIG}"))
 
 
 def config_files(path: Path) -> list[Path]:
-    """The config.pbtxt of every model. Raises ConfigError when there are none, or more than MAX_MODELS."""
+    """The config.pbtxt files of all models. Raises ConfigError when there are none, or more than MAX_MODELS."""
     files = sorted(path.glob(f"*/{CONFIG}"))
     if not files:
         raise ConfigError(f"{path} contains no */{CONFIG}.", cure="Name the folder that contains the model folders.")
@@ -58,18 +58,19 @@ def config_files(path: Path) -> list[Path]:
 
 
 def read_models(path: Path) -> list[ModelFile]:
-    """Every model of the repository. Raises ConfigError naming file and line."""
+    """All models of the repository. Raises ConfigError naming file and line."""
     return [read_model(file) for file in config_files(path)]
 
 
 def read_model(file: Path) -> ModelFile:
-    """One model. Raises ConfigError naming file and line."""
+    """The model in one config.pbtxt. Raises ConfigError naming file and line."""
     message = read_message(file)
     name = file.parent.name
     return ModelFile(file=str(file), name=name, kind=_kind(name, message), message=message, parameters=_parameters(str(file), message))
 
 
 def _parameters(file: str, message: Message) -> tuple[tuple[str, Scalar], ...]:
+    """(key, value) of each parameter of a model."""
     found = []
     for entry in message.messages("parameters"):
         key, value = entry.scalar("key"), entry.message("value").scalar("string_value")
@@ -80,7 +81,7 @@ def _parameters(file: str, message: Message) -> tuple[tuple[str, Scalar], ...]:
 
 
 def _kind(name: str, message: Message) -> str | None:
-    """The kind by the name of the directory, else by platform and inputs."""
+    """The kind of a model, by the name of its folder or else by platform and inputs; None for other models."""
     if name in KINDS:
         return name
     platform = message.scalar("platform")

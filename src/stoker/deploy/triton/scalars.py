@@ -14,19 +14,19 @@ from stoker.deploy.triton.values import BOOLEAN
 
 
 def text_field(message: Message, name: str) -> str:
-    """A text; empty when it is absent or unfilled."""
+    """The text of a field; empty if it is absent or unfilled."""
     scalar = message.scalar(name)
     return "" if scalar is None or scalar.unfilled else scalar.text
 
 
 def whole_field(file: ModelFile, message: Message, name: str, notes: list[Note], default: int = 0, high: int = 1 << 31) -> int:
-    """A whole number up to `high`; `default` when it is unfilled, and 0 when the field is absent."""
+    """The whole number (at most `high`) in a field; `default` if it is unfilled, 0 if it is absent. Raises PlacedError."""
     scalar = message.scalar(name)
     return 0 if scalar is None else whole_scalar(file, scalar, name, notes, default, high)
 
 
 def whole_scalar(file: ModelFile, scalar: Scalar, name: str, notes: list[Note], default: int = 0, high: int = 1 << 31) -> int:
-    """A whole number up to `high`; `default` when it is unfilled."""
+    """The whole number (at most `high`) in a value; `default` if it is unfilled. Raises PlacedError."""
     if scalar.unfilled:
         warn_unfilled(notes, file, scalar, name, default)
         return default
@@ -34,7 +34,7 @@ def whole_scalar(file: ModelFile, scalar: Scalar, name: str, notes: list[Note], 
 
 
 def flag_field(file: ModelFile, message: Any, name: str, notes: list[Note]) -> bool:
-    """A boolean; false when it is absent or unfilled."""
+    """The boolean in a field; False if it is absent or unfilled. Raises PlacedError."""
     scalar = message.scalar(name) if isinstance(message, Message) else None
     if scalar is None:
         return False
@@ -45,6 +45,7 @@ def flag_field(file: ModelFile, message: Any, name: str, notes: list[Note]) -> b
 
 
 def _parse(file: ModelFile, scalar: Scalar, type: ValueType, name: str) -> Any:
+    """The value of a scalar. Raises PlacedError."""
     try:
         return type.parse(scalar.text)
     except InvalidValueError as error:
@@ -62,6 +63,6 @@ def warn(notes: list[Note], file: ModelFile, line: int, key: str, text: str) -> 
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """The cure of an unknown name: the nearest known ones."""
+    """A hint for an unknown name, with similar known names."""
     near = nearest(name, known)
     return f"Did you mean {' or '.join(near)}?" if near else "Remove it."

@@ -19,20 +19,23 @@ _TLS = ("it protects gRPC only", "Use HTTPS and gRPC with TLS: stoker serve REPO
 
 
 class ServerOption(FieldRow, frozen=True, kw_only=True):
-    """One option of tritonserver. `argument`: whether it has one value, may be repeated, or is a flag without a value."""
+    """One option of tritonserver. `argument` is "one" (it has a value), "many" (it may be repeated) or "flag" (it has no value)."""
 
     argument: Literal["one", "many", "flag"] = "one"
 
 
 def _accepted(name: str, type: ValueType, meaning: str, target: str, **more: Any) -> ServerOption:
+    """A row for an option that is used."""
     return ServerOption(name=name, status="accepted", type=type, meaning=meaning, target=target, **more)
 
 
 def _no_effect(name: str, type: ValueType, reason: str, **more: Any) -> ServerOption:
+    """A row for an option without effect."""
     return ServerOption(name=name, status="no effect", type=type, reason=reason, **more)
 
 
 def _rejected(name: str, type: ValueType, reason: str, *harmless: Any, cure: str = "", **more: Any) -> ServerOption:
+    """A row for an option that is not supported."""
     return ServerOption(name=name, status="rejected", type=type, reason=reason, harmless=harmless, alternative=cure, **more)
 
 

@@ -15,7 +15,7 @@ _ALTERNATIVES = {"INT32": ("INT32", "UINT32"), "FP16": ("FP16", "FP32", "BF16"),
 
 
 def read_tensors(file: ModelFile, side: str, notes: list[Note]) -> tuple[Tensor, ...]:
-    """The declared tensors that Stoker supports. Of duplicates, the first is used."""
+    """The declared inputs or outputs that Stoker supports. Only the first of several with the same name is used."""
     found: dict[str, Tensor] = {}
     for message in file.message.messages(side):
         tensor = read_tensor(file, message, side, notes)
@@ -27,7 +27,7 @@ def read_tensors(file: ModelFile, side: str, notes: list[Note]) -> tuple[Tensor,
 
 
 def read_tensor(file: ModelFile, message: Message, side: str, notes: list[Note]) -> Tensor | None:
-    """One declared tensor; None for an unknown one that is not required. Raises PlacedError."""
+    """One declared tensor, or None for an unknown optional one. Raises PlacedError."""
     rows = {name: row for row in TENSORS[file.kind or ""][side == "output"] for name in (row.name, row.renamed) if name}
     name = text_field(message, "name")
     if not name:
@@ -40,13 +40,14 @@ def read_tensor(file: ModelFile, message: Message, side: str, notes: list[Note])
 
 
 def _connected(file: ModelFile, side: str, name: str) -> list[str]:
-    """The names of v0.18 of an ensemble's tensor, found through the maps of its steps: v0.5 has INPUT_0 for text_input."""
+    """The v0.18 names of an ensemble's tensor, from the maps of its steps: v0.5 calls text_input INPUT_0."""
     steps = [step for scheduling in file.message.messages("ensemble_scheduling") for step in scheduling.messages("step")]
     entries = [entry for step in steps for entry in step.messages(f"{side}_map")]
     return [ensemble.role(side, text_field(entry, "key")) for entry in entries if text_field(entry, "value") == name]
 
 
 def _unknown(file: ModelFile, message: Message, name: str, side: str, known: list[str], notes: list[Note]) -> None:
+    """Warn about an unknown tensor. Raises PlacedError if it is a required input."""
     if side == "input" and not flag_field(file, message, "optional", notes):
         raise file.error(message.line, f"unknown required input {name!r} of {file.kind}.", did_you_mean(name, known))
     effect = "requests with it are refused" if side == "input" else "it is never sent"
@@ -54,6 +55,7 @@ def _unknown(file: ModelFile, message: Message, name: str, side: str, known: lis
 
 
 def _tensor(file: ModelFile, message: Message, row: TensorRow, side: str, notes: list[Note]) -> Tensor:
+    """The declared tensor. Raises PlacedError if it does not agree with the table."""
     scalar = message.scalar("data_type")
     dtype = row.dtype
     if scalar is not None and not scalar.unfilled:
@@ -74,6 +76,7 @@ def _tensor(file: ModelFile, message: Message, row: TensorRow, side: str, notes:
 
 
 def _dim(file: ModelFile, scalar: Scalar) -> int:
+    """One of the dims. Raises PlacedError for anything but -1 and whole numbers."""
     dim = scalar.text
     if not (dim == "-1" or (dim.isascii() and dim.isdigit() and len(dim) < 10 and int(dim) > 0)):
         raise file.error(scalar.line, f"dims contains {dim[:40]!r}.", "Use -1 or a whole number of at least 1.")

@@ -78,5 +78,5 @@ class DeviceIndices(msgspec.Struct, frozen=True):
 
 
 def decoding_mode(*names: str) -> DecodingMode:
-    """One of these decoding modes."""
+    """The type of a value that is one of these decoding modes."""
     return DecodingMode({name: name for name in names}, exact_case=True)

@@ -33,13 +33,16 @@ def apply_dependent_settings(settings: CollectedSettings, gpus: int) -> None:
 
 
 def is_before_trt_llm(settings: CollectedSettings) -> bool:
-    """Whether model_metadata or build.arguments names the engine or checkpoint, and the runtime settings are in packages/."""
+    """Whether the Truss is of the oldest generation.
+
+    In it, model_metadata or build.arguments names the engine or checkpoint, and the runtime settings are in packages/.
+    """
     named = [settings.setting(name).key for name in ("engine.location", "engine.tokenizer", "build.checkpoint") if settings.get(name)]
     return bool({*FINISHED_ENGINES, CHECKPOINT_TO_BUILD} & set(named))
 
 
 def _use_arguments(settings: CollectedSettings) -> None:
-    """build.arguments either name an engine, and settings of a build have no effect, or the checkpoint of one."""
+    """Convert build.arguments, which name an engine or a checkpoint. With an engine, settings of the build have no effect."""
     tokenizer = settings.get("engine.tokenizer") and settings.setting("engine.tokenizer")
     if not tokenizer or tokenizer.key != CHECKPOINT_TO_BUILD:
         return
@@ -55,7 +58,7 @@ def _use_arguments(settings: CollectedSettings) -> None:
 
 
 def _check_repository(settings: CollectedSettings) -> None:
-    """`source` of checkpoint_repository decides how its `repo` is written."""
+    """Convert the `repo` of checkpoint_repository, whose form depends on `source`."""
     source = settings.pop("repository.source")
     repo = settings.get("build.checkpoint", "")
     if source is None:
@@ -74,7 +77,7 @@ def _check_repository(settings: CollectedSettings) -> None:
 
 
 def _select_quantization(settings: CollectedSettings) -> None:
-    """quantization_type sets the format of the weights and the dtype of the KV cache."""
+    """Set the format of the weights and the dtype of the KV cache from quantization_type."""
     setting = settings.pop("quantization_type")
     weights, kv_cache_dtype = setting.value if setting else (None, None)
     if setting and weights:
@@ -88,13 +91,14 @@ def _select_quantization(settings: CollectedSettings) -> None:
 
 
 def _set_lengths(settings: CollectedSettings) -> None:
+    """Set default lengths from max_seq_len."""
     total = settings.get("limits.max_total_len")
     for name in ("max_input_len", "max_output_len") if total else ():
         settings.set_default(f"limits.{name}", total - 1)
 
 
 def _apply_tags(settings: CollectedSettings) -> None:
-    """The tags of model_metadata select the format of requests."""
+    """Set the format of requests from the tags in model_metadata."""
     setting = settings.pop("tags")
     tags = setting.value if setting else []
     if setting and not (isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)):
@@ -111,6 +115,7 @@ def _apply_tags(settings: CollectedSettings) -> None:
 
 
 def _check_transport(settings: CollectedSettings) -> None:
+    """Raise ConfigError for a transport other than http and grpc."""
     setting = settings.pop("transport")
     kind = setting.value.get("kind", "http") if setting and isinstance(setting.value, dict) else setting and setting.value
     if setting and kind not in ("http", "grpc"):
@@ -118,7 +123,7 @@ def _check_transport(settings: CollectedSettings) -> None:
 
 
 def _select_secret_names(settings: CollectedSettings) -> None:
-    """Only the names of secrets are used. A value in the file is neither used nor printed."""
+    """Convert secrets to their names. Values in the file are neither used nor printed."""
     setting = settings.pop("secrets")
     if setting is None:
         return
@@ -133,7 +138,7 @@ def _select_secret_names(settings: CollectedSettings) -> None:
 
 
 def _set_devices(settings: CollectedSettings, gpus: int) -> None:
-    """Check that the count of the accelerator, the number of ranks and the visible GPUs agree."""
+    """Check that the accelerator's count, the number of ranks and the visible GPUs agree. Raises ConfigError."""
     world_size = settings.get("mapping.tensor_parallel", 1) * settings.get("mapping.pipeline_parallel", 1)
     counts = [target for target in ("mapping.tensor_parallel", "mapping.pipeline_parallel") if settings.get(target) is not None]
     use_gpu, accelerator = settings.pop("resources.use_gpu"), settings.pop("resources.accelerator")

@@ -42,6 +42,7 @@ def export_truss(engine: EngineInfo, path: Path, options: Environment[str, str])
 
 
 def _write_truss(engine: EngineInfo, path: Path, options: Environment[str, str]) -> list[Path]:
+    """Write all files of the Truss, and return them."""
     repository, folder = path / REPOSITORY, Path(engine.path)
     files = [
         file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file()
@@ -56,11 +57,15 @@ def _write_truss(engine: EngineInfo, path: Path, options: Environment[str, str])
 
 
 def _template(name: str) -> str:
+    """The text of a template file."""
     return resources.files("stoker.deploy.truss").joinpath("templates", f"{name}.txt").read_text(encoding="utf-8")
 
 
 def _config(engine: EngineInfo, options: Environment[str, str]) -> dict[str, Any]:
-    """A config that the current truss accepts. Its trt_llm section has no finished engines, so the oldest generation's keys name it."""
+    """The content of config.yaml, which the current truss accepts.
+
+    Its trt_llm section does not support finished engines, so the keys of the oldest generation name the engine.
+    """
     ranks, location = engine.mapping.world_size, (REPOSITORY / _ENGINE).as_posix()
     kind = options.get("accelerator") or _ACCELERATOR
     return {
@@ -81,6 +86,7 @@ def _config(engine: EngineInfo, options: Environment[str, str]) -> dict[str, Any
 
 
 def _link_or_copy(source: Path, target: Path) -> Path:
+    """Create a hard link, or a copy where links are not supported. Returns the target."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
@@ -90,6 +96,7 @@ def _link_or_copy(source: Path, target: Path) -> Path:
 
 
 def _write(path: Path, text: str) -> Path:
+    """Write a text file, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path

@@ -42,7 +42,7 @@ SOURCES = names("HF", "LOCAL", "REMOTE_URL", "S3", "GCS", "AZURE", "BASETEN_TRAI
 
 
 def _speculator_rows() -> tuple[FieldRow, ...]:
-    """The speculator of trt_llm.build. Lookahead decoding changes only the speed, and draft models are refused."""
+    """The rows for the speculator of trt_llm.build. Lookahead decoding only changes the speed; draft models are not supported."""
     section, lookahead = _BUILD + "speculator.", "lookahead decoding does not change outputs; tokens are generated one by one"
     no_draft = "speculative decoding with a draft model is not served"
     modes = Choice({"lookahead_decoding": "LOOKAHEAD_DECODING"}, unsupported={"draft_tokens_external": no_draft})

@@ -1,4 +1,4 @@
-"""Reads a Truss: a config.yaml of any generation becomes a Deployment."""
+"""Reads a Truss: converts a config.yaml of any generation to a Deployment."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_truss(path: Path) -> bool:
 
 
 def load_truss(path: Path, environment: Environment[str, str]) -> Deployment:
-    """The deployment of a folder or config.yaml. Raises ConfigError with file, line, path of the key, and cure."""
+    """The deployment for a folder or config.yaml. Raises ConfigError with the file, line, path of the key, and fix."""
     file = _config_file(path)
     root = yaml_tree.parse(_read_bounded(file), str(file))
     if not isinstance(root.value, dict):
@@ -51,16 +51,18 @@ def load_truss(path: Path, environment: Environment[str, str]) -> Deployment:
 
 
 def _config_file(path: Path) -> Path:
+    """The path of the config.yaml."""
     return path if path.name == FILE else path / FILE
 
 
 def _read_bounded(file: Path) -> bytes:
+    """The content of a file, of which at most one byte more than the limit is read."""
     with file.open("rb") as opened:
         return opened.read(yaml_tree.MAX_BYTES + 1)
 
 
 def _walk(node: Node, path: str, file: str, settings: CollectedSettings) -> Iterator[FoundValue]:
-    """Every value by its dotted path. A null section is empty and a null value is unset, as in Truss."""
+    """Every value of the YAML tree with its dotted path. A null section counts as empty and a null value as unset, as in Truss."""
     for name, child in node.value.items():
         key, origin = f"{path}{name}", Origin(file, child.line)
         if child.value is None and (key in TABLE or key in SECTIONS):
@@ -78,6 +80,7 @@ def _walk(node: Node, path: str, file: str, settings: CollectedSettings) -> Iter
 
 
 def _deployment(settings: CollectedSettings, folder: Path) -> Deployment:
+    """The Deployment with the collected settings."""
     source = _engine_source(settings, folder) if settings.get("engine.location") else _build_options(settings)
     tokenizer = settings.get("engine.tokenizer")
     secrets = settings.pop("server.secrets")
@@ -98,17 +101,19 @@ def _deployment(settings: CollectedSettings, folder: Path) -> Deployment:
 
 
 def _engine_source(settings: CollectedSettings, folder: Path) -> EngineSource:
+    """The built engine that the Truss names."""
     mapping = settings.build(Mapping, "mapping") if settings.section("mapping") else None
     location = _in_folder(settings.get("engine.location"), folder)
     return EngineSource(location=location, token_secret="hf_access_token", mapping=mapping)
 
 
 def _in_folder(location: str, folder: Path) -> str:
-    """A directory in the Truss, as `export_truss` writes it, becomes absolute. Any other location stays as it is."""
+    """The absolute path of a directory in the Truss, or the location unchanged if it is none."""
     return str((folder / location).resolve()) if is_inside(location) and (folder / location).is_dir() else location
 
 
 def _build_options(settings: CollectedSettings) -> BuildOptions:
+    """The checkpoint and the settings of the build."""
     settings.set_default("build.token_secret", "hf_access_token")
     check_secret_name(settings.get("build.token_secret"))
     limits, mapping = settings.build(Limits, "limits"), settings.build(Mapping, "mapping")

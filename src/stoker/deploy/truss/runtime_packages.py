@@ -34,7 +34,7 @@ def add_runtime_packages(folder: Path, settings: CollectedSettings) -> None:
 
 
 def _add_frontends(folder: Path, settings: CollectedSettings) -> None:
-    """Set the number of frontends, which is the larger instance count of preprocessing and postprocessing."""
+    """Set the number of frontend processes: the larger instance count of preprocessing and postprocessing."""
     files = [file for name in _TOKENIZING for file in sorted(folder.glob(f"packages/*/{name}/config.pbtxt"))[:1]]
     found = [setting for file in files if (setting := frontends(read_model(file), settings.notes)) is not None]
     if found:

@@ -22,7 +22,7 @@ SECTIONS = {row.name.rpartition(".")[0] for row in TABLE} | {row.name.split(".")
 
 
 def check_shape(root: Node, file: str) -> None:
-    """Raises ConfigError for a wrong structure. Removes from `root` the defaults that truss writes for stack v2."""
+    """Raise ConfigError for a wrong structure. Removes from `root` the defaults that truss writes for stack v2."""
     section, finished = _at(root, "trt_llm"), next((name for name in FINISHED_ENGINES if _at(root, name) is not None), None)
     if section is None:
         if finished is None and not any(_at(root, name) is not None for name in (CHECKPOINT_TO_BUILD, ENGINE_SCRIPT)):
@@ -55,6 +55,7 @@ def _at(root: Node, path: str) -> Node | None:
 
 
 def _check_build(root: Node, build: Node, file: str) -> None:
+    """Raise ConfigError if trt_llm.build lacks the required keys of its generation."""
     first = _at(root, "trt_llm.build.base_model_architecture") or _at(root, "trt_llm.build.huggingface_ckpt_repository")
     repository = _at(root, "trt_llm.build.checkpoint_repository.repo")
     if repository is None and first is None:
@@ -69,6 +70,7 @@ def _check_build(root: Node, build: Node, file: str) -> None:
 
 
 def _check_stack(root: Node, file: str) -> None:
+    """Raise ConfigError for keys that the inference stack does not have."""
     stack = _at(root, "trt_llm.inference_stack")
     second = stack is not None and stack.value == "v2"
     runtime, build = _at(root, "trt_llm.runtime"), _at(root, "trt_llm.build")
@@ -95,12 +97,15 @@ def _check_second_build(build: Node, file: str) -> None:
 
 
 def _is_known(key: str) -> bool:
+    """Whether a dotted key is in the field table."""
     return key in TABLE or key in SECTIONS
 
 
 def _entries(node: Node | None) -> list[tuple[str, Node]]:
+    """(key, node) of a mapping; empty for other nodes."""
     return list(node.value.items()) if node is not None and isinstance(node.value, dict) else []
 
 
 def _refuse(file: str, node: Node, key: str, limit: str, cure: str) -> ConfigError:
+    """The error for a node."""
     return ConfigError(f"{Origin(file, node.line)}: {key} is refused: {limit}.", cure=cure)

@@ -64,6 +64,7 @@ def latency(
 
 
 def _measure(benchmark: ExecutorBenchmark, batch: int, context: int, steps: int) -> dict[str, Any]:
+    """One row of results for a batch size and context length."""
     first_s = statistics.median(max(benchmark.run(batch, context, 1).first_token_s) for _ in range(NUM_FIRST_TOKEN_RUNS))
     short = benchmark.run(batch, context, SHORT_OUTPUT_LEN)
     long = benchmark.run(batch, context, SHORT_OUTPUT_LEN + steps)

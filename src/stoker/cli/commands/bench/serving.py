@@ -33,7 +33,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Times of one request in seconds since it was sent."""
+    """The times of one request, in seconds since it was sent."""
 
     first_s: float = 0.0  # first text
     gaps_s: list[float] = field(default_factory=list)  # between consecutive texts
@@ -81,6 +81,7 @@ def serving(
 
 
 def _split_options(options: str) -> list[str]:
+    """The options as a list of arguments. Raises ConfigError for an unclosed quote."""
     try:
         return shlex.split(options)
     except ValueError as error:
@@ -88,7 +89,7 @@ def _split_options(options: str) -> list[str]:
 
 
 async def _measure_levels(url: str, levels: list[int], rounds: int, input_len: int, output_len: int) -> list[dict[str, Any]]:
-    """One row of results for each concurrency, after a warm-up request."""
+    """One row of results per concurrency level, after a warm-up request."""
     model = json_format.loads(await get(url, "/v1/models"))["data"][0]["id"]
     body = {"model": model, "max_tokens": output_len, "temperature": 0, "ignore_eos": True}
     generator = random.Random(0)
@@ -103,9 +104,10 @@ async def _measure_levels(url: str, levels: list[int], rounds: int, input_len: i
 
 
 async def _measure_level(url: str, level: int, bodies: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """`level` concurrent clients. Client i sends the requests `bodies[i]` one after another."""
+    """One row of results for `level` concurrent clients. Client i sends the requests `bodies[i]` one after another."""
 
     async def send_all(own: list[dict[str, Any]]) -> list[RequestTimes]:
+        """Send the requests of one client."""
         return [await time_request(url, body) for body in own]
 
     before, started = await read_metrics(url), time.perf_counter()

@@ -55,6 +55,7 @@ def throughput(
 
 
 def _measure(benchmark: ExecutorBenchmark, count: int, input_len: int, output_len: int) -> dict[str, Any]:
+    """One row of results for `count` concurrent requests."""
     before = benchmark.executor.snapshot()
     run = benchmark.run(count, input_len, output_len)
     after = benchmark.executor.snapshot()

@@ -75,7 +75,7 @@ def perplexity(
 
 
 def _read_text(file: Path, max_bytes: int | None) -> str:
-    """The text of a UTF-8 file, or the whole characters in its first `max_bytes` bytes. Raises ConfigError."""
+    """The text of a UTF-8 file, or the whole characters in its first `max_bytes` bytes. Raises ConfigError for another encoding."""
     try:
         with file.open("rb") as opened:
             data = opened.read(-1 if max_bytes is None else max_bytes)

@@ -55,14 +55,14 @@ def identity(
 
 
 def _check_result(result: Any, batch_size: int, start_len: int, output_len: int) -> None:
-    """Raise StokerError unless every row holds its prompt and at least one new token."""
+    """Raise StokerError unless every row contains its prompt and at least one new token."""
     ids, lengths = result.as_numpy("output_ids"), result.as_numpy("sequence_length")
     if ids.shape[0] != batch_size or lengths.min() <= start_len or lengths.max() > start_len + output_len:
         raise StokerError(f"the answer has shape {list(ids.shape)} and lengths {lengths.min()} to {lengths.max()}.")
 
 
 def _mean_run_s(run: Callable[[], object], num_runs: int, *, concurrent: bool) -> float:
-    """Total seconds of `num_runs` calls of `run`, divided by their number. Raises the error of a failed call."""
+    """The total time of `num_runs` calls of `run` in seconds, divided by their number. Raises the error of a failed call."""
     started = time.perf_counter()
     if concurrent:
         with ThreadPoolExecutor(num_runs) as pool:

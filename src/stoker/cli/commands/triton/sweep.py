@@ -52,7 +52,7 @@ def sweep(
 
 
 def _parse_range(text: str) -> range:
-    """Parse "1:10:2" or "8" as a range that includes its end. Raises ConfigError."""
+    """The concurrency levels in text such as "1:10:2" or "8", where the end is included. Raises ConfigError."""
     try:
         start, end, step = [int(part) for part in text.split(":")] if text.count(":") == 2 else [int(text), int(text), 1]
         levels = range(start, end + 1, step)
@@ -65,12 +65,13 @@ def _parse_range(text: str) -> range:
 
 
 def _measure(request: Callable[[], object], concurrency: int, seconds: float) -> tuple[float, float]:
-    """Requests per second and mean latency in seconds of `concurrency` threads that repeat `request`. Raises StokerError if one fails."""
+    """(requests per second, mean latency in seconds) of `concurrency` threads that repeat `request`. Raises StokerError if one fails."""
     latencies_s: list[float] = []
     errors: list[StokerError] = []
     deadline = time.perf_counter() + seconds
 
     def repeat() -> None:
+        """Repeat the request until the deadline, in one thread."""
         try:
             while (started := time.perf_counter()) < deadline:
                 request()

@@ -1,4 +1,4 @@
-"""Models of an exported repository as they run inside a real Triton server, in processes of its Python backend.
+"""Models of an exported repository that run inside a real Triton server, in processes of its Python backend.
 
 The exported KIND/1/model.py (templates/model.py.txt) calls the class for its kind in this package. `backend` is the module
 triton_python_backend_utils, which exists only in those processes.

@@ -28,9 +28,10 @@ _OUTPUTS = {
 
 
 class BLSModel(HostedModel):
-    """Decodes all tokens so far for every response, so that no character is split and no space is lost.
+    """Calls the other models for each request, and decodes all tokens so far for every response.
 
-    With accumulate_tokens a response contains the whole text, otherwise the text since the previous response.
+    No character is split then, and no space is lost. With accumulate_tokens a response contains the whole text, otherwise the text since
+    the previous response.
     """
 
     async def run(self, inference: Inference) -> Responses:
@@ -53,6 +54,7 @@ class BLSModel(HostedModel):
             previous = texts[0]
 
     def _response(self, result: Tensors, texts: list[str]) -> Response:
+        """The response with the texts of all beams and the other declared outputs."""
         declared = [tensor.name for tensor in self.model.outputs]
         outputs = {name: result[name] for name in declared if name in result}
         return Response(outputs=outputs | {"text_output": text_array([text.encode() for text in texts], (len(texts),))})
@@ -68,9 +70,11 @@ class BLSModel(HostedModel):
         return texts if previous_ids is None else [texts[0].rstrip(INCOMPLETE)]
 
     async def _call(self, kind: str, inputs: Tensors, request_id: str) -> Tensors:
+        """The outputs of another model for one request with one response."""
         return self._tensors(await self._request(kind, inputs, request_id).async_exec())
 
     async def _stream(self, kind: str, inputs: Tensors, request_id: str) -> Any:
+        """Yield the outputs of each response of another model."""
         request = self._request(kind, inputs, request_id)
         if not self.model.decoupled:
             yield self._tensors(await request.async_exec())
@@ -81,6 +85,7 @@ class BLSModel(HostedModel):
                 yield tensors
 
     def _request(self, kind: str, inputs: Tensors, request_id: str) -> Any:
+        """A request to another model."""
         model = self.options.of_kind(kind)
         assert model is not None
         outputs = [tensor.name for tensor in model.outputs if tensor.name in _OUTPUTS[kind]]
@@ -88,6 +93,7 @@ class BLSModel(HostedModel):
         return self.backend.InferenceRequest(model_name=model.name, request_id=request_id, inputs=tensors, requested_output_names=outputs)
 
     def _tensors(self, response: Any) -> Tensors:
+        """The output tensors of a response. Raises GenerationError if it is an error."""
         if response.has_error():
             raise GenerationError(response.error().message())
         return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}

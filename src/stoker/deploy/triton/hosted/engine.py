@@ -21,7 +21,7 @@ STOP_TIMEOUT_S = 10.0
 
 
 class EngineModel(HostedModel):
-    """tensorrt_llm: starts the executor of gpt_model_path and stops it with the model."""
+    """The model tensorrt_llm, which starts the executor for gpt_model_path and stops it when the model is unloaded."""
 
     def __init__(self, backend: Any, args: dict[str, str]) -> None:
         super().__init__(backend, args)
@@ -30,6 +30,7 @@ class EngineModel(HostedModel):
         self.run = TensorrtLLM(lambda: self._service, self.options, self.deployment.server, InFlight()).run
 
     async def _start(self) -> GenerationService:
+        """Start the executor process, and connect to it."""
         address = f"ipc://{self._run_dir.name}/executor"
         task = ExecutorTask(engine_directory(self.deployment), self.deployment.runtime, address)
         python = env.text("STOKER_PYTHON") or sys.executable

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class ResponseSender:
-    """The response sender of a request. Triton would crash if it were called after the final flag was sent."""
+    """Sends the responses to one request. It never calls Triton after the final flag was sent, which would crash Triton."""
 
     def __init__(self, backend: Any, sender: Any) -> None:
         self._backend = backend
@@ -37,7 +37,7 @@ class ResponseSender:
         return self._open and bool(self._sender.is_cancelled())
 
     def send(self, response: Response) -> None:
-        """Send one response, with the final flag if it is the last."""
+        """Send one response, with the final flag if it is the last one."""
         tensors = [self._backend.Tensor(name, np.ascontiguousarray(array)) for name, array in response.outputs.items()]
         self._send(self._backend.InferenceResponse(output_tensors=tensors), final=response.final)
 
@@ -47,7 +47,7 @@ class ResponseSender:
             self._send(self._backend.InferenceResponse(error=self._backend.TritonError(message, code)), final=True)
 
     def end(self) -> None:
-        """Send the final flag, unless it was sent."""
+        """Send the final flag, unless it was sent before."""
         if self._open:
             self._open = False
             self._sender.send(flags=self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
@@ -90,13 +90,14 @@ class HostedModel:
         self._thread.join()
 
     async def _cancel_requests(self) -> None:
+        """Cancel all requests and wait until they have ended."""
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run_request(self, request: Any, sender: ResponseSender) -> None:
-        """Respond to one request until it ends or its client cancels it."""
+        """Run one request and send its responses, until it ends or its client cancels it. Errors are sent as the last response."""
         task = asyncio.create_task(self._respond(request, sender))
         while not task.done():
             await asyncio.wait({task}, timeout=CANCEL_POLL_S)
@@ -108,6 +109,7 @@ class HostedModel:
             sender.fail(client_message(error), self.backend.TritonError.INTERNAL)
 
     async def _respond(self, request: Any, sender: ResponseSender) -> None:
+        """Send the responses of one request."""
         async with aclosing(self.run(self._inference(request))) as batches:
             async for batch in batches:
                 for response in batch:
@@ -115,7 +117,7 @@ class HostedModel:
         sender.end()
 
     def _inference(self, request: Any) -> Inference:
-        """The request in the form of the KServe protocol. Triton has checked it against config.pbtxt, and selects the outputs itself."""
+        """The request as the KServe protocol represents it. Triton has checked it against config.pbtxt, and selects the outputs itself."""
         declared = {tensor.name: tensor.role or tensor.name for tensor in self.model.inputs}
         return Inference(
             model=self.model,
@@ -127,7 +129,7 @@ class HostedModel:
 
 
 def engine_directory(deployment: Deployment) -> str:
-    """The directory of the engine. Raises ConfigError for another location: a model inside Triton does not download."""
+    """The local directory of the engine. Raises ConfigError for other locations, because a model inside Triton does not download."""
     source = deployment.source
     if not isinstance(source, EngineSource) or not Path(source.location).is_dir():
         raise ConfigError(f"{deployment.path}: gpt_model_path is not a local engine directory.", cure="Name one, or use stoker serve.")
@@ -135,5 +137,5 @@ def engine_directory(deployment: Deployment) -> str:
 
 
 def tokenizer_directory(deployment: Deployment) -> str:
-    """The directory of the tokenizer files, by default that of the engine."""
+    """The local directory of the tokenizer files, by default that of the engine."""
     return deployment.tokenizer if deployment.tokenizer and Path(deployment.tokenizer).is_dir() else engine_directory(deployment)

@@ -18,7 +18,7 @@ from stoker.server.protocols.kserve.models.tokenizer import Postprocessing, Prep
 
 
 class TokenizerModel(HostedModel):
-    """preprocessing or postprocessing."""
+    """The model preprocessing or postprocessing."""
 
     def __init__(self, backend: Any, args: dict[str, str]) -> None:
         super().__init__(backend, args)
@@ -39,7 +39,7 @@ class _EngineFacts(msgspec.Struct):
 
 
 async def tokenizer_service(deployment: Deployment) -> GenerationService:
-    """A service that encodes and decodes, and has no executor."""
+    """A service that encodes and decodes text, without an executor."""
     facts = msgspec.json.decode((Path(engine_directory(deployment)) / "config.json").read_bytes(), type=_EngineFacts)
     info = ExecutorInfo(
         limits=facts.limits,
