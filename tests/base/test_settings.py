@@ -49,6 +49,23 @@ def test_values_out_of_range_are_refused(config: type, fields: dict[str, Any], m
         config(**fields)
 
 
+@pytest.mark.parametrize(
+    ("config", "fields", "message"),
+    [
+        (Limits, {"max_batch_size": "8"}, "max_batch_size='8' is refused"),
+        (RuntimeConfig, {"num_threads": 1.5}, r"num_threads=1\.5 is refused: it must be a whole number\."),
+        (RuntimeConfig, {"kv_cache_fraction": "0.5"}, r"kv_cache_fraction='0\.5' is refused: it must be a number\."),
+        (RuntimeConfig, {"overlap": "yes"}, r"overlap='yes' is refused: it must be True or False\."),
+        (RuntimeConfig, {"devices": 0}, r"devices=0 is refused: it must be a list of whole numbers\."),
+        (RuntimeConfig, {"policy": None}, r"policy=None is refused: it must be a string\."),
+    ],
+)
+def test_values_of_a_wrong_type_are_type_errors(config: type, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message) as refused:
+        config(**fields)
+    assert isinstance(refused.value, ConfigError)
+
+
 def test_the_registry_suggests_names() -> None:
     registry: Registry[int] = Registry("policy")
     registry.add("static", 1)

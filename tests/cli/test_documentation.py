@@ -43,7 +43,8 @@ def test_a_walkthrough_begins_with_a_make_target(name: str) -> None:
 
 def shown_commands(page: Path) -> list[str]:
     """Each `stoker …` line of the page's shell blocks, with continued lines joined."""
-    text = "\n".join(re.findall(r"```(?:sh|bash)?\n(.*?)```", page.read_text(), re.DOTALL)).replace("\\\n", " ")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    text = "\n".join(block for language, block in blocks if language in ("", "sh", "bash")).replace("\\\n", " ")
     return [line.strip() for line in text.splitlines() if re.match(r"\s*stoker [a-z]", line)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.base.config import RuntimeConfig, RuntimeSettings
+from stoker.base.config import RuntimeConfig, RuntimeSettings, typed_value
 from stoker.base.errors import ConfigError, ConfigTypeError
 from stoker.base.registry import nearest
 from stoker.deploy.build_settings import BuildSettings
@@ -131,7 +131,6 @@ _OF_VLLM: dict[str, tuple[tuple[Any, ...], str]] = {
     "model_impl": (("auto",), "Models run in Stoker's own implementation."),
     "served_model_name": ((), "Use stoker serve --model-name."),
 }
-_NOUNS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", tuple: "a list of whole numbers"}
 
 
 def read_settings(settings: Mapping[str, Any]) -> Choices:
@@ -140,7 +139,7 @@ def read_settings(settings: Mapping[str, Any]) -> Choices:
     for name, value in settings.items():
         if name not in types:
             _refuse(name, value, list(types))
-    given = {name: _typed(name, value, types[name]) for name, value in settings.items() if name in types and value is not None}
+    given = {name: typed_value(name, value, types[name]) for name, value in settings.items() if name in types and value is not None}
     runtime = {name: given[name] for name in RuntimeConfig.__struct_fields__ if name in given and name != "kv_cache_dtype"}
     for name, (field, opposite) in _RUNTIME_NAMES.items():
         if name in given:
@@ -158,15 +157,6 @@ def _build_settings(given: dict[str, Any]) -> BuildSettings:
     if "kv_cache_dtype" in fields:
         fields["kv_cache_dtype"] = _KV_DTYPES.get(fields["kv_cache_dtype"], fields["kv_cache_dtype"])
     return BuildSettings(**fields)
-
-
-def _typed(name: str, value: Any, expected: Any) -> Any:
-    """`value` as the type of the setting. Raises ConfigTypeError."""
-    try:
-        return msgspec.convert(value, expected)
-    except msgspec.ValidationError:
-        kind = next(kind for kind in (typing.get_args(expected) or (expected,)) if kind is not type(None))
-        raise ConfigTypeError(f"{name}={value!r} is refused: it must be {_NOUNS[typing.get_origin(kind) or kind]}.") from None
 
 
 def _check_single(name: str, field: str, given: dict[str, Any]) -> None:

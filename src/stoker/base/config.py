@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any, TypedDict, get_args, get_origin
 
 import msgspec
 
 from stoker.base.env import MAX_THREADS
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ConfigError, ConfigTypeError
 
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("cpu", "cuda")
 TOKENS_PER_BLOCK = (16, 32, 64, 128)
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static")  # modules of runtime.schedule.policies
+_NOUNS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", tuple: "a list of whole numbers"}
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,6 +155,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which a step counts as hung: the server is not ready, and its state is logged. None: 30 on a GPU, 120 on a CPU."""
 
     def __post_init__(self) -> None:
+        for field in msgspec.structs.fields(self):
+            typed_value(field.name, getattr(self, field.name), field.type)
         if self.device is not None:
             check_choice("device", self.device, DEVICES)
         check_choice("policy", self.policy, POLICIES)
@@ -203,10 +206,20 @@ def check_within_limits(limits: Limits, runtime: RuntimeConfig) -> None:
             raise ConfigError(f"{name}={requested} is above the engine's {built}.", cure=cure)
 
 
+def typed_value(name: str, value: Any, expected: Any) -> Any:
+    """`value` as a value of the type `expected`. Raises ConfigTypeError."""
+    try:
+        return msgspec.convert(value, expected)
+    except msgspec.ValidationError:
+        kind = next(kind for kind in (get_args(expected) or (expected,)) if kind is not type(None))
+        raise ConfigTypeError(f"{name}={value!r} is refused: it must be {_NOUNS[get_origin(kind) or kind]}.") from None
+
+
 def check_range(name: str, value: Any, low: int, high: int) -> None:
-    """Raise ConfigError unless `value` is a whole number from `low` to `high`."""
+    """Raise ConfigError unless `value` is a whole number from `low` to `high`; ConfigTypeError if it is no whole number."""
     if type(value) is not int or not low <= value <= high:
-        raise ConfigError(f"{name}={value!r} is refused.", cure=f"Use a whole number from {low} to {high}.")
+        error = ConfigError if type(value) is int else ConfigTypeError
+        raise error(f"{name}={value!r} is refused.", cure=f"Use a whole number from {low} to {high}.")
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -192,6 +192,8 @@ class Guide(msgspec.Struct, frozen=True):
         """Raise RequestError for an unknown kind or a text that is too long."""
         if self.kind not in self.KINDS:
             raise RequestError("guide.kind", self.kind, f"it must be one of {', '.join(self.KINDS)}")
+        if not isinstance(self.text, str):
+            raise RequestTypeError("guide.text", self.text, "it must be a string")
         if len(self.text) > 1 << 20:
             raise RequestError("guide.text", self.text, "at most 1 MiB of grammar")
         if type(self.reasoning_start) not in (int, type(None)):
