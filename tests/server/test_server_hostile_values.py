@@ -83,6 +83,25 @@ async def test_msgpack_that_json_cannot_represent(value: Any) -> None:
             assert (answer.status_code, answer.json()) == (400, {"error": "unsupported payload"})
 
 
+AROUND_CALLS = {
+    "mistral": ("[TOOL_CALLS][", "]"),
+    "llama3": ("", ""),
+    "llama4_pythonic": ("[f(a=", ")]"),
+    "qwen3_coder": ("<tool_call><function=f><parameter=a>", "</parameter></function></tool_call>"),
+    "glm45": ("<tool_call>f<arg_key>a</arg_key><arg_value>", "</arg_value></tool_call>"),
+    "minimax_m1": ("<tool_calls>", "</tool_calls>"),
+    "minimax_m2": ('<minimax:tool_call><invoke name="f"><parameter name="a">', "</parameter></invoke></minimax:tool_call>"),
+    "deepseek_v3": ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n", "\n```<｜tool▁call▁end｜>"),
+    "deepseek_v31": ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    "kimi_k2": ("<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    "gpt_oss": ("<|channel|>commentary to=functions.f<|message|>", "<|call|>"),
+    "granite": ("<|tool_call|>[", "]"),
+    "internlm": ("<|action_start|><|plugin|>", "<|action_end|>"),
+    "xlam": ("[", "]"),
+    "phi4_mini": ("functools[", "]"),
+}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("parser", list(TOOL_PARSERS))
 @pytest.mark.parametrize(
@@ -90,9 +109,7 @@ async def test_msgpack_that_json_cannot_represent(value: Any) -> None:
 )
 async def test_models_that_generate_hostile_calls(parser: str, inner: str, stream: bool) -> None:
     """Nesting beyond the limit of the parser, and lone surrogates: the response is still valid."""
-    prefix = {"mistral": "[TOOL_CALLS]", "llama3": ""}.get(parser, "<tool_call>")
-    suffix = "</tool_call>" if prefix == "<tool_call>" else ""
-    inner = f"[{inner}]" if parser == "mistral" else inner
+    prefix, suffix = AROUND_CALLS.get(parser, ("<tool_call>", "</tool_call>"))
     service = ScriptedService(prefix + inner + suffix, group=500, max_output_len=8000, max_input_len=8000)
     tools = [{"type": "function", "function": {"name": "f"}}]
     body = {"messages": USER, "tools": tools, "max_tokens": 8000, "stream": stream}

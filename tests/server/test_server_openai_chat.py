@@ -444,3 +444,14 @@ async def test_parsers_are_selected_by_the_chat_template(settings: dict[str, Any
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
     assert message.get("reasoning_content") == ("hm" if "reasoning_parser" in settings else None)
     assert message["content"] == (None if "reasoning_parser" in settings else "<think>hm</think>")
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_templates_receive_the_reasoning_of_earlier_messages(name: str) -> None:
+    """As reasoning_content (Qwen, GLM, Kimi), or as thinking (gpt-oss), whose template refuses it beside content."""
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = with_parsed_arguments(
+        [{"role": "assistant", name: "hm", "tool_calls": [call]}, {"role": "assistant", name: "so", "content": "x"}]
+    )
+    render = ChatTemplate("{% for m in messages %}[{{ m.reasoning_content }} {{ m.thinking or '' }}]{% endfor %}", {}).render
+    assert render(messages, max_chars=100) == "[hm hm][so ]"

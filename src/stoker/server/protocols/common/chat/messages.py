@@ -27,14 +27,22 @@ class CallArguments(dict[str, Any]):
 
 
 def with_parsed_arguments(messages: list[Any]) -> list[Any]:
-    """The messages with the arguments of earlier tool calls as objects instead of JSON text. The service checks everything else."""
-    return [_with_parsed_arguments(message) for message in messages]
+    """The messages with the arguments of earlier tool calls as objects instead of JSON text, and with the reasoning under the names of
+    the templates. The service checks everything else."""
+    return [_for_template(message) if isinstance(message, dict) and message.get("role") == "assistant" else message for message in messages]
 
 
-def _with_parsed_arguments(message: Any) -> Any:
-    if not isinstance(message, dict) or message.get("role") != "assistant" or not isinstance(message.get("tool_calls"), list):
-        return message
-    return {**message, "tool_calls": [_parse_arguments(call) for call in message["tool_calls"]]}
+def _for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """Most templates read `reasoning_content`, which some clients send as `reasoning`. That of gpt-oss reads `thinking`, and fails if a
+    message has content, too."""
+    message = dict(message)
+    if isinstance(calls := message.get("tool_calls"), list):
+        message["tool_calls"] = [_parse_arguments(call) for call in calls]
+    if isinstance(reasoning := message.get("reasoning_content", message.get("reasoning")), str):
+        message["reasoning_content"] = reasoning
+        if not message.get("content"):
+            message.setdefault("thinking", reasoning)
+    return message
 
 
 def _parse_arguments(call: Any) -> Any:
