@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,12 @@ def test_the_server_reads_the_configuration(folder: Path, tmp_path: Path, monkey
 
     monkeypatch.setattr("stoker.deploy.truss.load.visible_gpus", lambda environment: 0)
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    config["model_metadata"] |= {"tags": ["force-legacy-api-non-openai-compatible"], "max_tokens_counts_prompt": True, "note": 'a "b": #c'}
+    config["model_metadata"] |= {
+        "tags": ["force-legacy-api-non-openai-compatible"],
+        "max_tokens_counts_prompt": True,
+        "note": 'a "b": #c',
+        "since": date(2024, 1, 1),
+    }
     resources = {"accelerator": None, "use_gpu": False, "cpu": "1", "memory": "2Gi"}  # as the server of truss passes them
     module_of(folder)._write_folder(tmp_path, config | {"resources": resources, "unknown": 1})
     written = load_truss(tmp_path, {})
