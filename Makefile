@@ -72,10 +72,11 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV) 2>/dev/null \
 	  || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
 
-# torch first and by itself, so that pip takes the build that is provided for this machine, be it for a GPU or for a CPU.
+# torch first and by itself, so that pip takes the build that is provided for this machine, be it for a GPU or for a CPU. TORCH_INDEX_URL
+# names another package index for it, such as the one with builds without CUDA (docs/installation.md).
 $(VENV)/.torch: constraints.txt | $(VENV)/bin/python
 	@echo "installing torch"
-	@$(PIP) $$(grep '^torch==' constraints.txt)
+	@$(PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) $$(grep '^torch==' constraints.txt)
 	@touch $@
 
 $(VENV)/.installed: constraints.txt pyproject.toml $(VENV)/.torch

@@ -30,7 +30,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
 TESTS = ROOT / "tests"
-PROTOCOLS = ("OpenAI", "Anthropic", "Ollama", "Triton", "LMI and SageMaker", "Truss", "Command line")
+PROTOCOLS = ("OpenAI", "Anthropic", "Ollama", "Triton", "LMI and SageMaker", "Truss", "Command line", "Python API")
 NOT_RUN = "not run"
 _PIN = re.compile(r"^([\w.-]+)==(\S+)", re.MULTILINE)
 _HEAD = """# Compatibility

@@ -14,6 +14,10 @@ from stoker.api.settings import read_settings
 from stoker.base.config import RuntimeConfig, RuntimeSettings
 from stoker.deploy.build_settings import BuildSettings
 
+VLLM = pytest.mark.compatibility(
+    protocol="Python API", client="vllm.LLM", version="0.8 to 0.26", feature="every argument has its effect, or is refused with the fix"
+)
+
 # The arguments of vllm.LLM and those of EngineArgs that its users pass most, of vLLM 0.8 to 0.26.
 OF_VLLM = [
     "runner", "convert", "tokenizer_mode", "skip_tokenizer_init", "trust_remote_code", "allowed_local_media_path",
@@ -25,6 +29,8 @@ OF_VLLM = [
     "enable_chunked_prefill", "block_size", "enable_expert_parallel", "data_parallel_size", "speculative_config", "enable_lora",
     "limit_mm_per_prompt", "guided_decoding_backend", "disable_log_stats", "max_logprobs", "served_model_name", "num_gpu_blocks_override",
     "kv_transfer_config", "calculate_kv_scales", "model_impl", "rope_scaling",
+    "rope_theta", "hf_config_path", "disable_sliding_window", "override_pooler_config", "disable_async_output_proc", "worker_cls",
+    "max_parallel_loading_workers",
 ]  # fmt: skip
 
 
@@ -38,6 +44,7 @@ def test_every_argument_is_documented_and_in_the_signature() -> None:
     assert [*inspect.signature(LLM).parameters] == ["model", "tokenizer", "progress", *typing.get_type_hints(LLMSettings)]
 
 
+@VLLM
 @pytest.mark.parametrize(
     ("name", "value", "section", "field", "expected"),
     [
@@ -72,6 +79,7 @@ def test_other_arguments() -> None:
     assert (choices.seed, choices.revision, choices.runtime) == (3, "main", {"policy": "static", "devices": (0, 1)})
 
 
+@VLLM
 @pytest.mark.parametrize("name", OF_VLLM)
 def test_every_argument_of_vllm_is_accepted_or_refused_with_the_fix(name: str) -> None:
     """None means the default of vLLM, and therefore nothing."""
