@@ -122,3 +122,11 @@ def test_filling_twice_equals_filling_once():
     text = templates.repository("0.18")["tensorrt_llm"]
     twice = fill_template(fill_template(text, "engine_dir:/e,max_queue_size:3"), "decoupled_mode:true")
     assert twice == fill_template(text, "engine_dir:/e,decoupled_mode:true,max_queue_size:3")
+
+
+def test_the_python_gpt_repository(tmp_path):
+    files = templates.gpt_repository()
+    unfilled = findings(templates.write(tmp_path / "a", files), "error")
+    assert len(unfilled) == 1 and "engine_dir is not set" in unfilled[0]
+    filled = {name: fill_template(text, "engine_dir:/e,tokenizer_dir:/e,tokenizer_type:auto") for name, text in files.items()}
+    assert findings(templates.write(tmp_path / "b", filled), "error") == []

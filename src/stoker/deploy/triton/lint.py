@@ -11,8 +11,7 @@ import msgspec
 from stoker.base.errors import ConfigError
 from stoker.deploy.deployment import Origin, PlacedError
 from stoker.deploy.triton import model_config
-from stoker.deploy.triton.keys import KEYS
-from stoker.deploy.triton.load import CollectedParameters, load_repository
+from stoker.deploy.triton.load import CollectedParameters, load_repository, unset_rows
 from stoker.deploy.triton.proto_fields import check_field
 from stoker.deploy.triton.repository import ModelFile, config_files, read_model
 from stoker.deploy.triton.tensors import read_tensor
@@ -101,6 +100,5 @@ class _Linter:
             if last[name] is not scalar:
                 self.add(file.file, scalar.line, "warning", f"{name}: the key occurs more than once; the last value is used")
             self.attempt(collected.add, file, name, scalar)
-        for row in KEYS[file.kind or ""]:
-            if row.name not in last:
-                self.attempt(collected.add_unset, file, row, None)
+        for row in unset_rows(file):
+            self.attempt(collected.add_unset, file, row, None)

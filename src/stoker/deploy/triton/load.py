@@ -34,6 +34,13 @@ _REPORTED_FIELDS = {
 _EXPORT = "Write a repository with: stoker export triton ENGINE REPO."
 
 
+def unset_rows(file: ModelFile) -> list[ParameterRow]:
+    """The keys that a file does not set. The Python gpt model has engine_dir instead of the required ones."""
+    names = {name for name, _ in file.parameters}
+    is_gpt = file.kind == LLM and ENGINE_DIR in names and "gpt_model_path" not in names
+    return [row for row in KEYS[file.kind or ""] if row.name not in names and not (is_gpt and row.required)]
+
+
 class CollectedParameters:
     """The values of `parameters` by target, with settings and notes for the report."""
 
@@ -50,10 +57,8 @@ class CollectedParameters:
                 warn(self.notes, file, scalar.line, name, "the key occurs more than once; the last value is used")
         for name, scalar in last.items():
             self.add(file, name, scalar)
-        is_gpt = file.kind == LLM and ENGINE_DIR in last and "gpt_model_path" not in last
-        for row in KEYS[file.kind or ""]:
-            if row.name not in last and not (is_gpt and row.required):
-                self.add_unset(file, row, None)
+        for row in unset_rows(file):
+            self.add_unset(file, row, None)
 
     def add(self, file: ModelFile, name: str, scalar: Scalar) -> None:
         """Check one parameter, and store its value or a note. Raises PlacedError."""
@@ -72,7 +77,7 @@ class CollectedParameters:
         line = scalar.line if scalar else 1
         if row.name == "gpt_model_type":
             raise file.error(line, "Invalid gpt_model_type: it is not set.", "Use inflight_fused_batching.")
-        if row.required:
+        if row.required or (scalar and row.name == ENGINE_DIR):
             raise file.error(line, f"{row.name} is not set.", f'Add parameters {{ key: "{row.name}" value {{ string_value: "…" }} }}.')
         if scalar and scalar.unfilled:
             warn(self.notes, file, line, row.name, f"{scalar.text} is not filled; the value is {row.default or 'the default'}")
