@@ -76,7 +76,7 @@ def token_inputs(ids: np.ndarray, *, beam_width: int = 1, top_k: int = 1, top_p:
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 @pytest.mark.compatibility(
-    protocol="Triton", client="tools/gpt/client.py", version="0.5", feature="the Python gpt model over HTTP and gRPC"
+    protocol="Triton", client="client.py of the gpt model", version="0.5", feature="the Python gpt model over HTTP and gRPC"
 )
 def test_client(server: RunningServer, engine_with_beams: Path, tokenizer: Tokenizer, protocol: str) -> None:
     """The client prints what follows the prompt in the flat output_ids."""
@@ -93,7 +93,10 @@ def test_client(server: RunningServer, engine_with_beams: Path, tokenizer: Token
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 @pytest.mark.compatibility(
-    protocol="Triton", client="tools/gpt/client_async.py, identity_test.py", version="0.5", feature="batches of random ids, sync and async"
+    protocol="Triton",
+    client="client_async.py and identity_test.py of the gpt model",
+    version="0.5",
+    feature="batches of random ids, sync and async",
 )
 def test_identity_and_asynchronous_requests(server: RunningServer, protocol: str) -> None:
     """identity_test.py sends ids below 50255, which may lie beyond the vocabulary."""
@@ -130,7 +133,7 @@ def test_beams_and_sampling(server: RunningServer, tokenizer: Tokenizer) -> None
 
 
 @pytest.mark.compatibility(
-    protocol="Triton", client="tools/gpt/end_to_end_test.py", version="0.5", feature="ensemble with INPUT_0 to OUTPUT_0"
+    protocol="Triton", client="end_to_end_test.py of the gpt model", version="0.5", feature="ensemble with INPUT_0 to OUTPUT_0"
 )
 def test_the_ensemble(server: RunningServer, tokenizer: Tokenizer) -> None:
     texts = [[TEXT], ["the quick"]]

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from small_tokenizers import small
 from test_triton_clients import tensors
-from triton_server import TEXT, RunningServer, running
+from triton_server import TEXT, RunningServer, running, tokenizer
 
 from stoker.cli.main import main
 
@@ -55,6 +56,8 @@ def test_the_client(server: RunningServer, run: Run, tmp_path: Path) -> None:
     status, out, _ = run("client", "-u", server.grpc, "--model-name", "tensorrt_llm", "--input-tokens-csv", tmp_path / "ids.csv", "-o", 4)
     assert status == 0 and re.match(r"5,6,7(,\d+){4}\n", out)
     assert server.executor.requests[-1].prompt_ids == [5, 6, 7]
+    status, out, _ = run("client", PROMPT, "-u", server.grpc, "--model-name", "ensemble", "--random-seed", 4)
+    assert status == 0 and server.executor.requests[-1].params.seed == 4
     status, out, _ = run("client", PROMPT, "-u", server.grpc, "--num-return-sequences", 2, "-S")
     first, second = out.splitlines()[:2]
     assert status == 0 and first == f"0: {TEXT}" and second.startswith("1: ") and TEXT.startswith(second.removeprefix("1: "))
@@ -84,6 +87,44 @@ def test_clients_send_the_api_key_of_the_environment(run: Run, monkeypatch: pyte
             status, out, err = run(*args)
             assert (status, TEXT in out) == (0, True), err
         assert run("triton", "identity", "-u", protected.grpc, "--start_len", 4, "--output_len", 2, "--vocab-size", 500)[0] == 0
+
+
+@pytest.mark.compatibility(
+    protocol="Triton", client="client.py of the gpt model", version="0.5", feature="its options, as options of stoker client"
+)
+def test_the_options_of_the_gpt_client(server: RunningServer, run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    small("byte_level").save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    options = (
+        f"--text={PROMPT}",
+        "--output_len=50",
+        "--tokenizer_dir",
+        folder,
+        "--tokenizer_type",
+        "auto",
+        "-u",
+        server.http,
+        "-i",
+        "http",
+    )
+    status, out, err = run("client", *options, "-c", 4, "-v", "-beam", 1, "-topk", 5, "-topp", 0.5)
+    assert status == 0, err
+    assert TEXT in out and "/v2/models/tensorrt_llm/infer" in out  # -v prints the requests
+    sent = server.executor.requests[-1]
+    assert sent.prompt_ids == tokenizer().encode(PROMPT) and (sent.params.top_k, sent.params.top_p) == (5, 0.5)
+    assert sent.params.max_tokens == 50 and sent.params.stop_token_ids == (2,)
+    status, out, err = run("client", "-t", PROMPT, "--tokenizer_dir", folder, "-u", server.grpc, "-S", "-o", 50)
+    assert (status, out.splitlines()[0]) == (0, TEXT), err
+    for args, error in [
+        ((PROMPT, "-t", PROMPT), "the prompt is given twice"),
+        (("--tokenizer_dir", folder, "--model-name", "ensemble"), "ensemble takes text"),
+        (("--tokenizer_type", "bert"), "--tokenizer-type bert is refused"),
+        (("-c", 0), "concurrency"),
+    ]:
+        status, _, err = run("client", "-u", server.grpc, *args)
+        assert status and error in err and "Traceback" not in err
 
 
 def test_identity_input_data_and_sweep(server: RunningServer, run: Run, tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import typer
+
+INCOMPLETE = "\ufffd"  # of a character whose last tokens have not arrived
 
 
 class Answers:
@@ -13,10 +16,20 @@ class Answers:
 
     num_sequences: beams or sequences that were requested. One is printed as it arrives; several are printed at the end, numbered.
     accumulated: each response contains the text of the responses before it.
+    decode: the text of token ids, which are otherwise printed as numbers. The text of a prompt that precedes them is left out.
     """
 
-    def __init__(self, num_sequences: int, *, accumulated: bool) -> None:
+    def __init__(
+        self,
+        num_sequences: int,
+        *,
+        accumulated: bool,
+        decode: Callable[[list[int]], str] | None = None,
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
         self._is_single = num_sequences == 1
+        self._decode = decode
+        self._prompt_ids = list(prompt_ids)
         self._accumulated = accumulated
         self._texts: dict[int, str] = {}
         self._ids: dict[int, list[int]] = {}
@@ -34,11 +47,13 @@ class Answers:
                 self._add_text(index, item.decode() if isinstance(item, bytes) else item)
             return
         ids = result.as_numpy("output_ids")
-        rows = [ids[index].tolist() for index in np.ndindex(ids.shape[:-1])]  # a response of a stopped request has no ids
+        rows = _valid_ids(ids, result.as_numpy("sequence_length"))
         for index, row in self._by_sequence(result, rows):
-            if self._is_single and row:
+            if self._is_single and row and self._decode is None:
                 typer.echo(",".join(map(str, row)))
             self._ids[index] = self._ids.get(index, []) + row
+            if self._decode is not None:
+                self._add_decoded(index, self._ids[index], self._decode)
 
     def finish(self) -> None:
         """Print all answers that were not printed yet."""
@@ -48,10 +63,20 @@ class Answers:
         for index, line in sorted(lines.items()):
             typer.echo(f"{index}: {line}")
 
+    def _add_decoded(self, index: int, ids: list[int], decode: Callable[[list[int]], str]) -> None:
+        """Decode all ids of one sequence so far, without those of the prompt."""
+        size = len(self._prompt_ids)
+        text = decode(ids[size:] if ids[:size] == self._prompt_ids else ids)
+        self._set_text(index, text if self._accumulated else text.rstrip(INCOMPLETE))
+
     def _add_text(self, index: int, item: str) -> None:
-        """Add text of one sequence, and print it if it is the only sequence."""
+        """Add text of one sequence."""
+        self._set_text(index, item if self._accumulated else self._texts.get(index, "") + item)
+
+    def _set_text(self, index: int, text: str) -> None:
+        """Set the text of one sequence so far, and print what is new if it is the only sequence."""
         before = self._texts.get(index, "")
-        self._texts[index] = text = item if self._accumulated else before + item
+        self._texts[index] = text
         if self._is_single:
             typer.echo(text.removeprefix(before), nl=False)
 
@@ -62,3 +87,11 @@ class Answers:
             return list(enumerate(items))
         index = result.as_numpy("sequence_index")
         return [(0 if index is None else int(index.flat[0]), items[0])]
+
+
+def _valid_ids(ids: np.ndarray, lengths: np.ndarray | None) -> list[list[int]]:
+    """The ids of each sequence, without padding if their lengths are known. A response of a stopped request has no ids."""
+    rows: list[list[int]] = [ids[index].tolist() for index in np.ndindex(ids.shape[:-1])]
+    if lengths is None or lengths.size != len(rows):
+        return rows
+    return [row[:length] for row, length in zip(rows, lengths.ravel().tolist(), strict=True)]

@@ -19,6 +19,7 @@ MAX_COUNT = 1 << 20
 CONNECT_TIMEOUT_S = 10.0
 _END_ID, _PAD_ID = 2, 0
 
+_RENAMED = {"min_length": "min_tokens", "random_seed": "seed"}  # in release 1.x
 _INPUTS: dict[str, Tensor] = {
     tensor.name: tensor for kind in ("tensorrt_llm", "tensorrt_llm_bls", "ensemble") for tensor in declared_tensors(kind)[0]
 }
@@ -58,11 +59,24 @@ def key_headers() -> dict[str, str] | None:
     return None if key is None else {"authorization": f"Bearer {key}"}
 
 
-def input_tensors(tritonclient: Any, values: dict[str, Any]) -> list[Any]:
-    """InferInput objects of shape [1, number of values] for one request. Their data types are those that the five models declare."""
+def declared_inputs(client: Any, model: str, headers: dict[str, str] | None) -> dict[str, str]:
+    """Name → data type of the inputs in the metadata of a model. Raises InferenceServerException for an unknown model."""
+    metadata = client.get_model_metadata(model, headers=headers)
+    if isinstance(metadata, dict):
+        return {tensor["name"]: tensor["datatype"] for tensor in metadata["inputs"]}
+    return {tensor.name: tensor.datatype for tensor in metadata.inputs}
+
+
+def input_tensors(tritonclient: Any, values: dict[str, Any], dtypes: dict[str, str]) -> list[Any]:
+    """InferInput objects of shape [1, number of values] for one request.
+
+    `dtypes` are those of the inputs that the model declares. Release 1.x has other names for two inputs, and 0.5 has unsigned numbers.
+    """
     inputs = []
-    for name, value in values.items():
-        dtype = kserve_name(_INPUTS[name].dtype)
+    for given, value in values.items():
+        renamed = _RENAMED.get(given, given)
+        name = renamed if given not in dtypes and renamed in dtypes else given
+        dtype = dtypes.get(name) or kserve_name(_INPUTS[name].dtype)
         items = value if isinstance(value, list) else [value]
         shape = (1, len(items))
         array = text_array([item.encode() for item in items], shape) if dtype == "BYTES" else np.array([items], DTYPES[dtype])

@@ -1,38 +1,68 @@
-"""`stoker client`: a request to a Triton server, with the options of inflight_batcher_llm_client.py and end_to_end_grpc_client.py."""
+"""`stoker client`: a request to a Triton server, with the options of the clients of tensorrtllm_backend.
+
+These are inflight_batcher_llm_client.py, end_to_end_grpc_client.py and tools/gpt/client.py.
+"""
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from stoker.base.config import check_range
 from stoker.base.errors import ConfigError, StokerError
-from stoker.cli.clients.answers import Answers
 
 DEFAULT_PROMPT = "Born in north-east France, Soyer trained as a"  # the reference client's
 GRPC_PORT, HTTP_PORT = 8001, 8000
-STREAM_TIMEOUT_S = 3600
+MAX_CONNECTIONS = 1024
+TOKENIZER_TYPES = ("auto", "t5", "llama")
+
+# Inputs of the ensemble: names in tensorrt_llm, where they differ.
+_TOKEN_INPUTS = {
+    "max_tokens": "request_output_len", "stream": "streaming", "top_k": "runtime_top_k", "top_p": "runtime_top_p",
+}  # fmt: skip
 
 
 def client(
-    text: Annotated[str | None, typer.Argument(help="The prompt. Default: the reference client's.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt. Default: the reference client's.", metavar="TEXT")] = None,
+    text: Annotated[str | None, typer.Option("--text", "-t", help="The prompt, instead of the argument.")] = None,
     url: Annotated[str | None, typer.Option("--url", "-u", help="host:port. Default: localhost:8001, or localhost:8000 for HTTP.")] = None,
     protocol: Annotated[str, typer.Option("--protocol", "-i", help="grpc or http.")] = "grpc",
-    model_name: Annotated[str, typer.Option(help="ensemble or tensorrt_llm_bls for text, tensorrt_llm for token ids.")] = "ensemble",
-    output_len: Annotated[int, typer.Option("--output-len", "--request-output-len", "-o", help="Maximum number of new tokens.")] = 100,
+    model_name: Annotated[
+        str | None,
+        typer.Option(
+            help="ensemble or tensorrt_llm_bls for text, tensorrt_llm for token ids. With --tokenizer-dir, the default is tensorrt_llm."
+        ),
+    ] = None,
+    tokenizer_dir: Annotated[
+        Path | None,
+        typer.Option("--tokenizer-dir", "--tokenizer_dir", help="Tokenize here, and send token ids. A folder with tokenizer.json."),
+    ] = None,
+    tokenizer_type: Annotated[
+        str, typer.Option("--tokenizer-type", "--tokenizer_type", help="auto, t5 or llama; the type is read from the files.")
+    ] = "auto",
+    concurrency: Annotated[int, typer.Option("--concurrency", "-c", help="Connections of the HTTP client. A request uses one.")] = 1,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print the messages of the client library.")] = False,
+    output_len: Annotated[
+        int, typer.Option("--output-len", "--output_len", "--request-output-len", "-o", help="Maximum number of new tokens.")
+    ] = 100,
     streaming: Annotated[bool, typer.Option("--streaming", "-S", help="Print the answer as it is generated.")] = False,
     overwrite_output_text: Annotated[
         bool, typer.Option(help="Each response contains all text so far (accumulate_tokens); print only what is new.")
     ] = False,
-    beam_width: Annotated[int, typer.Option("--beam-width", "-b", help="Number of beams. Above 1, the answer does not stream.")] = 1,
+    beam_width: Annotated[
+        int, typer.Option("--beam-width", "--beam_width", "-beam", "-b", help="Number of beams. Above 1, the answer does not stream.")
+    ] = 1,
     num_return_sequences: Annotated[int, typer.Option(help="Number of answers.")] = 1,
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature; requires --top-k or --top-p.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens. Default: greedy.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from the most likely tokens with this probability; 0 is unset.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", "--topk", "-topk", help="Sample from the k most likely tokens. Default: greedy.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", "--topp", "-topp", help="Sample from the most likely tokens with this probability; 0 is unset."),
+    ] = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1, tokens already in the text become less likely.")] = None,
     presence_penalty: Annotated[float | None, typer.Option(help="Subtracted once from the logits of each generated token.")] = None,
     frequency_penalty: Annotated[float | None, typer.Option(help="Subtracted from a token's logit each time it was generated.")] = None,
@@ -55,6 +85,8 @@ def client(
 ) -> None:
     """Send one request to a Triton server (Stoker or a real one) and print the answer.
 
+    The option names of the clients of tensorrtllm_backend are accepted.
+
     Examples:
 
       stoker client "Once upon a time" -S
@@ -62,10 +94,18 @@ def client(
       stoker client --protocol http --url localhost:8000 --output-len 20 "Once upon a time"
 
       stoker client --model-name tensorrt_llm --input-tokens-csv ids.csv -o 8
+
+      stoker client --tokenizer_dir gpt2 --text "Once upon a time" --output_len 10
     """
-    takes_token_ids = model_name == "tensorrt_llm"
-    if takes_token_ids and input_tokens_csv is None:
-        raise ConfigError("tensorrt_llm takes token ids.", cure="Name a file of them with --input-tokens-csv.")
+    from stoker.cli.clients.connection import TritonConnection
+
+    model = model_name or ("tensorrt_llm" if tokenizer_dir else "ensemble")
+    prompt = _prompt(prompt, text)
+    takes_token_ids = model == "tensorrt_llm"
+    _check_prompt_source(model, tokenizer_dir, input_tokens_csv)
+    if tokenizer_type not in TOKENIZER_TYPES:
+        raise ConfigError(f"--tokenizer-type {tokenizer_type} is refused.", cure=f"Use {', '.join(TOKENIZER_TYPES)}.")
+    check_range("concurrency", concurrency, 1, MAX_CONNECTIONS)
     if protocol not in ("grpc", "http"):
         raise ConfigError(f"--protocol {protocol} is refused.", cure="Use grpc or http.")
     if protocol == "http" and (streaming or stop_after_ms):
@@ -81,22 +121,37 @@ def client(
         "embedding_bias_weights": embedding_bias_weights or None, "exclude_input_in_output": exclude_input_in_output or None,
         "return_log_probs": return_log_probs or None,
     }  # fmt: skip
-    values |= _read_token_ids(input_tokens_csv) if input_tokens_csv is not None else {"text_input": text or DEFAULT_PROMPT}
+    tokenizer = _tokenizer(tokenizer_dir)
+    if tokenizer is not None:
+        values |= tokenizer.inputs(prompt, values)
+    else:
+        values |= {"text_input": prompt} if input_tokens_csv is None else _read_token_ids(input_tokens_csv)
     inputs = {_TOKEN_INPUTS.get(name, name) if takes_token_ids else name: value for name, value in values.items() if value is not None}
-    connection = _Connection(protocol, url or f"localhost:{GRPC_PORT if protocol == 'grpc' else HTTP_PORT}")
+    address = url or f"localhost:{GRPC_PORT if protocol == 'grpc' else HTTP_PORT}"
+    connection = TritonConnection(protocol, address, connections=concurrency, verbose=verbose)
     answer = connection.request(
-        model_name, inputs, request_id, stop_after_ms=stop_after_ms, by_cancel=stop_via_request_cancel, accumulated=overwrite_output_text
-    )
+        model, inputs, request_id, stop_after_ms=stop_after_ms, by_cancel=stop_via_request_cancel, accumulated=overwrite_output_text,
+        decode=None if tokenizer is None else tokenizer.decode,
+    )  # fmt: skip
     if expected_outputs is not None and answer != expected_outputs:
         raise StokerError(f"the answer is {answer!r}, not {expected_outputs!r}.")
 
 
-# Input of the ensemble: input of tensorrt_llm, where the names differ.
-_TOKEN_INPUTS = {
-    "max_tokens": "request_output_len", "stream": "streaming", "top_k": "runtime_top_k", "top_p": "runtime_top_p",
-}  # fmt: skip
-# Inputs that tensorrt_llm requires also of a stop request.
-_REQUIRED_INPUTS = ("input_ids", "input_lengths", "request_output_len")
+def _prompt(argument: str | None, option: str | None) -> str:
+    """The prompt of the argument or of the option. Raises ConfigError if both are given."""
+    if argument is not None and option is not None:
+        raise ConfigError("the prompt is given twice.", cure="Use the argument or --text.")
+    return argument or option or DEFAULT_PROMPT
+
+
+def _check_prompt_source(model: str, tokenizer_dir: Path | None, csv: Path | None) -> None:
+    """Raise ConfigError unless the model and the source of the prompt fit together."""
+    if tokenizer_dir is not None and csv is not None:
+        raise ConfigError("--tokenizer-dir and --input-tokens-csv are both given.", cure="Use one of them.")
+    if model == "tensorrt_llm" and tokenizer_dir is None and csv is None:
+        raise ConfigError("tensorrt_llm takes token ids.", cure="Name a file of them with --input-tokens-csv, or add --tokenizer-dir.")
+    if model != "tensorrt_llm" and tokenizer_dir is not None:
+        raise ConfigError(f"{model} takes text.", cure="Leave out --tokenizer-dir, or use --model-name tensorrt_llm.")
 
 
 def _read_token_ids(file: Path) -> dict[str, Any]:
@@ -108,100 +163,26 @@ def _read_token_ids(file: Path) -> dict[str, Any]:
     return {"input_ids": ids, "input_lengths": len(ids)}
 
 
-class _Connection:
-    """A connection by tritonclient, which prints the server's answers. It sends the API key in STOKER_API_KEY."""
+class LocalTokenizer:
+    """Tokenizes the prompt and decodes the answer in this process, for the model tensorrt_llm."""
 
-    def __init__(self, protocol: str, url: str) -> None:
-        from stoker.cli.clients.triton import import_tritonclient, input_tensors, key_headers
+    def __init__(self, folder: Path) -> None:
+        from stoker.frontend.tokenizer import Tokenizer
 
-        self._input_tensors = input_tensors
-        self._tritonclient = import_tritonclient(protocol)
-        self._client = self._tritonclient.InferenceServerClient(url)
-        self._streams = protocol == "grpc"
-        self._protocol, self._url = protocol, url
-        self._headers = key_headers()
+        self._tokenizer = Tokenizer.load(folder)
 
-    def request(
-        self, model: str, values: dict[str, Any], request_id: str, *, stop_after_ms: int, by_cancel: bool, accumulated: bool
-    ) -> str:  # fmt: skip
-        """Send the request, print the answers, and return the text of the first one.
+    def inputs(self, prompt: str, values: dict[str, Any]) -> dict[str, Any]:
+        """input_ids and input_lengths, and the ids of the tokenizer for end_id and pad_id if `values` have none."""
+        ids = self._tokenizer.encode(prompt)
+        end = next(iter(self._tokenizer.end_ids), None) if values["end_id"] is None else values["end_id"]
+        pad = end if values["pad_id"] is None else values["pad_id"]
+        return {"input_ids": ids, "input_lengths": len(ids), "end_id": end, "pad_id": pad}
 
-        `accumulated`: each response contains the text of the responses before it. Raises UnavailableError when no server answers,
-        ConfigError when the model cannot be stopped, and StokerError with the server's message.
-        """
-        from tritonclient.utils import InferenceServerException
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, without padding and special tokens."""
+        return self._tokenizer.decode([token for token in ids if token >= 0])
 
-        from stoker.cli.clients.triton import check_server, no_server
 
-        inputs = self._input_tensors(self._tritonclient, values)
-        # A response that does not stream contains the whole text.
-        accumulated = accumulated or not values.get("stream", values.get("streaming"))
-        answers = Answers(max(values.get("beam_width", 1), values.get("num_return_sequences", 1)), accumulated=accumulated)
-        try:
-            check_server(self._client, self._url, self._protocol)
-            if stop_after_ms and not by_cancel:
-                self._check_stop_input(model)
-            if self._streams:
-                self._stream(model, inputs, values, request_id, stop_after_ms, by_cancel, answers)
-            else:
-                answers.add(self._client.infer(model, inputs, request_id=request_id, headers=self._headers))
-                typer.echo()
-                answers.finish()
-        except InferenceServerException as error:
-            if not (stop_after_ms and "CANCELLED" in str(error).upper()):
-                raise StokerError(f"the server answered: {error.message()}") from None
-        except OSError as error:
-            raise no_server(self._url, self._protocol, error.strerror or str(error)) from None
-        finally:
-            self._client.close()
-        return answers.text
-
-    def _check_stop_input(self, model: str) -> None:
-        """Raise ConfigError if the model has no input that stops a request."""
-        metadata = self._client.get_model_metadata(model, headers=self._headers)
-        if "stop" not in {tensor.name for tensor in metadata.inputs}:
-            raise ConfigError(
-                f"--stop-after-ms is refused: the model {model} has no input named stop.",
-                cure="Add --stop-via-request-cancel, or use a model with that input.",
-            )
-
-    def _stream(
-        self, model: str, inputs: Any, values: dict[str, Any], request_id: str, stop_after_ms: int, by_cancel: bool, answers: Answers
-    ) -> None:
-        """Send a request on a gRPC stream, collect its responses, and stop it after `stop_after_ms` milliseconds (0: never)."""
-        from tritonclient.utils import InferenceServerException
-
-        responses: queue.Queue[tuple[Any, Any]] = queue.Queue()
-        self._client.start_stream(lambda result, error: responses.put((result, error)), headers=self._headers)
-        started = time.perf_counter()
-        try:
-            self._client.async_stream_infer(model, inputs, request_id=request_id, enable_empty_final_response=True)
-        except InferenceServerException:  # the stream was refused before the request was sent
-            raise responses.get(timeout=STREAM_TIMEOUT_S)[1] from None
-        timer = threading.Timer(stop_after_ms / 1000, self._stop, (model, values, request_id, by_cancel))
-        if stop_after_ms:
-            timer.start()
-        try:
-            while True:
-                result, error = responses.get(timeout=STREAM_TIMEOUT_S)
-                if error is not None:
-                    raise error
-                response = result.get_response()
-                if response.outputs:
-                    answers.add(result)
-                if response.parameters["triton_final_response"].bool_param:
-                    break
-        finally:
-            timer.cancel()
-            self._client.stop_stream()
-        answers.finish()
-        typer.echo(f"\n[INFO] Latency: {(time.perf_counter() - started) * 1e3:.3f} ms")
-
-    def _stop(self, model: str, values: dict[str, Any], request_id: str, by_cancel: bool) -> None:
-        """Stop the request, by cancelling the stream or by the model's stop input."""
-        if by_cancel:
-            self._client.stop_stream(cancel_requests=True)
-        else:
-            required = {name: values[name] for name in _REQUIRED_INPUTS if name in values}
-            inputs = self._input_tensors(self._tritonclient, required | {"stop": True})
-            self._client.async_stream_infer(model, inputs, request_id=request_id)
+def _tokenizer(folder: Path | None) -> LocalTokenizer | None:
+    """The tokenizer in a folder; None without one."""
+    return None if folder is None else LocalTokenizer(folder)
