@@ -203,6 +203,7 @@ ACCEPTED = {
     "option.enable_trt_overlap": ("false", "runtime.overlap", False),
     "option.enable_overlap_scheduler": ("false", "runtime.overlap", False),
     "option.enable_chunked_prefill": ("false", "runtime.chunked_prefill", False),
+    "option.enable_chunked_context": ("false", "runtime.chunked_prefill", False),
     "option.use_cuda_graph": ("false", "runtime.cuda_graphs", False),
     "option.kv_cache_free_gpu_mem_fraction": ("0.5", "runtime.kv_cache_fraction", 0.5),
     "option.free_gpu_memory_fraction": ("0.5", "runtime.kv_cache_fraction", 0.5),
@@ -440,7 +441,7 @@ def test_variables_of_a_python_process_are_refused_and_not_printed(tmp_path: Pat
 def engine_at(root: Path, **limits: int) -> Path:
     engine = root / "tensorrt_llm" / "1"
     engine.mkdir(parents=True)
-    (engine / "config.json").write_text(json.dumps({"format_version": 1, "limits": limits}))
+    (engine / "config.json").write_text(json.dumps({"format_version": 1, "limits": limits, "dtype": "bfloat16"}))
     return engine
 
 
@@ -455,6 +456,7 @@ def test_prebuilt_in_the_model_folder(tmp_path: Path) -> None:
     note = next(n for n in deployment.notes if n.key == "option.dtype")
     assert "built already" in note.text
     assert not any(s.section == "build" for s in deployment.settings)
+    assert load(tmp_path, "option.dtype=bf16\noption.tokens_per_block=64\n").notes == (), "as the engine was built"
 
 
 # Property → the setting that it lowers.

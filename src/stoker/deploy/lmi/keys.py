@@ -126,6 +126,7 @@ _BATCH = (
     accepted("option.enable_trt_overlap", _FLAG, "default true; it does not change outputs", "runtime.overlap"),
     accepted("option.enable_overlap_scheduler", _FLAG, target="runtime.overlap"),
     accepted("option.enable_chunked_prefill", _FLAG, "default true", "runtime.chunked_prefill"),
+    accepted("option.enable_chunked_context", _FLAG, "the same, in the words of TensorRT-LLM", "runtime.chunked_prefill"),
     accepted("option.use_cuda_graph", _FLAG, "default true", "runtime.cuda_graphs"),
     no_effect("option.use_passive_workers", _FLAG, ONE_COPY),
     no_effect("option.waiting_steps", _UNSIGNED, "new requests are admitted at the next step"),

@@ -57,8 +57,9 @@ def with_engine(deployment: Deployment, engine: Path) -> Deployment:
     explicit = [s for s in deployment.settings if s.section == "build" and s.origin != DEFAULT]
     ranks = [s for s in explicit if s.name in ("tensor_parallel", "pipeline_parallel")]
     limits = [s for s in explicit if s.name in LOWERED]
-    unused = [s for s in explicit if s not in (*ranks, *limits) and s.name not in _UNCHANGED]
-    built = _built_limits(engine)
+    built, dtype = _built_limits(engine), read_config(engine).get("dtype")
+    as_built = {"dtype": dtype, "tokens_per_block": built.tokens_per_block}
+    unused = [s for s in explicit if s not in (*ranks, *limits) and s.name not in _UNCHANGED and s.value != as_built.get(s.name)]
     notes = [_built_already(setting) for setting in unused] + [note for s in limits if (note := _note_of_limit(s, built))]
     lowered = [s for s in limits if s.value < built_limit(built, s.name)]
     unset = [name for name in _OF_A_STEP if getattr(deployment.runtime, name) is None]  # others are set on the command line
