@@ -94,8 +94,10 @@ class Application:
         self._context.metrics.count_response(endpoint.path, 499 if http.disconnected else http.status)
 
     async def _refuse(self, http: RequestContext, protocol: Protocol, error: BaseException) -> None:
+        """Send the error response in the protocol's format. An error of an unknown type becomes status 500."""
         failure = describe(error)
         await http.respond(failure.status, protocol.failure_body(failure), protocol.failure_type, failure.headers)
 
     def _owner(self, path: str) -> Protocol:
+        """The protocol whose prefixes match `path`, which writes the errors of unknown routes. The first protocol if none matches."""
         return next((protocol for protocol in self._protocols if path.startswith(protocol.prefixes)), self._protocols[0])

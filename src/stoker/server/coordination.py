@@ -72,6 +72,7 @@ class Coordinator(Coordination):
         self.actions: dict[str, Action] = {PUT: self._put, REMOVE: self._remove, SIGNAL: self._signal}
 
     async def call(self, action: str, *arguments: Any) -> Any:
+        """Run the action in this process and return its result. Raises what the action raises."""
         return await self.actions[action](*arguments)
 
     async def close(self) -> None:
@@ -82,14 +83,17 @@ class Coordinator(Coordination):
         await self.apply(changes)
 
     async def _put(self, name: str, value: Any) -> bool:
+        """The action `put`: set a value that does not exist yet. False if it exists."""
         if name in self._values:
             return False
         await self.publish({name: value})
         return True
 
     async def _signal(self, name: str, value: Any) -> None:
+        """The action `signal`: set a value and remove it again. Frontends see the change, and no value remains."""
         await self.publish({name: value})
         await self.publish({name: None})
 
     async def _remove(self, prefix: str) -> None:
+        """The action `remove`: remove all values whose names start with `prefix`."""
         await self.publish({name: None for name in self._values if name.startswith(prefix)})

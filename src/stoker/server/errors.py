@@ -115,6 +115,7 @@ def sequence_error(message: str | None, *, ready: bool) -> StokerError:
 
 
 def _headers(error: StokerError) -> list[tuple[bytes, bytes]]:
+    """The headers that responses with this error need: Retry-After, Allow, WWW-Authenticate, Connection, or none."""
     match error:
         case QueueFullError(retry_after_s=seconds):
             return [(b"retry-after", b"%d" % max(1, math.ceil(seconds)))]

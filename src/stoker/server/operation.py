@@ -47,18 +47,22 @@ def record(members: Mapping[str, Schema], title: str = "", *, extra: bool = Fals
 
 
 def list_of(schema: Schema) -> Schema:
+    """The schema of an array whose items have `schema`."""
     return {"type": "array", "items": schema}
 
 
 def map_of(schema: Schema) -> Schema:
+    """The schema of an object with any keys, whose values have `schema`."""
     return {"type": "object", "additionalProperties": schema}
 
 
 def nullable(schema: Schema) -> Schema:
+    """The schema of a value that has `schema` or is null."""
     return {"anyOf": [schema, NULL]}
 
 
 def one_of(*schemas: Schema) -> Schema:
+    """The schema of a value that has at least one of `schemas`."""
     return {"anyOf": list(schemas)}
 
 

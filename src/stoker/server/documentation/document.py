@@ -47,6 +47,7 @@ _SIZES = "A request whose body exceeds --max-request-bytes is refused with statu
 def _operation(
     protocol: Protocol, endpoint: Endpoint, operation: Operation, components: dict[str, Schema], secured: bool
 ) -> dict[str, Any]:
+    """The OpenAPI description of one route. `components` receives the schemas that it refers to. `secured`: the server has API keys."""
     tag = type(protocol).__name__
     described: dict[str, Any] = {
         "tags": [tag],
@@ -65,10 +66,12 @@ def _operation(
 
 
 def _parameter(name: str, place: str, schema: Schema) -> dict[str, Any]:
+    """The OpenAPI description of a parameter in `place`: path or query. Parameters of the path are required."""
     return {"name": name, "in": place, "required": place == "path", "schema": schema}
 
 
 def _responses(protocol: Protocol, operation: Operation, components: dict[str, Schema]) -> dict[str, Any]:
+    """The descriptions of the response with status 200, and of errors. `components` receives the schemas that they refer to."""
     content = {}
     if operation.response is not None:
         content[operation.response_type] = {"schema": _hoisted(operation.response, components)}

@@ -41,6 +41,7 @@ def documentation_page(document: dict[str, Any]) -> bytes:
 
 
 def _operation(method: str, path: str, operation: dict[str, Any]) -> str:
+    """A collapsed section for one route: its parameters, body and responses."""
     summary = f"<b>{method.upper()}</b> <code>{html.escape(path)}</code> {html.escape(operation['summary'])}"
     parts = []
     if parameters := operation.get("parameters"):
@@ -55,10 +56,12 @@ def _operation(method: str, path: str, operation: dict[str, Any]) -> str:
 
 
 def _content(name: str, kind: str, schema: Schema) -> str:
+    """The heading and the fields of a body. `name`: what it is; `kind`: its content type."""
     return f"<h3>{name} <small>{html.escape(kind)}</small></h3>{_schema(schema)}"
 
 
 def _component(name: str, schema: Schema) -> str:
+    """A collapsed section for one schema, to which the routes link."""
     return f'<details id="{html.escape(name)}"><summary><code>{html.escape(name)}</code></summary>{_schema(schema)}</details>'
 
 
@@ -72,6 +75,7 @@ def _schema(schema: Schema) -> str:
 
 
 def _row(name: str, schema: Schema, note: str) -> str:
+    """A row of a table of fields: name, type, note and description."""
     description = html.escape(schema.get("description", ""))
     return f"<tr><td><code>{html.escape(name)}</code></td><td>{_type(schema)}</td><td>{note}</td><td>{description}</td></tr>"
 
@@ -93,5 +97,6 @@ def _type(schema: Schema) -> str:
 
 
 def _page(title: str, body: str) -> bytes:
+    """page.html with the title and the body, which is HTML."""
     template = string.Template(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     return template.substitute(title=html.escape(title), body=body).encode()

@@ -39,12 +39,15 @@ class Documentation(Protocol):
         return pages if self.context.settings.protocols else [*pages, Endpoint("GET", "/", self.links, open=True)]
 
     async def openapi(self, http: RequestContext) -> None:
+        """GET /openapi.json: the OpenAPI document."""
         await http.respond(200, msgspec.json.encode(self._document))
 
     async def docs(self, http: RequestContext) -> None:
+        """GET /docs: the routes with their fields, as a page."""
         await http.respond(200, self._page, HTML, _HEADERS)
 
     async def links(self, http: RequestContext) -> None:
+        """GET /: links to the routes that a browser can open."""
         await http.respond(200, links_page(self._document["paths"]), HTML, _HEADERS)
 
     def failure_body(self, failure: Failure) -> bytes:
@@ -52,8 +55,10 @@ class Documentation(Protocol):
 
     @cached_property
     def _document(self) -> dict[str, Any]:
+        """The OpenAPI document, built at its first use."""
         return openapi_document([*self._protocols, self], secured=bool(self.context.settings.api_keys))
 
     @cached_property
     def _page(self) -> bytes:
+        """The page of /docs, built at its first use."""
         return documentation_page(self._document)

@@ -36,10 +36,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._answered: Cycle | None = None  # the request being answered; `cycle` may be a later, pipelined one
 
     def connection_made(self, transport: Any) -> None:
+        """asyncio's callback: the client has connected."""
         super().connection_made(transport)
         self._start_head_timer()
 
     def data_received(self, data: bytes) -> None:
+        """asyncio's callback: parse the data, and close the connection if it exceeds a limit."""
         self._unset_keepalive_if_required()
         self._idle_bytes += len(data)
         try:
@@ -53,6 +55,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._start_head_timer()
 
     def _feed(self, data: bytes) -> None:
+        """Give all data to the parser, in parts where the parser stops."""
         while data:
             try:
                 self.parser.feed_data(data)
@@ -75,15 +78,18 @@ class BoundedProtocol(HttpToolsProtocol):
             self._in_repeated_head = False
 
     def on_message_begin(self) -> None:
+        """The parser's callback at the start of a request."""
         if not self._in_repeated_head:
             self._in_head = True
             super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """The parser's callback for a header."""
         if self._in_head:  # trailers are ignored
             super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
+        """The parser's callback for a part of a body."""
         self._idle_bytes = 0
         super().on_body(body)
 
@@ -122,10 +128,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self.pipeline.appendleft((cycle, self.app))
 
     def on_message_complete(self) -> None:
+        """The parser's callback at the end of a request."""
         self._idle_bytes = 0
         super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """asyncio's callback: the connection has ended. The request in progress is told that its client has disconnected."""
         super().connection_lost(exc)
         if self._head_timer is not None:
             self._head_timer.cancel()
@@ -133,25 +141,30 @@ class BoundedProtocol(HttpToolsProtocol):
             self._answered.set_disconnected()
 
     def _start_head_timer(self) -> None:
+        """The next request head must be complete within HEAD_S."""
         self._head_timer = self.loop.call_later(HEAD_S, self._on_head_timeout)
 
     def _on_head_timeout(self) -> None:
+        """Close the connection, with status 408 if a head has started. While a response is sent, start the timer again."""
         if self._answered is not None and not self._answered.response_complete:
             self._start_head_timer()  # the client may be reading that response
         else:
             self._close(_TOO_SLOW if self._in_head else b"")
 
     def _close(self, response: bytes) -> None:
+        """Close the connection after `response`, which may be empty."""
         if not self.transport.is_closing():
             if response:
                 self.transport.write(response)
             self.transport.close()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        """uvicorn's hook: a request begins. Notes its cycle, to know whether a response is in progress."""
         self._answered = cycle
         super()._start_asgi_task(cycle, app)
 
     def _complete_scope(self) -> None:
+        """Set method, path and query of the ASGI scope from the parsed head."""
         url = httptools.parse_url(self.url)
         path = url.path.decode("ascii")
         self.scope |= {

@@ -56,6 +56,7 @@ class Cycle(RequestResponseCycle):
         return True
 
     async def send(self, message: Any) -> None:
+        """The `send` of ASGI. Waits while the client reads too slowly; does nothing after a disconnect."""
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
         if self.disconnected:
@@ -92,6 +93,7 @@ class Cycle(RequestResponseCycle):
         self._head = b"".join((*lines, b"\r\n"))
 
     def _write_head(self) -> None:
+        """Write the head that waits for the first body bytes, unless it is already written."""
         head, self._head = self._head, b""
         if head and not self.disconnected:
             self.transport.write(head)
@@ -120,6 +122,7 @@ class Cycle(RequestResponseCycle):
             self.transport.write(data)
 
     def _complete(self) -> None:
+        """The response is complete: close the connection, or let it read the next request."""
         self.response_complete = True
         self.message_event.set()
         if not self.keep_alive:

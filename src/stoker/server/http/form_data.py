@@ -41,6 +41,7 @@ def read_form(content_type: bytes, body: bytes) -> dict[str, FormPart]:
 
 
 def _read_part(piece: bytes) -> tuple[str, FormPart]:
+    """The name and the data of one field: the bytes between two boundaries. Raises BodyError if its head has no valid form or no name."""
     head, separator, data = piece.partition(b"\r\n\r\n")
     if not separator or not head.startswith(b"\r\n") or len(head) > MAX_HEADER_BYTES:
         raise BodyError("a field of the form has no valid head.", cure=_CURE)
@@ -52,6 +53,7 @@ def _read_part(piece: bytes) -> tuple[str, FormPart]:
 
 
 def _header(name: str, value: str) -> Message:
+    """One header as a message, whose methods parse its parameters."""
     message = Message()
     message[name] = value.replace("\r", "").replace("\n", "")
     return message

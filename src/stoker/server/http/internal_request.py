@@ -19,6 +19,7 @@ class InternalRequest(RequestContext):
         self.response = b""
 
     async def json(self) -> dict[str, Any]:
+        """The body that was given to the constructor."""
         return self._body
 
     async def respond(self, status: int, body: bytes = b"", content_type: bytes = JSON, headers: Headers = ()) -> None:
@@ -28,4 +29,5 @@ class InternalRequest(RequestContext):
         raise RuntimeError("an internal request is not streamed")
 
     def on_disconnect(self, callback: Callable[[], object]) -> Callable[[], object]:
+        """Does nothing, because there is no client that can disconnect."""
         return lambda: None

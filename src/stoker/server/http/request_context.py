@@ -46,6 +46,7 @@ class RequestContext:
 
     @property
     def started(self) -> bool:
+        """Whether the head of the response has been sent."""
         return self.status > 0
 
     async def body(self) -> bytes:
@@ -72,6 +73,7 @@ class RequestContext:
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     async def _next_part(self) -> Any:
+        """The next ASGI message of the body. Raises BodyTimeoutError if none arrives within BODY_S."""
         try:
             async with asyncio.timeout(BODY_S):
                 return await self._receive()
@@ -117,10 +119,12 @@ class RequestContext:
         await self._start(status, [(b"content-type", content_type), *headers])
 
     async def send(self, chunk: bytes) -> None:
+        """Send the next part of a streamed response. Waits while the client reads too slowly."""
         if self._cycle is None or not self._cycle.write(chunk):
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def close_stream(self) -> None:
+        """End a streamed response."""
         await self._send({"type": "http.response.body", "body": b""})
 
     def cancel_on_disconnect(self) -> CancelOnDisconnect:
@@ -135,11 +139,13 @@ class RequestContext:
         return asyncio.create_task(self._wait_for_disconnect(callback)).cancel
 
     async def _wait_for_disconnect(self, callback: Callable[[], object]) -> None:
+        """Call `callback` once the client has disconnected. Body parts that arrive before are dropped."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
         callback()
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Send the status and the headers, with the request id under the names that the protocol uses."""
         self.status = status
         headers += [(name, self.request_id.encode()) for name in self.request_id_headers]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
@@ -165,6 +171,7 @@ class CancelOnDisconnect:
         return True
 
     def _cancel(self) -> None:
+        """The client has disconnected: cancel the task, and note why."""
         self._http.disconnected = True
         self._task.cancel()
 
@@ -183,10 +190,12 @@ def decode_json(body: bytes) -> Any:
 
 
 def _request_id(header: bytes | None) -> str:
+    """The client's X-Request-Id if it is short printable ASCII, otherwise a new random id."""
     text = header.decode("latin-1") if header is not None else ""
     return text if 0 < len(text) <= MAX_ID_CHARS and text.isascii() and text.isprintable() else f"{random.getrandbits(128):032x}"
 
 
 def _json_name(value: Any) -> str:
+    """The JSON type of a decoded value, for error messages."""
     names = {list: "array", str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
     return names.get(type(value), type(value).__name__)

@@ -39,6 +39,10 @@ class Routes(Generic[T]):
         return result
 
     def _search(self, method: str, path: str) -> tuple[T, dict[str, Any]]:
+        """The target and the path parameters.
+
+        Raises RouteError for an unknown path, MethodError if the path exists for other methods only.
+        """
         allowed: list[str] = []
         for pattern, convertors, methods in self._patterns:
             if (match := pattern.match(path)) is None:

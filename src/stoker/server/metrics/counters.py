@@ -25,12 +25,15 @@ class CounterBuffer:
         self._changed: list[BufferedCounter | BufferedHistogram] = []
 
     def counter(self, child: Any) -> BufferedCounter:
+        """A buffered counter that is written to `child`."""
         return BufferedCounter(child, self)
 
     def histogram(self, child: Any) -> BufferedHistogram:
+        """A buffered histogram that is written to `child`."""
         return BufferedHistogram(child, self)
 
     def add_changed(self, counter: BufferedCounter | BufferedHistogram) -> None:
+        """Note a counter that must be written. If other processes read the values, schedule `write`."""
         if self._shared and not self._changed:
             asyncio.get_running_loop().call_later(WRITE_S, self.write)
         self._changed.append(counter)
@@ -61,6 +64,7 @@ class BufferedCounter:
         return int(self._child._value.get() + self._amount)
 
     def write(self) -> None:
+        """Add the buffered amount to prometheus-client's counter."""
         amount, self._amount = self._amount, 0.0
         self._child.inc(amount)
 
@@ -84,6 +88,7 @@ class BufferedHistogram:
         self._sum += value
 
     def write(self) -> None:
+        """Add the buffered observations to prometheus-client's histogram."""
         buckets, self._buckets = self._buckets, {}
         total, self._sum = self._sum, 0.0
         for bucket, count in buckets.items():

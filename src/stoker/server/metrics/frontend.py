@@ -44,6 +44,7 @@ class FrontendMetrics:
         return child
 
     def count_response(self, route: str, status: int) -> None:
+        """Count an HTTP response. `route` is the path with names in place of its parameters."""
         self.of(metrics.RESPONSES, route, str(status)).inc()
 
     async def exposition(self, repository: ModelRepository) -> bytes:
@@ -54,6 +55,7 @@ class FrontendMetrics:
         return triton_names(self._frontend_metrics()) + generate_latest(scrape)
 
     def _frontend_metrics(self) -> bytes:
+        """The counters in Prometheus' text format: the sums over all frontends if there are several."""
         if not env.text(MULTIPROCESS_DIR):
             return generate_latest(self.registry)
         combined = CollectorRegistry()
@@ -61,6 +63,7 @@ class FrontendMetrics:
         return generate_latest(combined)
 
     def _create(self, metric: Metric) -> Counter | Histogram:
+        """prometheus-client's counter or histogram for one of base/metrics.py."""
         if metric.kind == "counter":
             return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
         return Histogram(metric.name, metric.help, metric.labels, registry=self.registry, buckets=metric.buckets)
@@ -73,6 +76,7 @@ class _Executors:
         self._stats = stats
 
     def collect(self) -> Iterable[MetricFamily]:
+        """One family of samples per executor metric, with a sample for each model."""
         for metric in EXECUTOR_METRICS:
             family = (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(
                 metric.name, metric.help, labels=metric.labels

@@ -95,6 +95,7 @@ class MeteredService(Service):
                 self._count_tokens(outcome.usage.prompt_tokens, max(outcome.usage.completion_tokens, outcome.num_tokens))
 
     def _count_tokens(self, num_prompt: int, num_output: int) -> None:
+        """Count the prompt and output tokens of one ended request."""
         self._prompt_tokens.inc(num_prompt)
         self._output_tokens.inc(num_output)
         self._prompt_length.observe(num_prompt)

@@ -88,16 +88,19 @@ class ModelCounts:
         self.last_ms = 0  # Unix time of the last inference
 
     def succeeded(self, rows: int, duration_us: int) -> None:
+        """Count a successful inference of `rows` rows."""
         self._success.inc()
         self._inferences.inc(rows)
         self._duration.inc(duration_us)
         self.last_ms = time.time_ns() // 1_000_000
 
     def failed(self, reason: str, duration_us: int) -> None:
+        """Count a failed inference. `reason` is one of Triton's failure reasons."""
         self._failures[reason].inc()
         self._failed_us.inc(duration_us)
 
     def responded_first(self, duration_us: int) -> None:
+        """Count the time from the request to its first response."""
         self._first.observe(duration_us / 1000)
 
     def statistics(self) -> dict[str, Any]:
@@ -146,9 +149,11 @@ class Timer:
                 count.failed(_reason(error), duration)
 
     def elapsed_us(self) -> int:
+        """The microseconds since the request arrived."""
         return int((time.perf_counter() - self._started) * 1e6)
 
     def responded(self) -> None:
+        """A response is sent. Only the first call counts."""
         if not self._responded:
             self._responded = True
             self._counts[0].responded_first(self.elapsed_us())
@@ -176,8 +181,10 @@ def triton_names(exposition: bytes) -> bytes:
 
 
 def _samples(text: str, name: str) -> list[str]:
+    """The sample lines of one metric in Prometheus' text format."""
     return re.findall(rf"(?m)^{name}{{.*$", text)
 
 
 def _family(name: str, help_text: str, samples: list[str]) -> str:
+    """The text of one counter: help, type and sample lines."""
     return "\n".join([f"# HELP {name} {help_text}", f"# TYPE {name} counter", *samples, ""])

@@ -31,6 +31,7 @@ def executor_families(stats: dict[str, ExecutorStats]) -> Iterable[Metric]:
 
 
 def _requests(stats: ExecutorStats) -> dict[str, float]:
+    """The values of the gauges of requests, by their label."""
     return {
         "active": stats.num_running + stats.num_waiting,
         "max": stats.max_batch_size,
@@ -46,10 +47,12 @@ def _context_requests(stats: ExecutorStats) -> int:
 
 
 def _memory(stats: ExecutorStats) -> dict[str, float]:
+    """The values of the gauges of allocated memory, in bytes."""
     return {"cpu": 0, "gpu": stats.weight_bytes + stats.kv_bytes, "pinned": 0}
 
 
 def _blocks(stats: ExecutorStats) -> dict[str, float]:
+    """The values of the gauges of the key-value cache, in blocks."""
     used = stats.num_blocks - stats.num_free_blocks
     return {
         "max": stats.num_blocks,
@@ -62,6 +65,7 @@ def _blocks(stats: ExecutorStats) -> dict[str, float]:
 
 
 def _batcher(stats: ExecutorStats) -> dict[str, float]:
+    """The values of the gauges of inflight batching."""
     generating = stats.num_running - _context_requests(stats)
     return {
         "total_context_tokens": stats.last_step_prefill_tokens,
@@ -72,6 +76,7 @@ def _batcher(stats: ExecutorStats) -> dict[str, float]:
 
 
 def _general(stats: ExecutorStats) -> dict[str, float]:
+    """The time in microseconds since 1970, and the number of steps so far."""
     return {"timestamp": int(time.time() * 1e6), "iteration_counter": stats.num_steps}
 
 

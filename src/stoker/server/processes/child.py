@@ -77,6 +77,7 @@ class Child:
             await self.process.wait()
 
     def signal(self, number: signal.Signals) -> None:
+        """Send a signal, unless the process has ended."""
         if self.process.returncode is None:
             self.process.send_signal(number)
 
@@ -107,6 +108,7 @@ def end_with_parent() -> None:
     """Start a thread that sends this process SIGTERM when standard input has ended, and SIGKILL KILL_AFTER_S later."""
 
     def watch() -> None:
+        """Read until the pipe from the parent closes, then end this process."""
         with contextlib.suppress(OSError):  # a closed descriptor
             while os.read(0, 4096):
                 pass

@@ -35,7 +35,7 @@ class SupervisorCoordinator(Coordinator):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self, run_dir: Path) -> asyncio.Server:
-        """Accept frontends. Raises ConfigError if the path of the socket is too long."""
+        """Accept frontends at a Unix socket in `run_dir`, the folder of this server."""
         if len(os.fsencode(run_dir / SOCKET)) > MAX_PATH_BYTES:
             text = f"the socket path {str(run_dir / SOCKET)!r} is longer than {MAX_PATH_BYTES} bytes."
             raise ConfigError(text, cure="Set TMPDIR to a shorter folder.")
@@ -54,12 +54,14 @@ class SupervisorCoordinator(Coordinator):
         await asyncio.gather(*(self._send(writer, changes) for writer in list(self._frontends)))
 
     async def _send(self, writer: asyncio.StreamWriter, changes: Values) -> None:
+        """Send changed values to one frontend, and wait until it has applied them or has ended."""
         number, applied = next(self._numbers), asyncio.Event()
         self._frontends[writer][number] = applied
         _write(writer, ("change", number, changes))
         await applied.wait()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Send all values to a frontend that has connected, then run the actions it calls until it disconnects."""
         pending = self._frontends[writer] = {}
         sending = asyncio.create_task(self._send(writer, dict(self._values)))
         try:
@@ -78,6 +80,7 @@ class SupervisorCoordinator(Coordinator):
             writer.close()
 
     async def _run(self, writer: asyncio.StreamWriter, number: int, action: str, arguments: tuple[Any, ...]) -> None:
+        """Run an action that a frontend calls, and send it the result or the error message. `number` identifies the call."""
         try:
             result, error = await self.call(action, *arguments), None
         except Exception as failure:
@@ -106,6 +109,10 @@ class FrontendCoordination(Coordination):
         return coordination
 
     async def call(self, action: str, *arguments: Any) -> Any:
+        """Run the action in the supervisor and return its result.
+
+        Raises UnavailableError if it fails there, or the connection has ended.
+        """
         number = next(self._numbers)
         future = self._calls[number] = asyncio.get_running_loop().create_future()
         _write(self._writer, ("call", number, action, arguments))
@@ -122,6 +129,7 @@ class FrontendCoordination(Coordination):
             await self._writer.wait_closed()
 
     async def _receive(self) -> None:
+        """Read messages of the supervisor: changed values, and results of calls. Ends when the connection closes."""
         while (message := await _read(self._reader)) is not None:
             if message[0] == "change":
                 task = asyncio.create_task(self._apply(*message[1:]))
@@ -136,6 +144,7 @@ class FrontendCoordination(Coordination):
             future.set_exception(UnavailableError("the server is stopping."))
 
     async def _apply(self, number: int, changes: Values) -> None:
+        """Apply the change with this number, and confirm it to the supervisor, also if it failed."""
         try:
             await self.apply(changes)
         except Exception:
@@ -145,6 +154,7 @@ class FrontendCoordination(Coordination):
 
 
 def _write(writer: asyncio.StreamWriter, message: tuple[Any, ...]) -> None:
+    """Send a message as its pickled size in 4 bytes and its pickle."""
     data = pickle.dumps(message)
     writer.write(len(data).to_bytes(4, "little") + data)
 

@@ -81,5 +81,6 @@ class EngineService:
         return MeteredService(GenerationService(self._name, tokenizer, metered, self._settings.request_limits), self._metrics)
 
     async def _close(self, service: Service) -> None:
+        """Close a service that is no longer used, with its connection to the executor."""
         assert isinstance(service, MeteredService) and isinstance(service.inner, GenerationService)
         await service.inner.close()

@@ -24,11 +24,13 @@ class StoppableMailbox(ZmqMailbox):
     stopping = False
 
     def poll(self, timeout_s: float) -> list[Message]:
+        """The messages that have arrived, and Shutdown without draining once `stopping` is set."""
         messages = super().poll(timeout_s)
         return [*messages, Shutdown(drain=False)] if self.stopping else messages
 
 
 def main() -> int:
+    """Run the executor of the task that the supervisor sends. Returns the exit status."""
     configure()
     task, report_ready = receive_task()
     end_with_parent()
@@ -52,6 +54,7 @@ def run(task: ExecutorTask, report_ready: Callable[[], Any]) -> None:
     from stoker.runtime.load import load_executor  # imports torch, which takes seconds; SIGTERM must work during that time
 
     def listen(info: ExecutorInfo) -> StoppableMailbox:
+        """Open the mailbox of the executor. From now on SIGTERM sets `stopping`."""
         mailbox = StoppableMailbox(task.address, info)
         signal.signal(signal.SIGTERM, lambda number, frame: setattr(mailbox, "stopping", True))
         return mailbox

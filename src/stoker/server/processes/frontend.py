@@ -37,10 +37,12 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Replaces uvicorn's method and leaves the signal handlers as they are."""
         yield
 
 
 def main() -> int:
+    """Run a frontend for the task that the supervisor sends. Returns the exit status."""
     task, report_ready = receive_task()
     try:
         uvloop.run(serve(task, report_ready))

@@ -11,6 +11,7 @@ log = get_logger(__name__)
 
 
 def main() -> int:
+    """Run `frontend.main` and return its exit status. If its import fails, report the error and return 1."""
     configure()
     try:
         from stoker.server.processes.frontend import main

@@ -67,4 +67,5 @@ def running_servers() -> list[RunningServer]:
 
 
 def _folder() -> Path:
+    """Where running servers write their files."""
     return env.cache_dir() / "running"

@@ -218,6 +218,7 @@ class Supervisor:
 
     @property
     def url(self) -> str:
+        """The address of the server, with http or https."""
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
         return f"{'https' if self._settings.tls_key else 'http'}://{host}:{self._port}"
 
@@ -271,5 +272,6 @@ def _runs_executor(settings: ServerSettings) -> bool:
 
 
 def _address(bound: socket.socket) -> str:
+    """HOST:PORT of a bound socket; an IPv6 address is in brackets."""
     host, port = bound.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -51,12 +51,14 @@ def _add_user(conversation: Conversation, message: dict[str, Any], field: str) -
 
 
 def _flush(conversation: Conversation, texts: list[str]) -> None:
+    """Add the texts collected so far as one message of the user, and empty the list."""
     if texts:
         conversation.add_user("\n".join(texts))
         texts.clear()
 
 
 def _add_result(conversation: Conversation, block: dict[str, Any], field: str) -> None:
+    """Add the message of a tool_result block. Raises RequestError if its tool_use_id is not a string, or its content is not text."""
     call_id = block.get("tool_use_id")
     if not isinstance(call_id, str):
         raise RequestError(f"{field}.tool_use_id", call_id, "it must be a string")
@@ -65,6 +67,7 @@ def _add_result(conversation: Conversation, block: dict[str, Any], field: str) -
 
 
 def _add_assistant(conversation: Conversation, message: dict[str, Any], field: str) -> None:
+    """Add an assistant's message, block by block: text, thinking and tool calls. Raises RequestError for other blocks."""
     blocks = _blocks(message.get("content"), f"{field}.content")
     if not blocks:
         conversation.add_answer("")
@@ -83,6 +86,7 @@ def _add_assistant(conversation: Conversation, message: dict[str, Any], field: s
 
 
 def _add_call(conversation: Conversation, block: dict[str, Any], field: str) -> None:
+    """Add the tool call of a tool_use block. Raises RequestError if id or name is not a string, or input is not an object."""
     for name in ("id", "name"):
         if not isinstance(block.get(name), str):
             raise RequestError(f"{field}.{name}", block.get(name), "it must be a string")
@@ -110,6 +114,7 @@ def _blocks(content: Any, field: str) -> list[tuple[dict[str, Any], str]]:
 
 
 def _block_text(block: dict[str, Any], field: str) -> str:
+    """The text of a text block. Raises RequestError, with the name `field`, for a block of another type."""
     if block["type"] != "text":
         cure = 'Use blocks of the form {"type": "text", "text": …}.'
         raise RequestError(f"{field}.type", block["type"], "this model reads text only, and this block is not allowed here", cure=cure)

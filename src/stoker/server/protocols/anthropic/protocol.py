@@ -70,6 +70,10 @@ class Anthropic(Protocol):
         return msgspec.json.encode(failure_object(failure))
 
     def _service(self, values: dict[str, Any]) -> Service:
+        """The service of the model that the request names. The default model if it names none.
+
+        Raises NotFoundError for an unknown model.
+        """
         name = values.get("model")
         return self.context.default_service() if name is None else self.context.repository.service(name)
 
@@ -81,12 +85,14 @@ def failure_object(failure: Failure) -> dict[str, Any]:
 
 
 async def _whole(http: RequestContext, call: MessageCall) -> None:
+    """Generate the answer, and respond with the whole message."""
     answer = Answer(call.turn)
     await answer.run()
     await http.respond(200, msgspec.json.encode(message_object(call, answer)))
 
 
 async def _stream(http: RequestContext, call: MessageCall) -> None:
+    """Generate the answer, and stream its events. An error after the first event becomes the last event."""
     answer = Answer(call.turn)
     events = MessageEvents(call, answer)
     try:

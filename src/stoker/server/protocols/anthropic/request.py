@@ -97,6 +97,7 @@ def _read_tools(values: dict[str, Any]) -> tuple[ToolUse, bool]:
 
 
 def _read_tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
+    """The tool in the form of OpenAI's API. Raises RequestError for a tool that the client does not run or describe."""
     kind = tool.get("type") or "custom"
     if kind != "custom":
         limit = "only tools that the client runs and describes are supported"

@@ -42,16 +42,20 @@ class MessageEvents:
         self._index = -1  # of the content block
 
     def start(self) -> list[Event]:
+        """The events before the first block: message_start, with the number of prompt tokens, and ping."""
         message = {**_head(self._call), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage_object(self._answer)}
         return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
     def push(self, events: list[BlockEvent]) -> list[Event]:
+        """The API's events for events of blocks that the client sees."""
         return [converted for event in events if _is_shown(self._call, event.block) for converted in self._convert(event)]
 
     def finish(self) -> list[Event]:
+        """The events after the last block: message_delta, with stop reason and usage, and message_stop."""
         return [{"type": "message_delta", "delta": _stop(self._answer), "usage": usage_object(self._answer)}, {"type": "message_stop"}]
 
     def _convert(self, event: BlockEvent) -> list[Event]:
+        """The API's events for one event of a block: content_block_start, …_delta or …_stop."""
         block = event.block
         match event.action:
             case "start":
@@ -63,6 +67,7 @@ class MessageEvents:
         return [*signature, {"type": "content_block_stop", "index": self._index}]
 
     def _delta(self, delta: Event) -> Event:
+        """A content_block_delta event for the current block."""
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
 
@@ -75,10 +80,12 @@ def encode_event(event: Event) -> bytes:
 
 
 def _is_shown(call: MessageCall, block: Block) -> bool:
+    """Whether the client sees the block: reasoning only if the request enables thinking."""
     return call.thinking or block.kind != "reasoning"
 
 
 def _head(call: MessageCall) -> dict[str, Any]:
+    """The members that a message has at its start and at its end."""
     return {"id": call.id, "type": "message", "role": "assistant", "model": call.turn.service.model_name}
 
 
@@ -92,6 +99,7 @@ def _stop(answer: Answer) -> dict[str, Any]:
 
 
 def _empty_block(block: Block) -> dict[str, Any]:
+    """The content block of the API as it is at its start."""
     match block.kind:
         case "text":
             return {"type": "text", "text": ""}
@@ -101,6 +109,7 @@ def _empty_block(block: Block) -> dict[str, Any]:
 
 
 def _finished_block(call: MessageCall, block: Block) -> dict[str, Any]:
+    """The content block of the API with its whole content."""
     match block.kind:
         case "text":
             return {"type": "text", "text": block.text}
@@ -110,6 +119,7 @@ def _finished_block(call: MessageCall, block: Block) -> dict[str, Any]:
 
 
 def _grown(block: Block, text: str) -> dict[str, Any]:
+    """The delta for `text`, by which a block has grown."""
     match block.kind:
         case "text":
             return {"type": "text_delta", "text": text}

@@ -39,6 +39,7 @@ class Health(Protocol):
         ]
 
     async def live(self, http: RequestContext) -> None:
+        """GET /health/live: status 200."""
         await http.respond(200, content_type=PLAIN)
 
     async def ready(self, http: RequestContext) -> None:
@@ -55,9 +56,11 @@ class Health(Protocol):
         await http.respond(503, msgspec.json.encode({"error": "not ready", "models": states}))
 
     async def version(self, http: RequestContext) -> None:
+        """GET /version: the version of Stoker."""
         await http.respond(200, msgspec.json.encode({"version": importlib.metadata.version("stoker")}))
 
     async def metrics(self, http: RequestContext) -> None:
+        """GET /metrics: Prometheus' text format."""
         await http.respond(200, await self.context.metrics.exposition(self.context.repository), CONTENT_TYPE)
 
     def failure_body(self, failure: Failure) -> bytes:

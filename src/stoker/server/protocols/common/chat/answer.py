@@ -28,6 +28,7 @@ class Answer:
 
     @property
     def blocks(self) -> list[Block]:
+        """The blocks so far."""
         return self._assembled.blocks
 
     async def stream(self) -> AsyncGenerator[list[BlockEvent], None]:
@@ -47,6 +48,7 @@ class Answer:
                 pass
 
     def _push(self, delta: Delta) -> list[BlockEvent]:
+        """Parse the text of a delta and return the events of blocks. Raises an error if the sequence failed."""
         self._count(delta)
         if delta.finish_reason is FinishReason.ERROR:
             raise sequence_error(delta.error, ready=self._turn.service.ready)
@@ -75,6 +77,7 @@ class Answer:
             self.num_reasoning_tokens = min(len(ids), self.usage.completion_tokens)
 
     def _attach_scores(self, events: list[BlockEvent]) -> None:
+        """Give the collected log-probabilities to the first event by which text grows."""
         for event in events:
             if event.action == "grow" and event.block.kind == "text":
                 event.logprobs = self._scores

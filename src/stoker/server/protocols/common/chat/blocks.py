@@ -61,19 +61,23 @@ class AnswerBlocks:
         return events
 
     def _open_kind(self) -> Kind | None:
+        """The kind of the last block if it has not ended."""
         return self.blocks[-1].kind if self.blocks and not self.blocks[-1].ended else None
 
     def _start(self, block: Block) -> Iterator[BlockEvent]:
+        """End the last block and start this one."""
         yield from self._end()
         self.blocks.append(block)
         yield BlockEvent("start", block)
 
     def _grow(self, text: str) -> Iterator[BlockEvent]:
+        """Append text to the last block."""
         if text:
             self.blocks[-1].text += text
             yield BlockEvent("grow", self.blocks[-1], text)
 
     def _end(self) -> Iterator[BlockEvent]:
+        """End the last block if it has not ended."""
         if self._open_kind() is not None:
             self.blocks[-1].ended = True
             yield BlockEvent("end", self.blocks[-1])

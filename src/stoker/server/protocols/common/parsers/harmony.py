@@ -88,6 +88,7 @@ class HarmonyReader:
         return found[0] if found is not None else partial_marker_start(self._held, START, CHANNEL)
 
     def _take(self, size: int) -> str:
+        """Remove the first `size` characters of the held text and return them."""
         taken, self._held = self._held[:size], self._held[size:]
         self._at_start = self._at_start and not taken.strip()
         return taken

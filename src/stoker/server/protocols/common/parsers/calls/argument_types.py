@@ -36,6 +36,7 @@ def json_string(text: str) -> str:
 
 
 def _types_of(value: Any) -> set[str]:
+    """The JSON types to which a decoded value belongs. A whole number is an integer and a number."""
     if value is None or isinstance(value, bool):
         return {"null"} if value is None else {"boolean"}
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
@@ -44,6 +45,7 @@ def _types_of(value: Any) -> set[str]:
 
 
 def _types(schema: Any, root: dict[str, Any], depth: int) -> set[str]:
+    """The JSON types that the schema allows, with its references resolved in `root`, at most `depth` levels deep. Empty: any."""
     if not isinstance(schema, dict) or not depth:
         return set()
     if (kind := schema.get("type")) is not None:

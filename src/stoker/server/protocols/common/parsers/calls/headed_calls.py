@@ -26,6 +26,7 @@ class HeadedCallsParser(ToolParser):
         self._arguments = JsonScanner()
 
     def _advance(self) -> bool:
+        """Read the next element of the format from the held text. False if more text is needed."""
         if not self._inside:
             self._state = "between"
             return self._find_section(self.open)
@@ -66,6 +67,7 @@ class HeadedCallsParser(ToolParser):
         return True
 
     def _push_arguments(self) -> bool:
+        """Emit the new part of the arguments. Returns whether they have ended."""
         text, used = self._arguments.push(self._held)
         self.add_arguments(text)
         self._consume(used)

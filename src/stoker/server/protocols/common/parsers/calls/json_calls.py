@@ -94,6 +94,7 @@ class JsonCall:
         self._push_arguments(self._text[match.end() :])
 
     def _push_arguments(self, text: str) -> None:
+        """Emit the part of `text` that belongs to the arguments."""
         assert self._arguments is not None
         if not self._arguments.done:
             self._parser.add_arguments(self._arguments.push(text)[0])
@@ -131,6 +132,7 @@ class JsonCalls:
         return used
 
     def _push_call(self, text: str) -> int:
+        """Give `text` to the current call. Returns how many characters belong to it."""
         assert self._call is not None
         used = self._call.push(text)
         if self._call.ended:

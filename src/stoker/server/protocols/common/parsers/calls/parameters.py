@@ -37,6 +37,7 @@ class ParametersParser(ToolParser):
         self._value_started = False
 
     def _advance(self) -> bool:
+        """Read the next element of the format from the held text. False if more text is needed."""
         if not self._inside:
             self._state = "between"
             return self._find_section(self.open)
@@ -95,6 +96,7 @@ class ParametersParser(ToolParser):
         self._end_section()
 
     def _open_value(self, key: str) -> None:
+        """Emit the key of an argument, and prepare for its value."""
         self._types = parameter_types(self._schemas.get(self._name, {}), key)
         self._state = "string" if self._types == {"string"} else "value"
         self._value_started = False
@@ -126,5 +128,6 @@ class ParametersParser(ToolParser):
         return True
 
     def _emit_string(self, size: int) -> None:
+        """Emit the first `size` characters of the held text as a part of a JSON string."""
         self.add_arguments(json_string(self._held[:size])[1:-1])
         self._consume(size)

@@ -60,6 +60,7 @@ class PythonArguments:
         return out, used
 
     def _add(self, char: str) -> None:
+        """Read one character."""
         if self._quote:
             self._add_to_string(char)
         elif self._in_keyword:
@@ -76,6 +77,7 @@ class PythonArguments:
             self._word += char
 
     def _add_to_keyword(self, char: str) -> None:
+        """Read a character of a keyword, of the space around it, or of the end of the call."""
         if char == "=" and self._word.isidentifier():
             self._out.append(("{" if not self._num_arguments else ", ") + json_string(self._word) + ": ")
             self._num_arguments += 1
@@ -90,11 +92,13 @@ class PythonArguments:
             self.failed = not char.isspace()
 
     def _start_string(self, quote: str) -> None:
+        """Start a string with the quotation mark `quote`."""
         self.failed = self._has_value or bool(self._word)
         self._quote = quote
         self._emit('"')
 
     def _add_to_string(self, char: str) -> None:
+        """Read a character inside a string: of the text, of an escape, or the closing quotation mark."""
         if self._escape:
             self._escape += char
             if len(self._escape) == 2 + _ESCAPE_DIGITS.get(self._escape[1], 0):
@@ -109,12 +113,14 @@ class PythonArguments:
             self._out.append(json_string(char)[1:-1])
 
     def _end_word(self) -> None:
+        """Convert a number, True, False, None or a key of a dict, once its last character has been read."""
         if self._word:
             is_key = self._open[-1:] == ["}"] and not self._after_colon
             self._emit(json_string(self._word) if is_key else _json_of_word(self._word))
             self._word, self._has_value = "", True
 
     def _punctuate(self, char: str) -> None:
+        """Read a bracket, comma or colon between values."""
         if char in _CLOSING:
             self.failed = self._has_value
             self._emit("{" if char == "{" else "[")
@@ -134,6 +140,7 @@ class PythonArguments:
             self.done = not self.failed
 
     def _emit(self, text: str) -> None:
+        """Append JSON text, after the separator that belongs before it."""
         self._out.append(self._separator + text)
         self._separator = ""
 

@@ -24,6 +24,7 @@ class TaggedJsonParser(ToolParser):
         self._reader: JsonCalls | None = None
 
     def _advance(self) -> bool:
+        """Read the next element of the format from the held text. False if more text is needed."""
         if not self._inside:
             if not self._find_section(*self.opens):
                 return False

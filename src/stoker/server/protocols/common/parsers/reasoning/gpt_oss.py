@@ -30,6 +30,7 @@ class GptOssReasoning(ReasoningParser):
         return self._joined(list(self._reader.flush()))
 
     def _joined(self, pieces: list[Piece]) -> tuple[str, str]:
+        """The reasoning and the content of the pieces, each joined."""
         parts = [self._split(piece) for piece in pieces]
         return "".join(reasoning for reasoning, _ in parts), "".join(content for _, content in parts)
 

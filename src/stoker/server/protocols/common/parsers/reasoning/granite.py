@@ -36,6 +36,7 @@ class _Response:
         self._state = "start"
 
     def push(self, text: str) -> str:
+        """The text without the markers. A part that may be the start of a marker is held until the next call."""
         text, self._held = self._held + text, ""
         if self._state == "start":
             if is_partial(text, OPEN):
@@ -53,5 +54,6 @@ class _Response:
         return text
 
     def flush(self) -> str:
+        """The held text, after the last `push`."""
         held, self._held = self._held, ""
         return held

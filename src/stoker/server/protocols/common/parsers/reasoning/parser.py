@@ -107,5 +107,6 @@ class MarkedReasoningParser(ReasoningParser):
         return text
 
     def _take(self) -> str:
+        """Remove the held text and return it."""
         held, self._held = self._held, ""
         return held

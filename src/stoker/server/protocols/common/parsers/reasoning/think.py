@@ -22,4 +22,5 @@ class DeepSeekR1Parser(ThinkParser):
 
     @classmethod
     def opened_by(cls, prompt: str) -> bool:
+        """True: the answer starts inside the reasoning, whatever the end of the prompt."""
         return True

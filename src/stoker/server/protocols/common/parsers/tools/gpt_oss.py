@@ -27,12 +27,14 @@ class GptOssParser(ToolParser):
         return self._take_output()
 
     def _advance(self) -> bool:
+        """Read all pieces of the held text. Never needs a second call."""
         held, self._held = self._held, ""
         for piece in self._reader.push(held):
             self._add(piece)
         return False
 
     def _add(self, piece: Piece) -> None:
+        """Add a piece to the text, or to the call to which it belongs."""
         if not piece.recipient:
             self._text += piece.text
         elif piece.kind == "header":

@@ -14,6 +14,7 @@ class ForcedParser(ToolParser):
         self._name = name
 
     def _advance(self) -> bool:
+        """Open the call at the first character that is not white space, and add the text to its arguments."""
         if not self._num_calls and self._held.strip():
             self.open_call(self._name)
             self._held = self._held.lstrip()
@@ -24,6 +25,7 @@ class ForcedParser(ToolParser):
         return False
 
     def flush(self) -> tuple[str, list[ToolCall]]:
+        """The remaining output. An empty answer is a call with empty arguments."""
         self._held = ""
         if not self._num_calls:
             self.open_call(self._name)
@@ -39,5 +41,6 @@ class RequiredParser(ToolParser):
         self._reader = JsonCalls(self, opening="[", closing="]", separators=",")
 
     def _advance(self) -> bool:
+        """Give the held text to the reader of calls."""
         self._consume(self._reader.push(self._held))
         return False

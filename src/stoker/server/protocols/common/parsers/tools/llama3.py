@@ -26,6 +26,7 @@ class Llama3Parser(ToolParser):
         return name in self._schemas
 
     def _advance(self) -> bool:
+        """Decide at the start whether the answer consists of calls, then read these, or take the text as it is."""
         if self._plain:
             self._text, self._held = self._text + self._held, ""
             return False

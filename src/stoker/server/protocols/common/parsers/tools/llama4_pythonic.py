@@ -33,6 +33,7 @@ class Llama4PythonicParser(ToolParser):
         return name in self._schemas
 
     def _advance(self) -> bool:
+        """Read the next element of the format from the held text. False if more text is needed."""
         match self._state:
             case "start":
                 return self._detect_start()
@@ -65,6 +66,7 @@ class Llama4PythonicParser(ToolParser):
         return True
 
     def _read_name(self) -> bool:
+        """Read NAME( and open its call. False if more text is needed. Text that is no call of a known tool becomes content."""
         match = _NAME.match(self._held, 0, MAX_HEADER_CHARS)
         if match is not None and self.accepts(match[1]):
             self.open_call(match[1])
@@ -77,6 +79,7 @@ class Llama4PythonicParser(ToolParser):
         return True
 
     def _push_arguments(self) -> bool:
+        """Emit the new part of the arguments. True if they have ended and text remains to be read."""
         text, used = self._arguments.push(self._held)
         self.add_arguments(text)
         self._consume(used)
@@ -86,6 +89,7 @@ class Llama4PythonicParser(ToolParser):
         return False
 
     def _read_separator(self) -> bool:
+        """Read the comma or the bracket after a call. False if more text is needed."""
         self._skip_space()
         if not self._held:
             return False

@@ -27,6 +27,7 @@ class MistralParser(ToolParser):
         return short_id()
 
     def _advance(self) -> bool:
+        """Read the next element of the format from the held text. False if more text is needed."""
         if not self._inside:
             self._reader = self._arguments = None
             return self._find_section(MARKER)
@@ -51,10 +52,12 @@ class MistralParser(ToolParser):
         return True
 
     def _push_list(self, reader: JsonCalls) -> bool:
+        """Give the held text to the reader of the list. Returns whether the list has ended."""
         self._consume(reader.push(self._held))
         return reader.ended
 
     def _push_arguments(self) -> bool:
+        """Emit the new part of the arguments. Returns whether they have ended."""
         assert self._arguments is not None
         text, used = self._arguments.push(self._held)
         self.add_arguments(text)

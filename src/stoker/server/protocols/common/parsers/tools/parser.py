@@ -83,6 +83,7 @@ class ToolParser(ABC):
             self._calls.append(ToolCall(self._num_calls - 1, text))
 
     def new_id(self) -> str:
+        """A new id for a call, in the form that the model's template expects."""
         return "call_" + secrets.token_hex(12)
 
     @abstractmethod
@@ -90,9 +91,11 @@ class ToolParser(ABC):
         """Consume held text. Returns False when nothing more is certain before the next push."""
 
     def _start_section(self) -> None:
+        """A section of calls begins. Its text is kept, because it becomes content if it contains no call."""
         self._inside, self._section = True, ""
 
     def _end_section(self) -> None:
+        """The section ends. If it contained no call, its text becomes content."""
         self._text += self._section or ""
         self._inside, self._section = False, None
 
@@ -118,9 +121,11 @@ class ToolParser(ABC):
         return True
 
     def _skip_space(self) -> None:
+        """Remove white space at the start of the held text."""
         self._consume(len(self._held) - len(self._held.lstrip()))
 
     def _take_output(self) -> tuple[str, list[ToolCall]]:
+        """The content and the calls since the previous output."""
         text, calls = self._text, self._calls
         self._text, self._calls = "", []
         return text, calls

@@ -24,6 +24,7 @@ class XlamParser(TaggedJsonParser):
         return name in self._schemas
 
     def _find_section(self, *markers: str) -> bool:
+        """Look for a list at the start of the answer, or else for a marker. True if a section has begun."""
         start = self._held.lstrip()
         if self._at_start and is_partial(start, *markers):
             return False
