@@ -133,7 +133,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """asyncio's callback: the connection has ended. The request in progress is told that its client has disconnected."""
+        """asyncio's callback: the connection has ended. The request in progress sees a disconnected client."""
         super().connection_lost(exc)
         if self._head_timer is not None:
             self._head_timer.cancel()

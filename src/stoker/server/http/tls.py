@@ -22,5 +22,5 @@ def check_tls(settings: ServerSettings) -> None:
 
 
 def _no_password() -> str:
-    """The password callback for the key. Without it, OpenSSL would ask at the terminal."""
+    """The password callback for the key. Without it, OpenSSL would read one from the terminal."""
     raise ValueError("the key has a password")

@@ -47,7 +47,7 @@ class LoadingServer:
         self._model.reason = f"{stage}: {100 * done // total} %" if total else stage
 
     def _run(self) -> None:
-        """The thread: serve HTTP until the server is told to exit."""
+        """The thread: serve HTTP until `should_exit` is set."""
         asyncio.run(self._server.serve(sockets=self._sockets))
 
 

@@ -37,4 +37,5 @@ def read_batch_size(model: TritonModel, text: Any) -> int:
 
 
 def _failed(model: TritonModel, reason: str) -> TritonError:
+    """The error of a load, with Triton's text."""
     return TritonError(f"failed to load '{model.name}', {reason}")

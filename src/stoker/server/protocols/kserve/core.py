@@ -91,9 +91,11 @@ class Core:
         return responses[0]
 
     def _timer(self, served: ServedModel, inference: Inference) -> Timer:
+        """Counts an inference for the model and for the steps of an ensemble."""
         return Timer([self.counts.of(name) for name in (served.model.name, *served.members)], _rows(inference))
 
     def statistics(self, served: ServedModel) -> dict[str, Any]:
+        """The counters of a model, in the format of Triton's statistics."""
         return {"name": served.model.name, "version": served.version, **self.counts.of(served.model.name).statistics()}
 
     def index(self, *, ready_only: bool) -> list[dict[str, str]]:
@@ -141,6 +143,7 @@ class Core:
             await asyncio.wait_for(asyncio.gather(*(served.drained() for served in drained)), self.settings.drain_timeout_s)
 
     def _apply_statuses(self, values: Mapping[str, Any]) -> None:
+        """Set the status of each model for which `values`, the values of the coordination, has one."""
         for served in self.catalogue.all():
             if (status := values.get(STATUS + served.model.name)) is not None:
                 served.status = status
@@ -154,6 +157,7 @@ class NotOneResponseError(TritonError):
 
 
 def _with_sequence_parameters(served: ServedModel, batch: list[Response]) -> list[Response]:
+    """The responses with the parameters that Triton adds to those of an ensemble. Changes them in place."""
     if served.model.platform == "ensemble":
         for response in batch:
             response.parameters = ENSEMBLE_PARAMETERS | response.parameters if response.parameters else ENSEMBLE_PARAMETERS
@@ -161,4 +165,5 @@ def _with_sequence_parameters(served: ServedModel, batch: list[Response]) -> lis
 
 
 def _rows(inference: Inference) -> int:
+    """The size of the batch axis. 1 for a model without one."""
     return len(next(iter(inference.inputs.values()))) if inference.model.max_batch_size and inference.inputs else 1

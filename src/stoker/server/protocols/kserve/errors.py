@@ -41,6 +41,7 @@ GRPC_CODES = {
 
 
 def grpc_code(status: int) -> str:
+    """The name of the gRPC status for an HTTP status. INTERNAL for one without a counterpart."""
     return GRPC_CODES.get(status, "INTERNAL")
 
 

@@ -51,6 +51,7 @@ class Response(msgspec.Struct, kw_only=True):
 
     @property
     def has_outputs(self) -> bool:
+        """False for a response that only reports the end of the request."""
         return self.text is not None or bool(self.outputs)
 
     def tensors(self) -> Tensors:
@@ -108,6 +109,7 @@ class ServedModel(msgspec.Struct, kw_only=True):
 
     @property
     def state(self) -> str:
+        """The state in the repository index. UNAVAILABLE while the model is loaded but its engine is not ready."""
         return "UNAVAILABLE" if self.loaded and not self.ready() else self.status.state
 
     @property

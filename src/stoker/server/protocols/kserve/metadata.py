@@ -27,10 +27,12 @@ EXTENSIONS = (
 
 
 def server(name: str) -> dict[str, Any]:
+    """The object of GET /v2. `name` is the server's name."""
     return {"name": name, "version": importlib.metadata.version("stoker"), "extensions": list(EXTENSIONS)}
 
 
 def metadata(served: ServedModel) -> dict[str, Any]:
+    """The object of GET /v2/models/{model}."""
     model = served.model
     return {
         "name": model.name,
@@ -42,6 +44,7 @@ def metadata(served: ServedModel) -> dict[str, Any]:
 
 
 def _metadata(model: TritonModel, tensor: Tensor) -> dict[str, Any]:
+    """An input or output in the metadata of a model. -1: any size."""
     return {"name": tensor.name, "datatype": kserve_name(tensor.dtype), "shape": expected_shape(model, tensor)}
 
 
@@ -84,6 +87,7 @@ def config(model: TritonModel) -> dict[str, Any]:
 
 
 def _input(tensor: Tensor) -> dict[str, Any]:
+    """An input in the config of a model."""
     return {
         "name": tensor.name,
         "data_type": tensor.data_type,
@@ -98,6 +102,7 @@ def _input(tensor: Tensor) -> dict[str, Any]:
 
 
 def _output(tensor: Tensor) -> dict[str, Any]:
+    """An output in the config of a model."""
     return {
         "name": tensor.name,
         "data_type": tensor.data_type,
@@ -109,6 +114,7 @@ def _output(tensor: Tensor) -> dict[str, Any]:
 
 
 def _batching(queue: QueuePolicy) -> dict[str, Any]:
+    """`dynamic_batching` in the config of a model."""
     return {
         "preferred_batch_size": list(queue.preferred_batch_sizes),
         "max_queue_delay_microseconds": queue.max_queue_delay_us,
@@ -126,6 +132,7 @@ def _batching(queue: QueuePolicy) -> dict[str, Any]:
 
 
 def _step(step: Any) -> dict[str, Any]:
+    """A step of an ensemble in its config."""
     return {
         "model_name": step.model_name,
         "model_version": step.model_version,
@@ -136,6 +143,7 @@ def _step(step: Any) -> dict[str, Any]:
 
 
 def _instances(model: TritonModel) -> dict[str, Any]:
+    """`instance_group` in the config of a model."""
     return {
         "name": f"{model.name}_0",
         "kind": "KIND_CPU",

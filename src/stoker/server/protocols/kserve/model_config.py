@@ -77,6 +77,7 @@ class TritonModel(msgspec.Struct, frozen=True, kw_only=True):
         check_range("instance_count", self.instance_count, 1, MAX_INSTANCES)
 
     def input(self, name: str) -> Tensor | None:
+        """The declared input with this name, if there is one."""
         return next((t for t in self.inputs if t.name == name), None)
 
 
@@ -122,6 +123,7 @@ class TritonOptions(msgspec.Struct, frozen=True, kw_only=True):
         return [name, *(step.model_name for model in self.models if model.name == name for step in model.steps)]
 
     def of_kind(self, kind: str) -> TritonModel | None:
+        """The first model of this kind, if there is one."""
         return next((m for m in self.models if m.kind == kind), None)
 
 
@@ -138,11 +140,13 @@ def tensors_of_all_releases(kind: str) -> tuple[tuple[Tensor, ...], tuple[Tensor
 
 
 def _merge(old: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """`old`, and the tensors of `new` whose names do not occur in it."""
     names = {tensor.name for tensor in old}
     return (*old, *(tensor for tensor in new if tensor.name not in names))
 
 
 def _declare(rows: Iterable[TensorRow], era: Era, *, inputs: bool) -> Iterable[Tensor]:
+    """The tensors that the templates of release `era` declare. Inputs that are not required are optional."""
     for row in rows:
         dims = row.dims[era]
         if dims is not None:

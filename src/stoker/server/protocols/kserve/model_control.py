@@ -62,9 +62,11 @@ class FixedEngine:
     async def read_settings(self) -> ServerSettings:
         return self._settings
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        """Does nothing, because the engine is loaded."""
 
-    async def stop(self) -> None: ...
+    async def stop(self) -> None:
+        """Does nothing: the engine stays loaded."""
 
 
 class ModelControl:
@@ -145,19 +147,23 @@ class ModelControl:
             self._lock.release()
 
     async def _publish(self, names: list[str], status: ModelStatus) -> None:
+        """Set the status of these models in all frontends."""
         if names:
             await self._coordinator.publish({STATUS + name: status for name in names})
 
     @property
     def _options(self) -> TritonOptions:
+        """The KServe options of the settings. The defaults if the server has no Triton repository."""
         options = self._settings.options
         return options if isinstance(options, TritonOptions) else TritonOptions()
 
     def _known_names(self) -> set[str]:
+        """The names that clients can load."""
         tests = NAMES if self._settings.test_models else ()
         return {*(model.name for model in self._options.models), *tests}
 
     def _is_loaded(self, name: str) -> bool:
+        """Whether the model is loaded, by its last status or, before the first one, by the options."""
         status = self._coordinator.values.get(STATUS + name)
         return self._options.is_loaded_at_start(name) if status is None else status.state == "READY"
 

@@ -41,6 +41,7 @@ class LogSettings:
         self._values = dict(_LOG)
 
     def values(self) -> dict[str, Any]:
+        """All settings with their present values."""
         return dict(self._values)
 
     def change(self, requested: dict[str, Any]) -> dict[str, Any]:
@@ -52,6 +53,7 @@ class LogSettings:
         return self.values()
 
     def _level(self) -> int:
+        """The lowest enabled level. Verbose output enables DEBUG."""
         levels = (("log_error", logging.ERROR), ("log_warning", logging.WARNING), ("log_info", logging.INFO))
         enabled = [level for name, level in levels if self._values[name]]
         if self._values["log_verbose_level"] > 0:
@@ -70,6 +72,7 @@ def check_trace(requested: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_log(name: str, value: Any) -> None:
+    """Raise TritonError for an unknown setting, a wrong type, and a text setting that differs from the fixed value."""
     if name not in _LOG:
         raise TritonError(f"Unknown log setting '{name[:80]}'. Known: {', '.join(_LOG)}.")
     valid = type(value) is type(_LOG[name]) and (type(value) is not int or 0 <= value <= 4)

@@ -34,6 +34,7 @@ class _Reader:
         self._previous = ""
 
     def add(self, message: dict[str, Any], field: str) -> None:
+        """Add one message. Raises RequestError, with the name `field`, for an unknown role, images, and members of a wrong type."""
         role = message.get("role")
         if role not in ROLES:
             raise RequestError(f"{field}.role", role, f"it must be one of {', '.join(ROLES)}")
@@ -52,6 +53,7 @@ class _Reader:
         self._previous = str(role)
 
     def _add_answer(self, message: dict[str, Any], text: str, field: str) -> None:
+        """Add a message of the assistant: its reasoning, text and tool calls."""
         if self._previous == "assistant":
             self.conversation.start_assistant()
         if thinking := _text(message, "thinking", field):
@@ -65,6 +67,7 @@ class _Reader:
             self._add_call(call, f"{field}.tool_calls[{i}]")
 
     def _add_call(self, call: Any, field: str) -> None:
+        """Add a tool call, which gets an id because Ollama's calls have none. Raises RequestError for a wrong form."""
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(field, call, 'it must be {"function": {"name": …, "arguments": {…}}}')
@@ -77,11 +80,13 @@ class _Reader:
         self.conversation.add_call(call_id, function["name"], json.dumps(arguments, ensure_ascii=False))
 
     def _take_call(self, name: str) -> str:
+        """The id of the open call to which a result of the function `name` belongs. A new id if no call is open."""
         place = next((i for i, (_, called) in enumerate(self._open) if called == name), 0)
         return self._open.pop(place)[0] if self._open else f"call{self._num_calls:05d}"
 
 
 def _text(message: dict[str, Any], name: str, field: str) -> str:
+    """A member that is text, or empty if absent. Raises RequestError if it has another type."""
     value = message.get(name)
     if value is None:
         return ""

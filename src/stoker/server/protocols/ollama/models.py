@@ -63,6 +63,7 @@ def show_object(service: Service, settings: ServerSettings, started: str) -> dic
 
 
 def _details(service: Service) -> dict[str, Any]:
+    """The member `details` of a model."""
     family = _family(service)
     return {
         "parent_model": "",
@@ -75,6 +76,7 @@ def _details(service: Service) -> dict[str, Any]:
 
 
 def _family(service: Service) -> str:
+    """The model's architecture in lower case."""
     return service.info.model.lower()
 
 

@@ -47,6 +47,7 @@ class Ollama(Protocol):
         ]
 
     async def chat(self, http: RequestContext) -> None:
+        """POST /api/chat."""
         values = await _read_values(http, fields.CHAT)
         service = self._service(values.get("model"))
         try:
@@ -56,6 +57,7 @@ class Ollama(Protocol):
             raise with_client_name(error, _CHAT_NAMES, values) from None
 
     async def generate(self, http: RequestContext) -> None:
+        """POST /api/generate."""
         values = await _read_values(http, fields.GENERATE)
         service = self._service(values.get("model"))
         try:
@@ -65,25 +67,30 @@ class Ollama(Protocol):
             raise with_client_name(error, _GENERATE_NAMES, values) from None
 
     async def tags(self, http: RequestContext) -> None:
+        """GET /api/tags: the served models."""
         rows = [models.model_object(name, service, self._started) for name, service in self._services()]
         await http.respond(200, msgspec.json.encode({"models": rows}))
 
     async def running(self, http: RequestContext) -> None:
+        """GET /api/ps: the served models, all of which are loaded."""
         rows = [models.running_object(name, service) for name, service in self._services()]
         await http.respond(200, msgspec.json.encode({"models": rows}))
 
     async def show(self, http: RequestContext) -> None:
+        """POST /api/show: the details of a model."""
         values = await _read_values(http, fields.SHOW)
         service = self._service(values.get("model", values.get("name")))
         await http.respond(200, msgspec.json.encode(models.show_object(service, self.context.settings, self._started)))
 
     async def version(self, http: RequestContext) -> None:
+        """GET /api/version: the version of Ollama whose API this is."""
         await http.respond(200, msgspec.json.encode({"version": API_VERSION}))
 
     def failure_body(self, failure: Failure) -> bytes:
         return msgspec.json.encode({"error": failure.message})
 
     def _services(self) -> list[tuple[str, Service]]:
+        """The ready models with their services."""
         return [(model.name, model.service) for model in self.context.repository.models() if model.service is not None]
 
     def _service(self, name: str | None) -> Service:

@@ -71,6 +71,7 @@ async def read_generate_call(values: dict[str, Any], service: Service, settings:
 async def _prepare(
     values: dict[str, Any], messages: list[dict[str, Any]], tools: ToolUse, service: Service, settings: ServerSettings
 ) -> ChatTurn:
+    """The checked request with its prompt rendered from the messages and tokenized. Raises RequestError."""
     return await prepare_turn(
         _request(values, settings, add_special_tokens=False),
         messages,
@@ -101,6 +102,7 @@ def _request(values: dict[str, Any], settings: ServerSettings, *, add_special_to
 
 
 def _max_tokens(values: dict[str, Any]) -> int | None:
+    """The option num_predict. None if absent, or if it is not positive, which means no limit."""
     limit = OPTIONS.check(values.get("options", {}), prefix="options.").get("num_predict", 0)
     return limit if limit > 0 else None
 
@@ -129,6 +131,7 @@ def _template_values(values: dict[str, Any], settings: ServerSettings) -> dict[s
 
 
 def _read_tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
+    """The tool in the form of OpenAI's API. Raises RequestError if it is not a function."""
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, dict):
         raise RequestError(field, function, 'a tool must be {"type": "function", "function": {…}}')

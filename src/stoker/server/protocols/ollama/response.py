@@ -27,10 +27,12 @@ Shape = Callable[[Parts], dict[str, Any]]  # the members of a response that cont
 
 
 def chat_members(parts: Parts) -> dict[str, Any]:
+    """The members of a response of /api/chat."""
     return {"message": {"role": "assistant", "content": "", **parts}}
 
 
 def generate_members(parts: Parts) -> dict[str, Any]:
+    """The members of a response of /api/generate."""
     thinking = {"thinking": parts["thinking"]} if "thinking" in parts else {}
     return {"response": parts.get("content", ""), **thinking}
 
@@ -48,6 +50,7 @@ async def respond(http: RequestContext, call: OllamaCall, shape: Shape) -> None:
 
 
 async def _respond_once(http: RequestContext, call: OllamaCall, body: dict[str, Any]) -> None:
+    """Respond with one object: as a line if the client expects a stream, otherwise as a body."""
     await http.respond(200, encode(body) + (b"\n" if call.stream else b""), LINES if call.stream else b"application/json")
 
 
@@ -62,6 +65,7 @@ class _Run:
         self._first = self._started  # time of the first tokens
 
     async def whole(self) -> dict[str, Any]:
+        """Generate the answer. The object of the whole response."""
         scores: list[TokenLogprobs] = []
         async with aclosing(self._answer.stream()) as batches:
             async for batch in batches:
@@ -98,6 +102,7 @@ class _Run:
         return encode({**_head(self._call), **self._shape(parts), **self._logprobs(event.logprobs), "done": False}) + b"\n"
 
     def _note_time(self) -> None:
+        """Note the time of the first token, at the first call."""
         if self._first == self._started:
             self._first = time.monotonic_ns()
 
@@ -117,15 +122,18 @@ class _Run:
         return {**ending, **({"context": [*self._turn.request.prompt, *answer.token_ids]} if self._call.context else {})}
 
     def _logprobs(self, entries: list[TokenLogprobs]) -> dict[str, Any]:
+        """The member `logprobs`. Empty if it is not requested."""
         if self._call.num_top is None:
             return {}
         return {"logprobs": [{**scored_token(self._turn.service, e.token_id, e.logprob), "top_logprobs": self._top(e)} for e in entries]}
 
     def _top(self, entry: TokenLogprobs) -> list[dict[str, Any]]:
+        """The most likely tokens at the place of this one."""
         return [scored_token(self._turn.service, token_id, logprob) for token_id, logprob in entry.top[: self._call.num_top]]
 
 
 def _head(call: OllamaCall) -> dict[str, Any]:
+    """The first members of each object."""
     return {"model": call.model, "created_at": now_text()}
 
 

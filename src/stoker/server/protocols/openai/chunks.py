@@ -18,6 +18,7 @@ _json = msgspec.json.Encoder().encode
 
 
 def event(value: Any) -> bytes:
+    """A server-sent event with this value as JSON."""
     return b"data: " + _json(value) + b"\n\n"
 
 

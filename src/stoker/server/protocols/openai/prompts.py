@@ -27,12 +27,14 @@ def read_prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def _text(name: str, value: Any) -> str:
+    """`value`, checked to be text. Raises RequestError with this name."""
     if not isinstance(value, str):
         raise RequestError(name, value, "the first prompt is text, so it must be text")
     return value
 
 
 def _ids(name: str, value: Any) -> list[int]:
+    """`value`, checked to be a list of whole numbers. Raises RequestError with this name."""
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         raise RequestError(name, value, "it must be a list of token ids")
     return value

@@ -73,6 +73,7 @@ class OpenAI(Protocol):
         }
 
     async def completions(self, http: RequestContext) -> None:
+        """POST /v1/completions."""
         body = await http.json()
         try:
             await complete(http, self.context, self._service(body), body)
@@ -80,6 +81,7 @@ class OpenAI(Protocol):
             raise client_error(error, body) from None
 
     async def chat_completions(self, http: RequestContext) -> None:
+        """POST /v1/chat/completions."""
         body = await http.json()
         try:
             await chat(http, self.context, self._service(body), body)
@@ -87,11 +89,13 @@ class OpenAI(Protocol):
             raise client_error(error, body) from None
 
     async def models(self, http: RequestContext) -> None:
+        """GET /v1/models: the ready models, in the form of OpenAI's API and Anthropic's."""
         rows = [self._model_object(model.name, model.service) for model in self.context.repository.models() if model.service is not None]
         ids = {"first_id": rows[0]["id"] if rows else None, "last_id": rows[-1]["id"] if rows else None, "has_more": False}
         await http.respond(200, wire.encode({"object": "list", "data": rows, **ids}))
 
     async def model(self, http: RequestContext) -> None:
+        """GET /v1/models/{model}. Raises ModelError."""
         name = http.path["model"]
         await http.respond(200, wire.encode(self._model_object(name, self._named(name))))
 
@@ -141,12 +145,14 @@ class OpenAI(Protocol):
             raise error.request_error("model") from None
 
     def _named(self, name: str) -> Service:
+        """The service of the model with this name. Raises ModelError if there is none."""
         try:
             return self.context.repository.service(name)
         except NotFoundError as error:
             raise ModelError(error.message, cure=error.cure) from None
 
     def _model_object(self, name: str, service: Service) -> dict[str, Any]:
+        """OpenAI's object of a model."""
         return {
             "id": name,
             "object": "model",
@@ -162,5 +168,6 @@ class OpenAI(Protocol):
 
 
 def _template_values(values: dict[str, Any]) -> dict[str, Any]:
+    """The template's values from a request to /tokenize. An answer that is continued gets no new generation prompt."""
     chosen: dict[str, Any] = {name: values[name] for name in ("add_generation_prompt", "continue_final_message") if name in values}
     return {"add_generation_prompt": False, **chosen} if chosen.get("continue_final_message") else chosen

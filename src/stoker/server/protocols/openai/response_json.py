@@ -100,6 +100,7 @@ class CompletionLogprobs:
         return lists
 
     def _top(self, entry: TokenLogprobs, text: str) -> dict[str, float]:
+        """The log-probability of each of the most likely tokens, by its text, and that of the chosen one."""
         top: dict[str, float] = {}
         for token_id, logprob in entry.top:
             top.setdefault(token_text(self._service, token_id), finite(logprob))
@@ -116,6 +117,7 @@ def chat_logprobs(service: Service, entries: list[TokenLogprobs], num_top: int) 
 
 
 def _chat_top(service: Service, entry: TokenLogprobs, num_top: int) -> list[dict[str, Any]]:
+    """The objects of the num_top most likely tokens."""
     return [scored_token(service, token_id, logprob) for token_id, logprob in entry.top[:num_top]]
 
 
@@ -125,6 +127,7 @@ def prompt_logprobs(service: Service, entries: list[TokenLogprobs | None]) -> li
 
 
 def _candidates(service: Service, entry: TokenLogprobs) -> dict[str, Any]:
+    """vLLM's object of a prompt token: log-probability, rank and text of it and of the most likely ones, by token id."""
     ranked = {token_id: (rank, logprob) for rank, (token_id, logprob) in enumerate(entry.top, 1)}
     ranked.setdefault(entry.token_id, (0, entry.logprob))
     return {

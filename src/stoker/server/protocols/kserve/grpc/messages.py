@@ -162,9 +162,11 @@ class Encoder:
         return b"".join([*fields, pb.ModelInferResponse(raw_output_contents=raws).SerializeToString()])
 
     def _before_text(self, response: Response) -> bytes:
+        """The message without the raw contents of its text."""
         return self._without_text(response, response.parameters)
 
     def _before_streamed_text(self, response: Response) -> bytes:
+        """The message of a stream without the raw contents of its text. It says whether it is the last one."""
         return self._without_text(response, response.parameters | {FINAL: response.final})
 
     def _without_text(self, response: Response, parameters: Parameters) -> bytes:
@@ -179,6 +181,7 @@ class Encoder:
         return b"".join(fields)
 
     def _output(self, name: str, shape: tuple[int, ...]) -> bytes:
+        """The encoded declaration of an output. Cached by name and shape."""
         key = (name, shape)
         if key not in self._declared:
             message = pb.ModelInferResponse.InferOutputTensor(name=name, datatype=self._types[name], shape=shape).SerializeToString()
@@ -186,6 +189,7 @@ class Encoder:
         return self._declared[key]
 
     def _parameters(self, items: tuple[tuple[str, Any], ...]) -> bytes:
+        """The encoded parameters. Cached."""
         if items not in self._encoded:
             message = pb.ModelInferResponse()
             for name, value in items:

@@ -72,25 +72,32 @@ class KServeGRPC:
         return grpc.method_handlers_generic_handler(SERVICE, table)
 
     async def live(self, request: Any, context: Any) -> Any:
+        """ServerLive: always true."""
         return pb.ServerLiveResponse(live=True)
 
     async def ready(self, request: Any, context: Any) -> Any:
+        """ServerReady: whether all loaded models are ready."""
         return pb.ServerReadyResponse(ready=self._core.ready)
 
     async def model_ready(self, request: Any, context: Any) -> Any:
+        """ModelReady. Raises UnknownModelError."""
         return pb.ModelReadyResponse(ready=self._find(request).state == "READY")
 
     async def server(self, request: Any, context: Any) -> Any:
+        """ServerMetadata: name, version and extensions."""
         return pb.ServerMetadataResponse(**described.server(self._core.options.server_name))
 
     async def metadata(self, request: Any, context: Any) -> Any:
+        """ModelMetadata: inputs and outputs of a model."""
         return json_format.ParseDict(described.metadata(self._find(request)), pb.ModelMetadataResponse())
 
     async def config(self, request: Any, context: Any) -> Any:
+        """ModelConfig: the config of a model."""
         config = described.config(self._find(request).model)
         return json_format.ParseDict({"config": config}, pb.ModelConfigResponse(), ignore_unknown_fields=True)
 
     async def statistics(self, request: Any, context: Any) -> Any:
+        """ModelStatistics: the counters of one model, or of all if the request names none. Raises TritonError for an unknown one."""
         try:
             models = [self._find(request)] if request.name else self._core.catalogue.all()
         except TritonError:
@@ -99,23 +106,28 @@ class KServeGRPC:
         return json_format.ParseDict(result, pb.ModelStatisticsResponse(), ignore_unknown_fields=True)
 
     async def index(self, request: Any, context: Any) -> Any:
+        """RepositoryIndex: the models and their states."""
         return json_format.ParseDict({"models": self._core.index(ready_only=request.ready)}, pb.RepositoryIndexResponse())
 
     async def load(self, request: Any, context: Any) -> Any:
+        """RepositoryModelLoad: load a model, and wait until it is ready."""
         await self._core.set_loaded(request.model_name, grpc_messages.parameters(request.parameters), loaded=True)
         return pb.RepositoryModelLoadResponse()
 
     async def unload(self, request: Any, context: Any) -> Any:
+        """RepositoryModelUnload: unload a model."""
         await self._core.set_loaded(request.model_name, grpc_messages.parameters(request.parameters), loaded=False)
         return pb.RepositoryModelUnloadResponse()
 
     async def trace(self, request: Any, context: Any) -> Any:
+        """TraceSetting: the trace settings, which cannot be changed."""
         requested = {name: list(request.settings[name].value) or None for name in request.settings}
         current = settings.check_trace(requested)
         values = {name: {"value": value if isinstance(value, list) else [value]} for name, value in current.items()}
         return json_format.ParseDict({"settings": values}, pb.TraceSettingResponse())
 
     async def logging(self, request: Any, context: Any) -> Any:
+        """LogSettings: change settings of the log, and return all of them."""
         self._core.logging.change(grpc_messages.parameters(request.settings))
         response = pb.LogSettingsResponse()
         for name, value in self._core.logging.values().items():
@@ -148,6 +160,7 @@ class KServeGRPC:
         free_places, write_lock = asyncio.Semaphore(MAX_STREAM_REQUESTS), asyncio.Lock()
 
         async def write(message: bytes) -> None:  # gRPC allows one write at a time
+            """Write one message. Messages of concurrent requests are written one after another."""
             async with write_lock:
                 await context.write(message)
 
@@ -186,14 +199,17 @@ class KServeGRPC:
                 await write(encoder.streamed(Response(final=True)))
 
     def _find(self, request: Any) -> ServedModel:
+        """The model that a request names. Raises UnknownModelError."""
         name: str | None = getattr(request, "name", None)
         return self._core.catalogue.find(name if name is not None else request.model_name, _version(request))
 
     def _ready(self, request: Any) -> ServedModel:
+        """The model that a request names. Raises TritonError if it is unknown or not ready."""
         return self._core.catalogue.ready(request.model_name, request.model_version)
 
 
 def _version(request: Any) -> str:
+    """The model version that a request names, or an empty text. Two names of the field exist."""
     version: str = request.version if hasattr(request, "version") else request.model_version
     return version
 
@@ -202,6 +218,7 @@ def _with_grpc_status(handler: Handler, request_type: Any) -> Handler:
     """A handler of bytes, which ends a call with a gRPC status if they are malformed or `handler` raises an exception."""
 
     async def run_handler(data: bytes, context: Any) -> Any:
+        """Parse the request and run the handler. An error ends the call with its gRPC status."""
         try:
             return await handler(grpc_messages.parse(request_type, data), context)
         except Exception as error:
@@ -219,6 +236,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpci
         self._keys = keys
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        """gRPC's hook for each call: its handler, or one that refuses the call."""
         handler = await continuation(details)
         if details.method.rpartition("/")[2] in OPEN_METHODS:
             return handler
@@ -231,7 +249,10 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpci
 
 
 def _refusing_handler(handler: Any, message: str) -> Any:
+    """A handler of the same kind, streaming or not, that ends each call with UNAUTHENTICATED."""
+
     async def refuse(request: Any, context: Any) -> Any:
+        """End the call."""
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
 
     if handler is not None and handler.response_streaming:
@@ -264,6 +285,7 @@ def make_grpc_server(context: Context, address: str, core: Core | None = None) -
 
 
 def _bind(server: Any, address: str, settings: ServerSettings) -> int:
+    """Listen at `address`, with TLS if the settings have a key and a certificate. Returns the port."""
     if not settings.tls_key or not settings.tls_certificate:
         return int(server.add_insecure_port(address))
     pair = (Path(settings.tls_key).read_bytes(), Path(settings.tls_certificate).read_bytes())

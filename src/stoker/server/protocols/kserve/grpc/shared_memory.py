@@ -40,29 +40,35 @@ class SharedMemoryMethods:
         }
 
     async def system_status(self, request: Any, context: Any) -> Any:
+        """SystemSharedMemoryStatus: one region, or all if the request names none."""
         status = {region["name"]: region for region in self._memory.status("system", request.name)}
         types = pb.SystemSharedMemoryStatusResponse
         return types(regions={name: types.RegionStatus(**region) for name, region in status.items()})
 
     async def cuda_status(self, request: Any, context: Any) -> Any:
+        """CudaSharedMemoryStatus: one region, or all if the request names none."""
         status = {region["name"]: region for region in self._memory.status("cuda", request.name)}
         types = pb.CudaSharedMemoryStatusResponse
         return types(regions={name: types.RegionStatus(**region) for name, region in status.items()})
 
     async def register_system(self, request: Any, context: Any) -> Any:
+        """SystemSharedMemoryRegister. Raises TritonError if the region cannot be opened or its name is in use."""
         region = SystemRegion(name=request.name, key=request.key, offset=request.offset, byte_size=request.byte_size)
         await self._memory.register(region)
         return pb.SystemSharedMemoryRegisterResponse()
 
     async def register_cuda(self, request: Any, context: Any) -> Any:
+        """CudaSharedMemoryRegister. Raises TritonError if the region cannot be opened or its name is in use."""
         handle = request.raw_handle
         await self._memory.register(CudaRegion(name=request.name, handle=handle, device_id=request.device_id, byte_size=request.byte_size))
         return pb.CudaSharedMemoryRegisterResponse()
 
     async def unregister_system(self, request: Any, context: Any) -> Any:
+        """SystemSharedMemoryUnregister: one region, or all if the request names none."""
         await self._memory.unregister("system", request.name)
         return pb.SystemSharedMemoryUnregisterResponse()
 
     async def unregister_cuda(self, request: Any, context: Any) -> Any:
+        """CudaSharedMemoryUnregister: one region, or all if the request names none."""
         await self._memory.unregister("cuda", request.name)
         return pb.CudaSharedMemoryUnregisterResponse()

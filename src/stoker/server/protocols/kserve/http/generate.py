@@ -59,6 +59,7 @@ def _scalar(dtype: str, value: Any) -> np.ndarray:
 
 
 def _shape(tensor: Tensor, count: int) -> tuple[int, ...]:
+    """The shape of an input with `count` elements: the only variable dim is set to fit. Raises TritonError if no shape fits."""
     fixed = math.prod(dim for dim in tensor.dims if dim >= 0)
     num_variable = tensor.dims.count(-1)
     if count != fixed if not num_variable else fixed == 0 or count % fixed or (num_variable > 1 and count != fixed):
@@ -76,15 +77,18 @@ class ResponseWriter:
         self._cache = encoding_cache(served, inference, "generate")
 
     def body(self, response: Response) -> bytes:
+        """The whole response."""
         if response.text is None:
             return _encode(dict(sorted(self._values(response).items())))
         before, after = self._cache.get(response, self._around_text)
         return b"%b%b%b" % (before, _encode(response.text), after)
 
     def event(self, response: Response) -> bytes:
+        """The response as a server-sent event."""
         return b"data: %b\n\n" % self.body(response)
 
     def _values(self, response: Response) -> dict[str, Any]:
+        """The members of the response: model name and version, parameters, and outputs. A tensor of one element is a scalar."""
         values = self._common | response.parameters
         for name, array in response.outputs.items():
             flat = dtypes.to_json(array)
@@ -100,4 +104,5 @@ class ResponseWriter:
 
 
 def error_event(message: str) -> bytes:
+    """An error as a server-sent event."""
     return b"data: " + _encode({"error": message}) + b"\n\n"

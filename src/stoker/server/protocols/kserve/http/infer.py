@@ -26,6 +26,7 @@ class InferCall(msgspec.Struct):
     binary_default: bool = False
 
     def is_binary(self, name: str) -> bool:
+        """Whether the response contains this output as bytes after its JSON."""
         return self.binary.get(name, self.binary_default)
 
 
@@ -48,6 +49,7 @@ def read_infer_request(body: bytes, header_length: bytes | None, served: ServedM
 
 
 def _header_size(header: bytes | None, size: int) -> int:
+    """The size of the JSON at the start of a body of `size` bytes. Without the header, all of it. Raises TritonError."""
     if header is None:
         return size
     if not header.isdigit() or len(header) > 12 or int(header) > size:
@@ -56,6 +58,7 @@ def _header_size(header: bytes | None, size: int) -> int:
 
 
 def request_id(message: dict[str, Any]) -> str:
+    """The id in a request, as text. Empty if absent. Raises TritonError if it is neither text nor a whole number."""
     value = message.get("id", "")
     if not isinstance(value, (str, int)) or isinstance(value, bool):
         raise TritonError("Unable to parse 'id': attempt to access JSON non-string as string", 500)
@@ -123,12 +126,14 @@ def _read_inputs(message: dict[str, Any], raw: memoryview, model: str, memory: S
 
 
 def _from_data(item: dict[str, Any], dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The tensor in the member `data` of an input. Raises TritonError if it is missing or does not fit type and shape."""
     if "data" not in item:
         raise TritonError("Unable to parse 'data': attempt to access non-existing object member 'data'", 500)
     return dtypes.from_json(dtype, shape, item["data"])
 
 
 def _binary_size(name: str, size: Any, left: int) -> int:
+    """`size`, the number of bytes of an input, checked: `left` bytes of the body have not been read. Raises TritonError."""
     if type(size) is not int or size < 0:
         raise TritonError(f"Unable to parse 'binary_data_size' of input '{name}': it must be a whole number from 0")
     if size > left:
@@ -137,12 +142,14 @@ def _binary_size(name: str, size: Any, left: int) -> int:
 
 
 def _objects(value: Any, name: str) -> list[dict[str, Any]]:
+    """`value`, checked to be a list of objects. Raises TritonError with the name of the member."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise TritonError(f"Unable to parse '{name}': attempt to access JSON non-array as array", 500)
     return value
 
 
 def _name(item: dict[str, Any], where: str) -> str:
+    """The name of an input or output. Raises TritonError if it has none."""
     name = item.get("name")
     if not isinstance(name, str):
         raise TritonError(f"Unable to parse '{where}': attempt to access non-existing object member 'name'", 500)
@@ -171,4 +178,5 @@ def write_infer_response(served: ServedModel, call: InferCall, response: Respons
 
 
 def _datatype(served: ServedModel, name: str) -> str:
+    """KServe's data type of an output of the model."""
     return next(dtypes.kserve_name(tensor.dtype) for tensor in served.model.outputs if tensor.name == name)

@@ -139,6 +139,7 @@ def _of_models() -> dict[tuple[str, str], Operation]:
 
 
 def _of_shared_memory() -> dict[tuple[str, str], Operation]:
+    """The operations of the shared memory endpoints, by method and path."""
     operations: dict[tuple[str, str], Operation] = {}
     system = record({"key": STRING, "offset?": INTEGER, "byte_size": INTEGER}, "SystemRegion", extra=True)
     cuda = record({"raw_handle": record({"b64": STRING}, extra=True), "device_id": INTEGER, "byte_size": INTEGER}, "CudaRegion", extra=True)

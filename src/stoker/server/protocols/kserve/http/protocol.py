@@ -71,15 +71,19 @@ class KServeHTTP(Protocol):
         return endpoints + SharedMemoryEndpoints(self._core.shared_memory, self._refuse).endpoints()
 
     async def server(self, http: RequestContext) -> None:
+        """GET /v2: name, version and extensions."""
         await http.respond(200, _encode(described.server(self._core.options.server_name)))
 
     async def live(self, http: RequestContext) -> None:
+        """GET /v2/health/live: status 200."""
         await http.respond(200, content_type=PLAIN)
 
     async def ready(self, http: RequestContext) -> None:
+        """GET /v2/health/ready: status 200 if all loaded models are ready, otherwise 503."""
         await http.respond(200 if self._core.ready else 503, content_type=PLAIN)
 
     async def model_ready(self, http: RequestContext) -> None:
+        """GET …/ready of a model: status 200 if it is ready, otherwise 400."""
         try:
             ready = self._find(http).state == "READY"
         except UnknownModelError:
@@ -90,12 +94,15 @@ class KServeHTTP(Protocol):
             await http.respond(400, _encode({"error": "Model version not ready"}), PLAIN)
 
     async def metadata(self, http: RequestContext) -> None:
+        """GET a model: its inputs and outputs."""
         await self._respond_json(http, lambda: described.metadata(self._find(http)))
 
     async def config(self, http: RequestContext) -> None:
+        """GET …/config of a model."""
         await self._respond_json(http, lambda: described.config(self._find(http).model))
 
     async def stats(self, http: RequestContext) -> None:
+        """GET …/stats of a model: its counters."""
         try:
             served = self._find(http)
         except UnknownModelError:
@@ -105,20 +112,25 @@ class KServeHTTP(Protocol):
             await http.respond(200, _encode({"model_stats": [self._core.statistics(served)]}))
 
     async def all_stats(self, http: RequestContext) -> None:
+        """GET /v2/models/stats: the counters of all models."""
         await http.respond(200, _encode({"model_stats": [self._core.statistics(served) for served in self._core.catalogue.all()]}))
 
     async def index(self, http: RequestContext) -> None:
+        """POST /v2/repository/index: the models and their states. With "ready": true, those that are ready."""
         body = await http.body()
         ready_only = bool(body) and read_object(body).get("ready") is True
         await self._respond_json(http, lambda: self._core.index(ready_only=ready_only))
 
     async def load(self, http: RequestContext) -> None:
+        """POST /v2/repository/models/{model}/load."""
         await self._set_loaded(http, loaded=True)
 
     async def unload(self, http: RequestContext) -> None:
+        """POST /v2/repository/models/{model}/unload."""
         await self._set_loaded(http, loaded=False)
 
     async def _set_loaded(self, http: RequestContext, *, loaded: bool) -> None:
+        """Load or unload the model of the path with the parameters of the body, and respond when this has ended."""
         body = await http.body()
         try:
             parameters = infer_json.parameters(read_object(body)) if body else {}
@@ -129,20 +141,25 @@ class KServeHTTP(Protocol):
             await http.respond(200)
 
     async def logging(self, http: RequestContext) -> None:
+        """GET /v2/logging: the settings of the log."""
         await http.respond(200, _encode(self._core.logging.values()))
 
     async def set_logging(self, http: RequestContext) -> None:
+        """POST /v2/logging: change settings of the log."""
         body = await http.body()
         await self._respond_json(http, lambda: self._core.logging.change(read_object(body)))
 
     async def trace(self, http: RequestContext) -> None:
+        """GET …/trace/setting: the trace settings."""
         await http.respond(200, _encode(settings.TRACE))
 
     async def set_trace(self, http: RequestContext) -> None:
+        """POST …/trace/setting: accepted without an effect if it changes nothing, otherwise refused."""
         body = await http.body()
         await self._respond_json(http, lambda: settings.check_trace(read_object(body)))
 
     async def infer(self, http: RequestContext) -> None:
+        """POST …/infer: run an inference that has one response. Errors in the body are JSON, as in Triton; other errors are plain text."""
         body = await http.body()
         async with http.cancel_on_disconnect():
             kind = PLAIN
@@ -160,6 +177,7 @@ class KServeHTTP(Protocol):
                 await self._refuse(http, error, kind)
 
     async def _infer(self, served: ServedModel, inference: Inference) -> Response:
+        """The only response to the request. Raises TritonError if there are several."""
         try:
             return await self._core.single_response(served, inference)
         except NotOneResponseError:
@@ -167,6 +185,7 @@ class KServeHTTP(Protocol):
             raise TritonError(f"model '{served.model.name}' has several responses to this request. {cure}.") from None
 
     async def _respond_infer(self, http: RequestContext, body: bytes, header_length: int | None) -> None:
+        """Send the response, compressed if the client accepts that. `header_length`: the size of its JSON if bytes follow."""
         headers = [] if header_length is None else [(infer_json.HEADER_LENGTH, b"%d" % header_length)]
         body, encoding = compression.compress(body, http.headers.get(b"accept-encoding", b""))
         if encoding:
@@ -174,6 +193,7 @@ class KServeHTTP(Protocol):
         await http.respond(200, body, JSON if header_length is None else OCTETS, headers)
 
     async def generate(self, http: RequestContext) -> None:
+        """POST …/generate: run an inference with scalars or lists as inputs, and respond once."""
         body = await http.body()
         async with http.cancel_on_disconnect():
             try:
@@ -185,6 +205,7 @@ class KServeHTTP(Protocol):
                 await http.respond(200, generate_json.ResponseWriter(served, inference).body(response))
 
     async def generate_stream(self, http: RequestContext) -> None:
+        """POST …/generate_stream: run an inference, and send each response as a server-sent event."""
         body = await http.body()
         async with http.cancel_on_disconnect():
             try:
@@ -216,6 +237,7 @@ class KServeHTTP(Protocol):
         await http.close_stream()
 
     def _read_generate(self, http: RequestContext, body: bytes) -> tuple[ServedModel, Inference]:
+        """The model of the path, and the checked body. Raises TritonError, also if the model is not ready."""
         served = self._ready(http)
         body = compression.decompress(body, http.headers.get(b"content-encoding", b""), self.context.settings.max_request_bytes)
         return served, generate_json.read_generate_request(read_object(body), served)
@@ -235,14 +257,17 @@ class KServeHTTP(Protocol):
             await http.respond(200, body)
 
     async def _refuse(self, http: RequestContext, error: StokerError, kind: bytes, *, model_error: int | None = None) -> None:
+        """Send an error response with the content type `kind`. `model_error`: the status of an error inside the model, instead of 500."""
         failure = describe(error)
         status = model_error if model_error and failure.status == 500 and not isinstance(error, TritonError) else failure.status
         await http.respond(status, _encode({"error": client_message(error)}), kind, failure.headers)
 
     def _find(self, http: RequestContext) -> ServedModel:
+        """The model of the path. Raises UnknownModelError."""
         return self._core.catalogue.find(http.path["model"], http.path.get("version"))
 
     def _ready(self, http: RequestContext) -> ServedModel:
+        """The model of the path. Raises TritonError if it is unknown or not ready."""
         return self._core.catalogue.ready(http.path["model"], http.path.get("version"))
 
 

@@ -39,6 +39,7 @@ class SharedMemoryEndpoints:
         return endpoints
 
     async def status(self, kind: str, http: RequestContext) -> None:
+        """GET …/status: one region, or all if the path names none."""
         try:
             status = self._memory.status(kind, http.path.get("region", ""))
         except TritonError as error:
@@ -47,11 +48,13 @@ class SharedMemoryEndpoints:
             await http.respond(200, msgspec.json.encode(status))
 
     async def unregister(self, kind: str, http: RequestContext) -> None:
+        """POST …/unregister: one region, or all if the path names none."""
         await http.body()
         await self._memory.unregister(kind, http.path.get("region", ""))
         await http.respond(200)
 
     async def register(self, kind: str, http: RequestContext) -> None:
+        """POST …/register: open the region of the body in all frontends."""
         try:
             body = read_object(await http.body())
             read_region = _read_system if kind == "system" else _read_cuda
@@ -63,11 +66,13 @@ class SharedMemoryEndpoints:
 
 
 def _read_system(name: str, body: dict[str, Any]) -> Region:
+    """The system region that the body describes. Raises TritonError for missing members and ones of a wrong type."""
     key, offset = _member(body, "key", str), _member(body, "offset", int, 0)
     return SystemRegion(name=name, key=key, offset=offset, byte_size=_member(body, "byte_size", int))
 
 
 def _read_cuda(name: str, body: dict[str, Any]) -> Region:
+    """The CUDA region that the body describes. Raises TritonError for missing members and a handle that is not base64."""
     text = _member(_member(body, "raw_handle", dict), "b64", str)
     try:
         handle = base64.b64decode(text, validate=True)

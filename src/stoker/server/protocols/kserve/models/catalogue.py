@@ -39,6 +39,7 @@ class Catalogue:
         self._models = {served.model.name: served for served in sorted(models, key=lambda served: served.model.name)}
 
     def all(self) -> list[ServedModel]:
+        """All models, loaded or not."""
         return list(self._models.values())
 
     def __contains__(self, name: str) -> bool:
@@ -80,10 +81,12 @@ def build_catalogue(context: Context, in_flight: InFlight, settings: ServerSetti
 
 
 def default_models() -> tuple[TritonModel, ...]:
+    """One model of each kind, named after the kind, with the tensors of all releases."""
     return tuple(_default_model(kind, kind) for kind in KINDS)
 
 
 def _default_model(kind: str, name: str) -> TritonModel:
+    """A model with the tensors that any release declares."""
     inputs, outputs = tensors_of_all_releases(kind)
     ensemble = kind == "ensemble"
     return TritonModel(
@@ -102,6 +105,7 @@ def _served(model: TritonModel, context: Context, options: TritonOptions, in_fli
     """A model of the catalogue over the generation service of its name, or of the first model."""
 
     def service() -> Service:
+        """The service of this model's name, or else the default one."""
         return context.repository.service(model.name) if model.name in context.repository else context.default_service()
 
     members: tuple[str, ...] = ()
@@ -121,6 +125,7 @@ def _served(model: TritonModel, context: Context, options: TritonOptions, in_fli
 def _runner(
     model: TritonModel, service: Callable[[], Service], settings: ServerSettings, options: TritonOptions, in_flight: InFlight
 ) -> GeneratingModel | TokenizerModel:
+    """The object that runs a model of this kind. `service` returns the service when a request needs it."""
     match model.kind:
         case "preprocessing":
             return Preprocessing(service, settings)

@@ -120,6 +120,7 @@ class GeneratingModel(ABC):
         return responses
 
     def _run_rows(self, planned: list[PlannedRow], inference: Inference, service: Service) -> Responses:
+        """Run all rows at once. Responses are combined if nothing is streamed and the caller or the model allows only one response."""
         stream = merge_responses([self._row(row, service) for row in planned]) if len(planned) > 1 else self._row(planned[0], service)
         whole = not any(row.streaming for row in planned) and (inference.single or not inference.model.decoupled)
         multiple = len(planned) > 1 or planned[0].num_answers > 1
@@ -164,6 +165,7 @@ class GeneratingModel(ABC):
         )
 
     def _request(self, prompt: str | list[int], params: SamplingParams, inference: Inference, service: Service) -> GenerationRequest:
+        """The request to the service. Raises RequestError for an unknown token id, and for a bad priority or timeout."""
         queue = inference.model.queue or QueuePolicy()
         return GenerationRequest(
             request_id=f"kserve-{next(_request_numbers)}",
@@ -175,6 +177,7 @@ class GeneratingModel(ABC):
         )
 
     def _row(self, planned: PlannedRow, service: Service) -> Responses:
+        """The responses of one row, streamed or at its end."""
         return self._streamed(planned, service) if planned.streaming else self._completed(planned, service)
 
     async def _streamed(self, planned: PlannedRow, service: Service) -> Responses:
@@ -198,6 +201,7 @@ class GeneratingModel(ABC):
                     yield responses
 
     async def _completed(self, planned: PlannedRow, service: Service) -> Responses:
+        """The responses of a row that is not streamed."""
         yield await self._whole(planned, service)
 
     async def _whole(self, planned: PlannedRow, service: Service) -> list[Response]:
@@ -224,6 +228,7 @@ class GeneratingModel(ABC):
         ]
 
     def _part(self, choice: Choice, completion: Completion) -> SequencePart:
+        """One sequence of a completion."""
         scores = Scores(normalized=self._options.normalize_log_probs)
         part = scores.part(choice.index, choice.text, choice.token_ids, choice.logprobs)
         part.stopped = choice.finish_reason is FinishReason.STOP
@@ -268,6 +273,7 @@ class GeneratingModel(ABC):
         return bool(delta.token_ids) or delta.finish_reason is not None
 
     def _pad_id(self, inference: Inference) -> int:
+        """The id that pads token arrays: pad_id, or else end_id, of the first row, or else 0."""
         ids = inference.inputs.get("pad_id", inference.inputs.get("end_id"))
         return int(ids.flat[0]) if ids is not None and ids.size else 0
 

@@ -66,6 +66,7 @@ def metric_outputs(requested: RequestedMetrics, parts: list[SequencePart], *, ar
 
 
 def _blocks(part: SequencePart) -> Tensors:
+    """The numbers of KV cache blocks that the sequence got when it was admitted. Empty if unknown."""
     if (admission := part.admission) is None:
         return {}
     return {
@@ -76,6 +77,7 @@ def _blocks(part: SequencePart) -> Tensors:
 
 
 def _times(part: SequencePart, arrival_s: float) -> Tensors:
+    """The times of the sequence in nanoseconds, and zeros for drafts. `arrival_s` is on the monotonic clock. Empty if unknown."""
     if (timings := part.timings) is None:
         return {}
     seconds = {

@@ -29,6 +29,7 @@ def timeout_s(parameters: Parameters, default: float | None) -> float | None:
 
 
 def _parameter(name: str, parameters: Parameters, type: Whole) -> int:
+    """The value of a request parameter, or 0 if absent. Raises RequestError."""
     try:
         value: int = type.check(parameters.get(name, 0))
     except InvalidValueError as error:

@@ -16,6 +16,7 @@ _PADDING = -1.0  # after the last log-probability of a shorter beam, as in Tenso
 
 
 def _no_scores(beams: int) -> Tensors:
+    """The log-probabilities of a response without any: zeros."""
     return {"cum_log_probs": np.zeros((1, beams), np.float32), "output_log_probs": np.zeros((1, beams, 1), np.float32)}
 
 
@@ -47,6 +48,7 @@ class Scores:
         self._sum = 0.0
 
     def part(self, index: int, text: str, token_ids: list[int], logprobs: list[TokenLogprobs]) -> SequencePart:
+        """The part of the sequence that these new tokens are, with the log-probability of the sequence up to them."""
         self.length += len(token_ids)
         if not logprobs:
             return SequencePart(index, text, token_ids, [], self._cumulative())
@@ -55,6 +57,7 @@ class Scores:
         return SequencePart(index, text, token_ids, new, self._cumulative())
 
     def _cumulative(self) -> float:
+        """The sum of the log-probabilities so far, or their mean with `normalized`."""
         return self._sum / self.length if self._normalized and self.length else self._sum
 
 
@@ -73,6 +76,7 @@ def common_outputs(row: int, parts: list[SequencePart], *, scored: bool) -> Tens
 
 
 def _scores(parts: list[SequencePart]) -> Tensors:
+    """The log-probabilities of the parts: sums [1, beams], and by token [1, beams, tokens] and transposed."""
     by_token = np.full((1, len(parts), max(len(part.scores) for part in parts)), _PADDING, np.float32)
     for beam, part in enumerate(parts):
         by_token[0, beam, : len(part.scores)] = part.scores
@@ -84,4 +88,5 @@ def _scores(parts: list[SequencePart]) -> Tensors:
 
 
 def _index(value: int) -> np.ndarray:
+    """`value` as an array of shape [1, 1]."""
     return _INDEX[value] if value < len(_INDEX) else np.full((1, 1), value, np.int32)

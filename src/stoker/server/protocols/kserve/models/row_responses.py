@@ -34,6 +34,7 @@ async def merge_responses(streams: Sequence[Responses]) -> Responses:
 
 
 async def _forward(stream: Responses, arrived: asyncio.Queue[list[Response] | Exception]) -> None:
+    """Put the responses of one row into the queue as they arrive, or the exception that ends them."""
     try:
         async with aclosing(stream) as batches:
             async for batch in batches:
@@ -61,6 +62,7 @@ async def gather_responses(stream: Responses, pad_id: int) -> Responses:
 
 
 def _concatenate_output(name: str, rows: list[list[Response]], pad_id: int) -> np.ndarray:
+    """One output of all responses. `rows` holds the responses of each row; `pad_id` pads token ids."""
     pad = pad_id if name in _PADDED_WITH_ID else 0
     if name in ("batch_index", "sequence_index"):
         return _stack([row[0].outputs[name] for row in rows], 0, pad)

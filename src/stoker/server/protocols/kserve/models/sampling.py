@@ -70,6 +70,7 @@ def _ending(row: InputRow, service: Service) -> dict[str, Any]:
 
 
 def _guide(row: InputRow) -> dict[str, Any]:
+    """The parameter `guide` from the inputs of guided decoding. Empty without them. Raises RequestError for an unknown kind."""
     kind = row.value("guided_decoding_guide_type")
     if kind is None:
         return {}
@@ -120,6 +121,7 @@ def word_bias(words: list[str], weights: np.ndarray | None, service: Service) ->
 
 
 def _words(row: InputRow, role: str) -> list[tuple[int, ...]]:
+    """The token ids of each word in a word list [2, n]."""
     array = row.array(role)
     return [] if array is None else word_lists.read_word_list(role, array)
 

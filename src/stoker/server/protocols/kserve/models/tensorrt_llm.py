@@ -21,6 +21,7 @@ class TensorrtLLM(GeneratingModel):
     """
 
     def plan(self, row: InputRow, service: Service) -> tuple[list[int], SamplingParams, list[tuple[int, ...]]]:
+        """The first input_lengths of input_ids, their sampling parameters, and the stop words that have several tokens."""
         ids, length = row.ids("input_ids"), row.value("input_lengths", 0)
         if not 0 <= length <= len(ids):
             raise RequestError("input_lengths", length, f"the row has {len(ids)} input_ids")
@@ -32,6 +33,7 @@ class TensorrtLLM(GeneratingModel):
         return ids[:length], params, stop_words
 
     def tensors(self, planned: PlannedRow, parts: list[SequencePart], prompt_ids: list[int], service: Service) -> Tensors:
+        """output_ids, padded to the longest beam, and the length of each beam."""
         rows = [[*prompt_ids, *part.token_ids] for part in parts]
         if len(rows) == 1:
             return {"output_ids": np.array([rows], np.int32), "sequence_length": np.array([[len(rows[0])]], np.int32)}

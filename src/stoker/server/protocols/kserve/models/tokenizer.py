@@ -28,6 +28,7 @@ class TokenizerModel(ABC):
         self._settings = settings
 
     async def run(self, inference: Inference) -> Responses:
+        """Compute the outputs in a thread. Yields one response with the requested ones."""
         outputs = await asyncio.to_thread(self.outputs, inference, self._service())
         names = [tensor.name for tensor in inference.model.outputs if tensor.name in (inference.outputs or outputs)]
         yield [Response(outputs={name: outputs[name] for name in names if name in outputs}, final=True)]
@@ -41,6 +42,7 @@ class Preprocessing(TokenizerModel):
     """Converts text and word lists to token ids. Rows of INPUT_ID are padded with the pad id."""
 
     def outputs(self, inference: Inference, service: Service) -> Tensors:
+        """INPUT_ID, its lengths, the word lists as ids, and the end and pad ids. Raises RequestError for inputs that are not supported."""
         rows = input_rows(inference)
         for row in rows:
             row.check_rejected()
@@ -79,6 +81,7 @@ class Postprocessing(TokenizerModel):
     """
 
     def outputs(self, inference: Inference, service: Service) -> Tensors:
+        """OUTPUT: the texts of all sequences. Inputs other than the ids and their lengths are passed through as OUT_*."""
         tokens, lengths = inference.inputs["TOKENS_BATCH"], inference.inputs.get("SEQUENCE_LENGTH")
         if not inference.model.max_batch_size:
             tokens, lengths = tokens[None], lengths[None] if lengths is not None else None
@@ -108,10 +111,12 @@ def _valid_ids(tokens: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
 
 
 def _column(values: list[int]) -> np.ndarray:
+    """An array [rows, 1]."""
     return np.array(values, np.int32).reshape(-1, 1)
 
 
 def _padded(ids: list[list[int]], pads: np.ndarray) -> np.ndarray:
+    """An array [rows, longest row]; each row is padded with its value of `pads`."""
     array = np.repeat(pads[:, None], max(map(len, ids)), axis=1).astype(np.int32)
     for row, tokens in enumerate(ids):
         array[row, : len(tokens)] = tokens

@@ -59,6 +59,7 @@ class OpenCudaRegion(OpenRegion):
             )
 
     def _call(self, name: str, *arguments: Any) -> None:
+        """Call a function of the driver in the context of the region's GPU. Raises TritonError if it fails."""
         _call("cuCtxSetCurrent", self._context, region=self._region.name)
         _call(name, *arguments, region=self._region.name)
 
@@ -86,6 +87,7 @@ def _call(name: str, *arguments: Any, region: str) -> None:
 
 @cache
 def _driver() -> ctypes.CDLL:
+    """The CUDA driver library. Raises TritonError if it is not installed."""
     try:
         return ctypes.CDLL(LIBRARY)
     except OSError:

@@ -30,6 +30,7 @@ class SystemRegion(msgspec.Struct, frozen=True, kw_only=True):
         return self.key
 
     def status(self) -> dict[str, Any]:
+        """The region in Triton's status format."""
         return {"name": self.name, "key": self.key, "offset": self.offset, "byte_size": self.byte_size}
 
 
@@ -47,6 +48,7 @@ class CudaRegion(msgspec.Struct, frozen=True, kw_only=True):
         return f"cuda:{self.device_id}"
 
     def status(self) -> dict[str, Any]:
+        """The region in Triton's status format, which omits the handle."""
         return {"name": self.name, "device_id": self.device_id, "byte_size": self.byte_size}
 
 
@@ -86,6 +88,7 @@ def check_region(region: Region, allowed: tuple[str, ...]) -> None:
 
 
 def _check_key(region: SystemRegion) -> None:
+    """Raise TritonError for a key that is not the name of one file in /dev/shm or is reserved for Stoker, and for a bad offset."""
     name = region.key.removeprefix("/")
     if not name or len(name) > MAX_NAME_CHARS or "/" in name or "\0" in name or name in (".", ".."):
         raise TritonError(f"Unable to open shared memory region: '{region.key[:80]}': a key is a slash and a name without slashes")

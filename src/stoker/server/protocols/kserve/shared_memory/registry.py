@@ -84,6 +84,7 @@ class SharedMemory:
         self._open.clear()
 
     def _region(self, name: str, offset: int, size: int) -> OpenRegion:
+        """The open region, after a check that it contains this range. Raises TritonError, also if this process could not open it."""
         region, opened = self._coordination.values.get(PREFIX + name), self._open.get(name)
         if region is None or opened is None:
             raise TritonError(f"Unable to find shared memory region: '{name[:80]}'")
@@ -117,4 +118,5 @@ class SharedMemory:
 
 
 def _open_region(region: Region) -> OpenRegion:
+    """Open a region in this process. Raises TritonError."""
     return OpenSystemRegion(region) if isinstance(region, SystemRegion) else OpenCudaRegion(region)

@@ -50,4 +50,5 @@ class OpenSystemRegion(OpenRegion):
         os.close(self._descriptor)
 
     def _shrunk(self) -> TritonError:
+        """The error for an object that has become smaller since it was registered."""
         return TritonError(f"shared memory region '{self._region.name}' has become smaller than {self._region.byte_size} bytes")

@@ -82,6 +82,7 @@ def _from_raw_bytes(name: str, shape: tuple[int, ...], raw: bytes | memoryview) 
 
 
 def _check_count(count: int) -> None:
+    """Raise TritonError for a BYTES tensor with too many strings."""
     if count > MAX_STRINGS:
         raise TritonError(f"a BYTES tensor has {count} strings, and the limit is {MAX_STRINGS}")
 
@@ -159,4 +160,5 @@ def _flatten(data: Any) -> list[Any]:
 
 
 def _utf8(text: str) -> bytes:
+    """The bytes of a text from JSON, which may contain lone surrogates."""
     return text.encode("utf-8", "surrogatepass")

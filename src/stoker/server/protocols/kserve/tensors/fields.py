@@ -17,6 +17,7 @@ _NO_RETENTION = "KV cache blocks are evicted by last use, without priorities"
 
 
 def _input(name: str, meaning: str, target: str = "") -> FieldRow:
+    """The row of an accepted tensor. `target` is the field of SamplingParams that it sets, if it has another name."""
     return accepted(name, ANYTHING, meaning, target)
 
 

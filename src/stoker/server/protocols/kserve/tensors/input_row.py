@@ -46,9 +46,11 @@ class InputRow:
         return _text(role, item) if isinstance(item, bytes) else item.item()
 
     def array(self, role: str) -> np.ndarray | None:
+        """The elements of the input in this row. None if absent."""
         return self._arrays.get(role)
 
     def ids(self, role: str) -> list[int]:
+        """All token ids of the input in this row."""
         array = self._arrays.get(role)
         return [] if array is None else array.ravel().tolist()
 
@@ -59,6 +61,7 @@ class InputRow:
 
 
 def input_rows(inference: Inference) -> list[InputRow]:
+    """The rows of an inference. A model without a batch axis has one."""
     count = len(next(iter(inference.inputs.values()))) if inference.model.max_batch_size else 1
     return [InputRow(inference, index) for index in range(count)]
 
@@ -79,6 +82,7 @@ def _requested(array: np.ndarray) -> Any:
 
 
 def _text(role: str, item: bytes) -> str:
+    """Decode an element. Raises TritonError if it is not UTF-8."""
     try:
         return item.decode()
     except UnicodeDecodeError as error:

@@ -46,6 +46,7 @@ def by_role(model: TritonModel, declared: Mapping[str, Tensor], tensors: Tensors
 
 
 def check_outputs(inference: Inference) -> None:
+    """Raise TritonError for a requested output that the model does not declare."""
     known = {tensor.name for tensor in inference.model.outputs}
     for name in inference.outputs:
         if name not in known:
@@ -53,6 +54,7 @@ def check_outputs(inference: Inference) -> None:
 
 
 def expected_shape(model: TritonModel, tensor: Tensor) -> list[int]:
+    """The declared shape with the batch axis. -1: any size."""
     return [*([-1] if model.max_batch_size else []), *tensor.dims]
 
 
@@ -73,6 +75,7 @@ def check_present(inference: Inference, tensors: Tensors) -> None:
 
 
 def _check_tensor(inference: Inference, tensor: Tensor, array: np.ndarray, dtype: str) -> None:
+    """Raise TritonError if type or shape of an input differ from its declaration."""
     model, prefix = inference.model, f"[request id: {inference.shown_id}] "
     if dtype != kserve_name(tensor.dtype):
         message = f"inference input '{tensor.name}' data-type is '{dtype}', but model '{model.name}' expects '{kserve_name(tensor.dtype)}'"
@@ -86,6 +89,7 @@ def _check_tensor(inference: Inference, tensor: Tensor, array: np.ndarray, dtype
 
 
 def _check_rows(inference: Inference, tensors: Tensors) -> None:
+    """Raise TritonError if inputs have different numbers of rows, or more than the model's max_batch_size."""
     model, prefix = inference.model, f"[request id: {inference.shown_id}] "
     if not model.max_batch_size or not tensors:
         return
@@ -100,8 +104,10 @@ def _check_rows(inference: Inference, tensors: Tensors) -> None:
 
 
 def _dims(shape: list[int] | tuple[int, ...]) -> str:
+    """A shape in Triton's format: [1,2]."""
     return "[" + ",".join(map(str, shape)) + "]"
 
 
 def _names(names: list[str]) -> str:
+    """Names in Triton's format: ['a','b']."""
     return "[" + ",".join(f"'{name}'" for name in names) + "]"

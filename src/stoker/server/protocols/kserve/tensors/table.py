@@ -27,6 +27,7 @@ class TensorRow(msgspec.Struct, frozen=True, kw_only=True):
     variable: str = ""  # template variable that sets the dtype
 
     def name_in(self, era: Era) -> str:
+        """The name of the tensor in release `era`."""
         return self.renamed if era == "1.x" and self.renamed else self.name
 
 

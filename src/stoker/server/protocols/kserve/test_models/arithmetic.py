@@ -13,12 +13,14 @@ _LENGTH = 16
 
 
 def _model(name: str, dtype: str) -> TritonModel:
+    """A model with two inputs and two outputs of this type."""
     inputs = tuple(Tensor(name=f"INPUT{i}", dtype=dtype, dims=(_LENGTH,)) for i in range(2))
     outputs = tuple(Tensor(name=f"OUTPUT{i}", dtype=dtype, dims=(_LENGTH,)) for i in range(2))
     return TritonModel(name=name, kind="test", backend="python", max_batch_size=8, inputs=inputs, outputs=outputs)
 
 
 async def _add_and_subtract(inference: Inference) -> Responses:
+    """Add and subtract the inputs. Strings are converted to numbers and back."""
     left, right = inference.inputs["INPUT0"], inference.inputs["INPUT1"]
     strings = left.dtype == object
     if strings:
@@ -39,6 +41,7 @@ def _numbers(array: np.ndarray) -> np.ndarray:
 
 
 def _strings(array: np.ndarray) -> np.ndarray:
+    """The numbers as strings."""
     return text_array([b"%d" % item for item in array.flat], array.shape)
 
 

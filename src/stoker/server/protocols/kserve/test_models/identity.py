@@ -7,6 +7,7 @@ from stoker.server.protocols.kserve.model_config import Tensor, TritonModel
 
 
 async def _return_input(inference: Inference) -> Responses:
+    """The response is the input."""
     yield [Response(outputs={"OUTPUT0": inference.inputs["INPUT0"]}, final=True)]
 
 

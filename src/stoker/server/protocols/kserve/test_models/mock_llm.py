@@ -18,6 +18,7 @@ MAX_DELAY_S = 60
 
 
 async def _repeat_prompt(inference: Inference) -> Responses:
+    """Respond with the prompt: once, or REPETITION times with STREAM. Raises TritonError for parameters outside their ranges."""
     outputs = {"TEXT": inference.inputs["PROMPT"]}
     if not inference.inputs["STREAM"].any():
         yield [Response(outputs=outputs, final=True)]

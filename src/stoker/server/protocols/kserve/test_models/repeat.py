@@ -17,6 +17,7 @@ MAX_DELAY_MS = 60_000
 
 
 async def _repeat(inference: Inference) -> Responses:
+    """Respond with each element of IN after its DELAY, and end after WAIT. Both are in milliseconds. Raises TritonError for long times."""
     values, delays_ms, wait_ms = (inference.inputs[name] for name in ("IN", "DELAY", "WAIT"))
     if len(values) != len(delays_ms):
         raise TritonError(f"expected IN and DELAY shape to match, got {list(values.shape)} and {list(delays_ms.shape)}")

@@ -22,6 +22,7 @@ MAX_ID_CHARS = 128
 
 
 def _model(name: str) -> TritonModel:
+    """A model with an INT32 input and output of shape [1]."""
     tensors = [Tensor(name=tensor, dtype="INT32", dims=(1,)) for tensor in ("INPUT", "OUTPUT")]
     return TritonModel(name=name, kind="test", backend="python", max_batch_size=8, inputs=tuple(tensors[:1]), outputs=tuple(tensors[1:]))
 
@@ -51,6 +52,10 @@ class SequenceRunner:
         yield [Response(outputs=outputs, final=True)]
 
     async def _step(self, key: str, inference: Inference) -> dict[str, np.ndarray]:
+        """Run one request of a sequence, and store its new total, or remove it at the end.
+
+        Raises TritonError if the sequence has not started, and when too many sequences are running. `key` is the name of the total.
+        """
         start, end = (inference.parameters.get(f"sequence_{name}") is True for name in ("start", "end"))
         name, sequence_id = inference.model.name, _sequence_id(inference)
         total = self._coordination.values.get(key)
@@ -83,6 +88,7 @@ def _sequence_id(inference: Inference) -> Any:
 
 
 def _number(sequence_id: int | str) -> int:
+    """The lowest 32 bits of a numeric sequence id. Raises TritonError for a text that is not a number."""
     if isinstance(sequence_id, str) and not (sequence_id.isascii() and sequence_id.isdigit()):
         raise TritonError(f"the correlation ID {sequence_id!r} must be a whole number for this model")
     return int(sequence_id) & 0xFFFFFFFF

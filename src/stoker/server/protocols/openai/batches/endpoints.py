@@ -45,6 +45,7 @@ class Batches:
         ]
 
     async def upload(self, http: RequestContext) -> None:
+        """POST /v1/files: store a file. Raises RequestError for unknown fields, and FilesFullError."""
         form = read_form(http.headers.get(b"content-type", b""), await http.body())
         for name in form:
             if name not in _FORM_FIELDS:
@@ -60,18 +61,22 @@ class Batches:
         await http.respond(200, wire.encode(file))
 
     async def list_files(self, http: RequestContext) -> None:
+        """GET /v1/files: a page of files, with this purpose if the query names one."""
         query = read_query(http)
         files = [file for file in self._files.list() if query.get("purpose") in (None, file["purpose"])]
         await http.respond(200, wire.encode(list_page(files, query, max_limit=MAX_FILES, default=MAX_FILES)))
 
     async def file(self, http: RequestContext) -> None:
+        """GET /v1/files/{file_id}."""
         await http.respond(200, wire.encode(self._files.get(http.path["file_id"])))
 
     async def delete_file(self, http: RequestContext) -> None:
+        """DELETE /v1/files/{file_id}."""
         self._files.delete(http.path["file_id"])
         await http.respond(200, wire.encode({"id": http.path["file_id"], "object": "file", "deleted": True}))
 
     async def content(self, http: RequestContext) -> None:
+        """GET /v1/files/{file_id}/content."""
         data = await asyncio.to_thread(self._files.content, http.path["file_id"])
         await http.respond(200, data, CONTENT_TYPE)
 
@@ -93,10 +98,12 @@ class Batches:
         await http.respond(200, wire.encode(_public(batch)))
 
     async def list_batches(self, http: RequestContext) -> None:
+        """GET /v1/batches: a page of batches."""
         page = list_page(self._records.list(), read_query(http))
         await http.respond(200, wire.encode({**page, "data": [_public(batch) for batch in page["data"]]}))
 
     async def batch(self, http: RequestContext) -> None:
+        """GET /v1/batches/{batch_id}."""
         await http.respond(200, wire.encode(_public(self._records.folder(http.path["batch_id"]).read())))
 
     async def cancel(self, http: RequestContext) -> None:
@@ -137,10 +144,12 @@ class Batches:
 
 
 def _public(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch without the members that only Stoker uses."""
     return {name: value for name, value in batch.items() if name != "output_expires_after_s"}
 
 
 def _form_expiry(form: dict[str, FormPart]) -> int | None:
+    """How many seconds the file is kept, from expires_after[…]. None: without end. Raises RequestError."""
     names = ("expires_after[anchor]", "expires_after[seconds]")
     if not any(name in form for name in names):
         return None

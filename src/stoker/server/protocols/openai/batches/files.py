@@ -103,20 +103,25 @@ class FileStore:
         return sorted(files, key=lambda file: (file["created_at"], file["id"]))
 
     def _write(self, file: dict[str, Any]) -> None:
+        """Store the object of a file."""
         write_atomically(self._object_path(file["id"]), msgspec.json.encode(file))
 
     def _remove(self, file_id: str) -> None:
+        """Delete the object and the content of a file."""
         self._object_path(file_id).unlink(missing_ok=True)
         self._content_path(file_id).unlink(missing_ok=True)
 
     def _object_path(self, file_id: str) -> Path:
+        """Where the object of a file is stored, as JSON."""
         return self._path / f"{file_id}.json"
 
     def _content_path(self, file_id: str) -> Path:
+        """Where the content of a file is stored."""
         return self._path / f"{file_id}.content"
 
 
 def new_file_object(size: int, filename: str, purpose: str, expires_after_s: int | None) -> dict[str, Any]:
+    """OpenAI's object for a new file, with a new id."""
     created = unix_time()
     return {
         "id": f"file-{uuid.uuid4().hex}",

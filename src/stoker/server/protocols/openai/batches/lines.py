@@ -76,6 +76,7 @@ def read_batch_lines(data: bytes, urls: Collection[str]) -> list[BatchLine]:
 
 
 def _read_line(text: bytes, number: int, urls: Collection[str], seen: set[str]) -> BatchLine | LineError:
+    """The request in a line, or why it is not one. `urls`: the allowed routes; `seen`: the custom_ids of the lines before, which grows."""
     try:
         value = decode_json(text)
     except BodyError as error:
@@ -109,13 +110,16 @@ class LineResult(msgspec.Struct, frozen=True):
 
     @property
     def succeeded(self) -> bool:
+        """Whether the request has a response with status 200."""
         return self.response is not None and self.response["status_code"] == 200
 
     def encode(self) -> bytes:
+        """The line, with its end."""
         return msgspec.json.encode(self) + b"\n"
 
 
 def response_result(line: BatchLine, status: int, request_id: str, body: dict[str, Any]) -> LineResult:
+    """The result of a request that has a response, with any status."""
     return LineResult(_new_id(), line.custom_id, {"status_code": status, "request_id": request_id, "body": body})
 
 
@@ -153,4 +157,5 @@ def finished_ids(path: Path) -> set[str]:
 
 
 def _new_id() -> str:
+    """A new id for a result."""
     return f"batch_req_{uuid.uuid4().hex}"

@@ -22,10 +22,11 @@ async def run_offline(
     repository = ModelRepository()
 
     async def load() -> Service:
+        """The service of the caller."""
         return service
 
     async def unload(_: Service) -> None:
-        pass
+        """Does nothing: the caller closes the service."""
 
     name = settings.model_name or service.model_name
     repository.register(name, load, unload)

@@ -71,11 +71,13 @@ _REQUIRED = ["input_file_id", "endpoint", "completion_window"]
 
 
 def _list(item: Schema) -> Schema:
+    """The schema of a page of `item`."""
     ids = {"first_id": nullable(STRING), "last_id": nullable(STRING)}
     return record({"object": constant("list"), "data": list_of(item), "has_more": BOOLEAN, **ids})
 
 
 def _page(max_limit: int) -> dict[str, Schema]:
+    """The query parameters of a page."""
     return {
         "order": constant("asc", "desc"),
         "after": STRING,

@@ -51,13 +51,16 @@ class BatchFolder:
         return batch
 
     def write(self, batch: dict[str, Any]) -> None:
+        """Replace the object of the batch."""
         write_atomically(self._path / "batch.json", msgspec.json.encode(batch))
 
     @property
     def is_cancelled(self) -> bool:
+        """Whether `cancel` has been called, in any process."""
         return (self._path / "cancel").exists()
 
     def cancel(self) -> None:
+        """Make the process that runs the batch end it."""
         (self._path / "cancel").touch()
 
     def acquire(self) -> bool:
@@ -71,6 +74,7 @@ class BatchFolder:
         return True
 
     def release(self) -> None:
+        """Release the lock, so that another process can run the batch."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -124,6 +128,7 @@ class BatchRecords:
         return sorted(batches, key=lambda batch: (batch["created_at"], batch["id"]))
 
     def _forget_old(self) -> None:
+        """Delete the oldest batches that have ended, until there is room for a new one."""
         batches = self.list()
         ended = [batch for batch in batches if batch["status"] in ENDED]
         for batch in ended[: max(0, len(batches) - MAX_BATCHES + 1)]:

@@ -61,6 +61,7 @@ class BatchRunner:
             task.cancel()
 
     async def _run(self, batch_id: str) -> None:
+        """Run a batch after the one that is running. Does nothing if another process runs it."""
         async with self._running:
             folder = self._records.folder(batch_id)
             if not folder.acquire():
@@ -89,6 +90,7 @@ class _Execution:
         self._repository = repository
 
     async def run(self) -> None:
+        """Check and run the requests, and store the results. A batch with invalid lines fails."""
         try:
             content = self._files.content(self._batch["input_file_id"])
             lines = await asyncio.to_thread(read_batch_lines, content, (self._batch["endpoint"],))
@@ -126,6 +128,7 @@ class _Execution:
         return list(left.values())
 
     def _ends_early(self) -> bool:
+        """Whether the batch is cancelled or its time is over."""
         return self._folder.is_cancelled or unix_time() >= self._batch["expires_at"]
 
     def _finish(self, unanswered: list[BatchLine]) -> None:
@@ -151,11 +154,13 @@ class _Execution:
         return str(self._files.move(path, name, self._batch.get("output_expires_after_s"))["id"])
 
     def _save(self, changes: dict[str, Any]) -> None:
+        """Change members of the batch and write it."""
         self._batch |= changes
         self._folder.write(self._batch)
 
 
 def _failed(errors: list[LineError]) -> dict[str, Any]:
+    """The members of a batch that failed because of these lines."""
     data = [{"code": error.code, "message": error.message, "line": error.line or None, "param": error.param} for error in errors]
     return {"status": "failed", "failed_at": unix_time(), "errors": {"object": "list", "data": data}}
 

@@ -31,6 +31,7 @@ def delta_object(parts: AnswerParts) -> dict[str, Any]:
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
+    """OpenAI's object of a call, or of a new part of it, which has only arguments."""
     if not call.id:
         return {"function": {"arguments": call.arguments}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -36,6 +36,7 @@ class ChatCall(ChatTurn, kw_only=True):
         return self.common.values.get("top_logprobs", 0) if self.common.values.get("logprobs") else None
 
     def finish_reason(self, reason: FinishReason, num_calls: int) -> str:
+        """OpenAI's finish_reason. "tool_calls" if the answer stopped by itself and has calls, unless the request forced the call."""
         has_calls = num_calls > 0 and reason is FinishReason.STOP and self.tools.mode != "forced"
         return "tool_calls" if has_calls else wire.FINISH[reason]
 

@@ -27,6 +27,7 @@ async def chat(http: RequestContext, context: Context, service: Service, body: d
 
 
 async def _whole(call: ChatCall) -> bytes:
+    """Generate all choices. The encoded response."""
     completion = await call.service.complete(call.request)
     body = {**call.head, "choices": [_choice(call, choice) for choice in completion.choices], "usage": wire.usage_object(completion.usage)}
     if call.common.prompt_logprobs:
@@ -38,6 +39,7 @@ async def _whole(call: ChatCall) -> bytes:
 
 
 def _choice(call: ChatCall, choice: Choice) -> dict[str, Any]:
+    """OpenAI's object of a choice: its text is parsed into message, reasoning and calls. Raises the error of a failed sequence."""
     if choice.finish_reason is FinishReason.ERROR:
         raise sequence_error(choice.error, ready=call.service.ready)
     parser = call.parser()
@@ -72,6 +74,7 @@ class _Stream:
         self._usage = Usage()
 
     async def run(self) -> None:
+        """Generate, and send chunks as deltas arrive. The failure of a sequence becomes an event."""
         async with aclosing(self._call.service.stream(self._call.request)) as batches:
             async for deltas in batches:
                 data = b"".join([self._chunk(delta) for delta in deltas])
@@ -110,6 +113,7 @@ class _Stream:
         return self._choice(delta, delta_object(parts), logprobs)
 
     def _choice(self, delta: Delta, new: dict[str, Any], logprobs: dict[str, Any] | None) -> bytes:
+        """The chunk for a delta. `new`: its member `delta`."""
         reason = delta.finish_reason
         choice: dict[str, Any] = {"index": delta.index, "delta": new, "logprobs": logprobs, "finish_reason": None}
         if self._call.common.token_ids:

@@ -31,6 +31,7 @@ class CompletionCall(msgspec.Struct):
 
     @property
     def logprobs(self) -> bool:
+        """Whether log-probabilities are requested."""
         return "logprobs" in self.common.values
 
     def rename(self, error: Exception, index: int) -> Exception:

@@ -30,6 +30,7 @@ async def complete(http: RequestContext, context: Context, service: Service, bod
 
 
 async def _whole(call: CompletionCall) -> bytes:
+    """Generate for all prompts. The encoded response."""
     completions = await gather([_complete(call, index) for index in range(len(call.requests))])
     choices = [choice for prompt_index, completion in enumerate(completions) for choice in _choices(call, prompt_index, completion)]
     usage = wire.add_usage(completion.usage for completion in completions)
@@ -39,6 +40,7 @@ async def _whole(call: CompletionCall) -> bytes:
 
 
 async def _complete(call: CompletionCall, index: int) -> Completion:
+    """Generate for one prompt. An error names the prompt to which it belongs."""
     try:
         return await call.service.complete(call.requests[index])
     except StokerError as error:
@@ -59,6 +61,7 @@ def _choices(call: CompletionCall, prompt_index: int, completion: Completion) ->
 def _choice(
     call: CompletionCall, prompt_index: int, index: int, choice: Choice, prompt_logprobs: list[TokenLogprobs | None] | None
 ) -> dict[str, Any]:
+    """OpenAI's object of a whole choice. `index` counts the choices of the prompt."""
     builder = _ChoiceBuilder(call, prompt_index)
     delta = Delta(choice.index, choice.text, choice.token_ids, choice.logprobs, choice.finish_reason, choice.stop_reason)
     result = builder.choice(prompt_index * call.num_choices + index, delta, prompt_logprobs)
@@ -105,6 +108,7 @@ class _ChoiceBuilder:
         return ids
 
     def _first_id(self) -> int:
+        """The first token of the prompt. 0 if the prompt is text."""
         prompt = self._call.requests[self._prompt_index].prompt
         return prompt[0] if isinstance(prompt, list) and prompt else 0
 
@@ -127,6 +131,7 @@ class _Stream:
         self._prompt_logprobs: list[list[TokenLogprobs | None] | None] = [None] * len(call.requests)
 
     async def run(self) -> None:
+        """Generate for all prompts and send chunks as deltas arrive. An error after the first chunk becomes an event."""
         try:
             await self._send_deltas()
         except StokerError as error:  # one prompt is refused after the stream of another has started
@@ -139,6 +144,7 @@ class _Stream:
         await self._http.close_stream()
 
     async def _send_deltas(self) -> None:
+        """Send a chunk for each delta. The deltas that arrive together are written at once."""
         async with aclosing(merge_streams(self._call.service, self._call.requests, self._call.rename)) as batches:
             async for prompt_index, deltas in batches:
                 if not self._http.started:
@@ -160,6 +166,7 @@ class _Stream:
         return self._chunks.choice(choice, self._total() if self._options.continuous_usage_stats else None)
 
     def _update_usage(self, prompt_index: int, delta: Delta) -> None:
+        """Add a delta to the usage of its prompt, and keep the log-probabilities of the prompt."""
         wire.update_usage(self._usages[prompt_index], delta)
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs[prompt_index] = delta.prompt_logprobs
@@ -167,4 +174,5 @@ class _Stream:
             self._usages[prompt_index].completion_tokens = 0
 
     def _total(self) -> Usage:
+        """The usage of all prompts."""
         return wire.add_usage(self._usages)

@@ -69,12 +69,14 @@ class Responses:
         await http.respond(200, wire.encode({"object": "response.input_tokens", "input_tokens": len(call.turn.request.prompt)}))
 
     async def retrieve(self, http: RequestContext) -> None:
+        """GET /v1/responses/{response_id}: a stored response."""
         query = read_query(http)
         if query.get("stream") == "true":
             raise RequestError("stream", True, "a stored response is not streamed", cure="Retrieve it without stream.")
         await http.respond(200, wire.encode(self._store.get(http.path["response_id"]).body))
 
     async def delete(self, http: RequestContext) -> None:
+        """DELETE /v1/responses/{response_id}. A response that runs in the background is cancelled."""
         response_id = http.path["response_id"]
         self._store.delete(response_id)
         self._end_background(response_id)
@@ -97,6 +99,7 @@ class Responses:
         await http.respond(200, wire.encode(list_page([*stored.context, *stored.input], query)))
 
     async def _create(self, http: RequestContext, values: dict[str, Any]) -> None:
+        """Create a response: in the background, streamed or whole."""
         call = await self._read_call(values)
         if values.get("background"):
             await http.respond(200, wire.encode(self._start_background(call)))
@@ -106,6 +109,7 @@ class Responses:
             await http.respond(200, wire.encode(await self._whole(call)))
 
     async def _read_call(self, values: dict[str, Any]) -> ResponseCall:
+        """Check the request and tokenize its prompt. Raises RequestError, also for an unknown previous response."""
         return await read_response_call(values, self._find_service(values), self._context.settings, self._store)
 
     @property
@@ -118,6 +122,7 @@ class Responses:
         return store
 
     async def _whole(self, call: ResponseCall) -> dict[str, Any]:
+        """Generate the answer. The response's object, which is stored if the request says so."""
         events, answer = ResponseEvents(call, unix_time()), Answer(call.turn)
         async with aclosing(answer.stream()) as batches:
             async for batch in batches:
@@ -127,6 +132,7 @@ class Responses:
         return events.response
 
     async def _stream(self, http: RequestContext, call: ResponseCall) -> None:
+        """Generate the answer and send its events. An error after the first event becomes an event."""
         events, answer = ResponseEvents(call, unix_time()), Answer(call.turn)
         try:
             async with aclosing(answer.stream()) as batches:
@@ -146,10 +152,12 @@ class Responses:
         await http.close_stream()
 
     def _save(self, call: ResponseCall, body: dict[str, Any]) -> None:
+        """Store the response, unless the request has store: false."""
         if call.store:
             self._store.put(StoredResponse(body, call.input, call.context))
 
     def _start_background(self, call: ResponseCall) -> dict[str, Any]:
+        """Start a task that generates the answer. The object with the status queued. Raises QueueFullError."""
         if len(self._tasks) >= MAX_BACKGROUND:
             raise QueueFullError(len(self._tasks), MAX_BACKGROUND, 1.0)
         created = unix_time()
@@ -160,6 +168,7 @@ class Responses:
         return queued
 
     def _end_background(self, response_id: str) -> None:
+        """Cancel the task of this response, if there is one in this process."""
         if (task := self._tasks.get(response_id)) is not None:
             task.cancel()
 

@@ -26,9 +26,11 @@ class ResponseEvents:
         self.response = response_object(call, "in_progress", created)
 
     def start(self) -> list[Event]:
+        """The events response.created and response.in_progress."""
         return [self._event(f"response.{name}", response=self.response) for name in ("created", "in_progress")]
 
     def push(self, events: list[BlockEvent]) -> list[Event]:
+        """The API's events for these events of blocks."""
         return [converted for event in events for converted in self._convert(event)]
 
     def finish(self, answer: Answer) -> list[Event]:
@@ -47,9 +49,11 @@ class ResponseEvents:
         return [self._event("response.failed", response=self.response)]
 
     def _finished_items(self) -> list[dict[str, Any]]:
+        """The output items as they are at the end."""
         return [item.finished() for item in self._items]
 
     def _convert(self, event: BlockEvent) -> list[Event]:
+        """The API's events for one event of a block."""
         match event.action:
             case "start":
                 return self._start_item(event.block)
@@ -58,6 +62,7 @@ class ResponseEvents:
         return self._end_item()
 
     def _start_item(self, block: Block) -> list[Event]:
+        """A new output item and its events. Text and reasoning also start a part."""
         item = OutputItem(block)
         self._items.append(item)
         added = self._event("response.output_item.added", output_index=block.index, item=item.object("in_progress"))
@@ -66,6 +71,7 @@ class ResponseEvents:
         return [added, self._part_event("response.content_part.added", item, part=item.part(""))]
 
     def _grow_item(self, event: BlockEvent) -> list[Event]:
+        """The delta event of the current item."""
         item = self._items[-1]
         name = f"{_GROWTH[item.block.kind]}.delta"
         if item.block.kind == "call":
@@ -77,6 +83,7 @@ class ResponseEvents:
         return [self._part_event(name, item, delta=event.text, logprobs=logprobs)]
 
     def _end_item(self) -> list[Event]:
+        """The events at the end of the current item, each with the whole text."""
         item = self._items[-1]
         text, name = item.block.text, f"{_GROWTH[item.block.kind]}.done"
         done = {"output_index": item.block.index, "item": item.finished()}
@@ -91,12 +98,15 @@ class ResponseEvents:
         return [*ended, self._event("response.output_item.done", **done)]
 
     def _part_event(self, kind: str, item: OutputItem, **members: Any) -> Event:
+        """An event about the content part of an item. `kind` is its type."""
         return self._item_event(kind, item, content_index=0, **members)
 
     def _item_event(self, kind: str, item: OutputItem, **members: Any) -> Event:
+        """An event about an item. `kind` is its type."""
         return self._event(kind, item_id=item.id, output_index=item.block.index, **members)
 
     def _event(self, kind: str, **members: Any) -> Event:
+        """An event with the next sequence number."""
         event = {"type": kind, "sequence_number": self._num_events, **members}
         self._num_events += 1
         return event

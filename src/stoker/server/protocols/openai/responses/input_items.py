@@ -46,6 +46,7 @@ def to_conversation(instructions: str | None, items: list[dict[str, Any]]) -> Co
 
 
 def _add_message(conversation: Conversation, item: dict[str, Any], *, follows_answer: bool) -> None:
+    """Add a message item. `follows_answer`: the previous item belongs to the assistant's turn, too."""
     text = _joined(item["content"])
     match item["role"]:
         case "user":
@@ -59,10 +60,12 @@ def _add_message(conversation: Conversation, item: dict[str, Any], *, follows_an
 
 
 def _joined(content: str | list[dict[str, Any]]) -> str:
+    """The text of a message's content. Parts are separated by newlines."""
     return content if isinstance(content, str) else "\n".join(part.get("text", part.get("refusal", "")) for part in content)
 
 
 def _read_item(item: Any, field: str) -> dict[str, Any]:
+    """The item, checked and completed. Raises RequestError, with the name `field`, for an item that is not supported."""
     if not isinstance(item, dict):
         raise RequestError(field, item, "an item must be an object")
     kind = item.get("type", "message" if "role" in item else None)
@@ -84,6 +87,7 @@ def _read_item(item: Any, field: str) -> dict[str, Any]:
 
 
 def _message(item: dict[str, Any], field: str) -> dict[str, Any]:
+    """A message item, checked, with its content as a list of parts. Raises RequestError."""
     if item.get("role") not in ROLES:
         raise RequestError(f"{field}.role", item.get("role"), f"it must be one of {', '.join(ROLES)}")
     content = _content(item.get("content"), f"{field}.content")
@@ -105,6 +109,7 @@ def _reasoning(item: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _content(content: Any, field: str) -> str | list[dict[str, Any]]:
+    """The content of a message, checked to be text or a list of objects. Raises RequestError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or any(not isinstance(part, dict) for part in content):
@@ -114,6 +119,7 @@ def _content(content: Any, field: str) -> str | list[dict[str, Any]]:
 
 
 def _check_parts(parts: list[dict[str, Any]], field: str, types: tuple[str, ...]) -> None:
+    """Raise RequestError if a part has another type than `types` or refusal, or no text."""
     for i, part in enumerate(parts):
         name = "refusal" if part.get("type") == "refusal" else "text"
         if part.get("type") not in types and name == "text":
@@ -124,6 +130,7 @@ def _check_parts(parts: list[dict[str, Any]], field: str, types: tuple[str, ...]
 
 
 def _check_texts(item: dict[str, Any], field: str, *names: str) -> None:
+    """Raise RequestError if one of these members is not text."""
     for name in names:
         if not isinstance(item.get(name), str):
             raise RequestError(f"{field}.{name}", item.get(name), "it must be a string")

@@ -74,6 +74,7 @@ def failed_object(started: dict[str, Any], failure: Failure) -> dict[str, Any]:
 
 
 def usage_object(answer: Answer) -> dict[str, Any]:
+    """The member `usage` of a response."""
     usage = answer.usage
     return {
         "input_tokens": usage.prompt_tokens,
@@ -107,6 +108,7 @@ class OutputItem:
         return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
 
     def finished(self) -> dict[str, Any]:
+        """The item as it is at the end. Incomplete if its block was cut off."""
         return self.object("completed" if self.block.ended else "incomplete")
 
     def part(self, text: str) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class ResponseCall(msgspec.Struct, kw_only=True):
 
     @property
     def store(self) -> bool:
+        """Whether the response is stored. The default is true."""
         return self.values.get("store", True) is True
 
     @property
@@ -68,6 +69,7 @@ async def read_response_call(values: dict[str, Any], service: Service, settings:
     template_values = _template_values(values)
 
     async def prepare(items: list[dict[str, Any]]) -> ChatTurn:
+        """The turn with these items as its conversation. Raises RequestError."""
         request = GenerationRequest(
             request_id=response_id,
             prompt="",
@@ -107,6 +109,7 @@ async def _fit(items: list[dict[str, Any]], prepare: Any, service: Service) -> C
 
 
 async def _fits(items: list[dict[str, Any]], prepare: Any, service: Service) -> bool:
+    """Whether the prompt of these items leaves room for a new token."""
     try:
         turn = await prepare(items)
     except RequestError as error:
@@ -159,6 +162,7 @@ def _chat_tools(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
+    """The tool in the form of the chat API. Raises RequestError if it is not a function."""
     if tool.get("type") != "function":
         limit = "only functions that the client runs are supported"
         raise RequestError(f"{field}.type", tool.get("type"), limit, cure='Use {"type": "function", "name": …, "parameters": …}.')
@@ -181,6 +185,7 @@ def _response_format(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _template_values(values: dict[str, Any]) -> dict[str, Any]:
+    """The template's values: chat_template_kwargs, and reasoning.effort as the switches that templates have."""
     template_values = read_template_kwargs(values)
     effort = REASONING.check(values.get("reasoning", {}), prefix="reasoning.").get("effort")
     if effort == "none":

@@ -48,6 +48,7 @@ class StoredResponse(msgspec.Struct):
 
     @property
     def status(self) -> str:
+        """The status of the response: completed, incomplete, queued, in_progress, cancelled or failed."""
         return str(self.body["status"])
 
 
