@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -130,11 +131,11 @@ def test_other_locations(kind: str, checkpoint: Path, tmp_path: Path) -> None:
     stages: list[str] = []
     # Other limits than those of the tests above: the content of the archive is that of the folder, whose engine would be found.
     build = BuildSettings(max_input_len=33)
-    engine = find_engine(str(location), build=build, progress=lambda stage, done, total: stages.append(stage))
+    engine = find_engine(str(location), runtime=None, build=build, progress=lambda stage, done, total: stages.append(stage))
     assert Engine.open(engine).config.checkpoint.name == name
     assert model_name_of(engine) == name.removesuffix(".tar.gz").removesuffix(".gguf")
     assert {"weights", "verify"} <= set(stages)
-    assert find_engine(engine) == engine
+    assert find_engine(engine, runtime=RuntimeConfig()) == engine
 
 
 def test_settings_of_the_build_and_of_the_run_determine_the_engine(checkpoint: Path) -> None:
@@ -164,4 +165,20 @@ def test_wrong_settings_are_refused_before_anything_is_read(
     monkeypatch.setattr("stoker.deploy.runtime_checks.visible_gpus", lambda environment: 0)
     monkeypatch.setattr("stoker.deploy.local_engine.prepare_engine", lambda *args: pytest.fail("the engine was prepared"))
     with pytest.raises(ConfigError, match=message):
-        find_engine(tiny_engine, **settings)
+        find_engine(tiny_engine, **{"runtime": RuntimeConfig(), **settings})
+
+
+def test_an_engine_for_a_gpu_is_inspected_but_not_run_without_one(
+    tiny_engine: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.deploy.runtime_checks.visible_gpus", lambda environment: 0)
+    engine = tmp_path / "engine"
+    shutil.copytree(tiny_engine, engine)
+    config = json.loads((engine / "config.json").read_text())
+    config["target"] = {"device": "cuda", "compute_capability": "9.0"}
+    (engine / "config.json").write_text(json.dumps(config))
+    assert json.loads(run(capfd, monkeypatch, "inspect", engine, "--json")[0])["target"]["device"] == "cuda"
+    with pytest.raises(
+        ConfigError, match=r"is an engine for cuda, and no GPU is visible on this machine\. Build an engine with --device cpu"
+    ):
+        find_engine(engine, runtime=RuntimeConfig())

@@ -25,7 +25,7 @@ MODEL_HELP = (
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 
 
-def prepare_engine(model: str, runtime: RuntimeConfig = RuntimeConfig(), build: BuildSettings = BuildSettings()) -> Path:
+def prepare_engine(model: str, runtime: RuntimeConfig | None, build: BuildSettings = BuildSettings()) -> Path:
     """The engine directory of `model`, with progress on stderr. Raises the errors of `deploy.local_engine.find_engine`."""
     from stoker.api.progress import shown_progress
 

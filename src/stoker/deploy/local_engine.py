@@ -16,7 +16,7 @@ from stoker.deploy.runtime_checks import check_device, check_runtime, with_runti
 def find_engine(
     location: str | Path,
     *,
-    runtime: RuntimeConfig = RuntimeConfig(),
+    runtime: RuntimeConfig | None,
     build: BuildSettings = BuildSettings(),
     progress: Progress | None = None,
 ) -> Path:
@@ -24,7 +24,8 @@ def find_engine(
 
     Args:
         location: An engine, a checkpoint folder, a .gguf file, a Triton, LMI or Truss folder, a tar archive, a hub id, or an address.
-        runtime: How the engine will be run. Its device and batch sizes also determine an engine that is built.
+        runtime: How the engine will be run on this machine. Its device and batch sizes also determine an engine that is built. None: the
+            engine is not run, and may be one for a device that this machine lacks.
         build: Settings of an engine that is built. They are refused for a location that is an engine.
         progress: Receives (stage, done, total or None) from several threads.
 
@@ -33,11 +34,12 @@ def find_engine(
         checkpoint that is absent or damaged; EngineError for an engine that is.
     """
     environment = env.child_environment()
-    check_device(runtime.device, environment)
+    check_device(runtime.device if runtime is not None else None, environment)
     check_build(build)
-    deployment = read_deployment(location, environment, progress)
-    deployment = with_runtime_limits(apply_build_settings(deployment, build), runtime)
-    given = {name: value for name in ("device", "max_batch_size", "max_num_tokens") if (value := getattr(runtime, name)) is not None}
-    deployment = msgspec.structs.replace(deployment, runtime=msgspec.structs.replace(deployment.runtime, **given))
-    check_runtime(deployment, environment)
+    deployment = apply_build_settings(read_deployment(location, environment, progress), build)
+    if runtime is not None:
+        deployment = with_runtime_limits(deployment, runtime)
+        given = {name: value for name in ("device", "max_batch_size", "max_num_tokens") if (value := getattr(runtime, name)) is not None}
+        deployment = msgspec.structs.replace(deployment, runtime=msgspec.structs.replace(deployment.runtime, **given))
+        check_runtime(deployment, environment)
     return prepare_engine(deployment, environment, progress).engine

@@ -33,16 +33,22 @@ def check_runtime(deployment: Deployment, environment: Environment[str, str]) ->
     if runtime.device is not None and runtime.device != target:
         message = f"device={runtime.device!r} is refused: {deployment.path} is an engine for {target}."
         raise ConfigError(message, cure=f"Leave it out, or build an engine with --device {runtime.device}.")
-    check_device(target, environment)
+    if target == "cuda" and not _has_gpu(environment):
+        message = f"{deployment.path} is an engine for cuda, and no GPU is visible on this machine."
+        raise ConfigError(message, cure="Build an engine with --device cpu, or run stoker doctor to see why.")
 
 
 def check_device(device: str | None, environment: Environment[str, str]) -> None:
     """Raise ConfigError for cuda on a machine without a visible GPU."""
-    if device == "cuda" and not visible_gpus(environment) and not DXG.exists():
+    if device == "cuda" and not _has_gpu(environment):
         raise ConfigError(
             "device='cuda' is refused: no GPU is visible on this machine.",
             cure="Use --device cpu with an engine or checkpoint for the CPU, or run stoker doctor to see why.",
         )
+
+
+def _has_gpu(environment: Environment[str, str]) -> bool:
+    return visible_gpus(environment) > 0 or DXG.exists()
 
 
 def with_runtime_limits(deployment: Deployment, runtime: RuntimeConfig) -> Deployment:

@@ -33,7 +33,7 @@ def inspect(
     from stoker.api.progress import ProgressBars
     from stoker.cli.output.tables import name_value_table
 
-    engine = prepare_engine(model)
+    engine = prepare_engine(model, None)
 
     from stoker.engine.config import encode_engine_config
     from stoker.engine.reader import Engine

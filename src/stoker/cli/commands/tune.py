@@ -34,7 +34,7 @@ def tune(
     from stoker.runtime.aot import target_capability
 
     console = Console()
-    engine = prepare_engine(model)
+    engine = prepare_engine(model, None)
     opened = Engine.open(engine)
     if opened.config.target.device != "cuda":
         cure = "Build it with --device cuda."

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from stoker.api.progress import ProgressBars
-from stoker.base.config import check_range
+from stoker.base.config import RuntimeConfig, check_range
 from stoker.base.errors import ConfigError, StokerError
 from stoker.cli.benchmark.results import check_output_file, percentile, print_results, provenance
 from stoker.cli.clients.http import events, get, post
@@ -71,7 +71,7 @@ def serving(
     for name, values in (("concurrency", concurrency), ("rounds", [rounds]), ("input_len", [input_len]), ("output_len", [output_len])):
         for value in values:
             check_range(name, value, 1, MAX_COUNT)
-    engine = None if model is None else prepare_engine(model)
+    engine = None if model is None else prepare_engine(model, RuntimeConfig())
     with contextlib.ExitStack() as stack:
         server_url = url if engine is None else stack.enter_context(running_server(engine, server_options))
         assert server_url is not None

@@ -29,5 +29,5 @@ def triton(
     from stoker.cli.prepare_server import engine_info
     from stoker.deploy.triton.export import export_triton
 
-    for file in export_triton(engine_info(prepare_engine(model)), repository, parse_template_settings(settings)):
+    for file in export_triton(engine_info(prepare_engine(model, None)), repository, parse_template_settings(settings)):
         typer.echo(file)

@@ -37,5 +37,5 @@ def truss(
     from stoker.deploy.truss.export import export_truss
 
     options = parse_template_settings(settings) | {"accelerator": accelerator} | ({"model_name": model_name} if model_name else {})
-    for file in export_truss(engine_info(prepare_engine(model)), folder, options):
+    for file in export_truss(engine_info(prepare_engine(model, None)), folder, options):
         typer.echo(file)

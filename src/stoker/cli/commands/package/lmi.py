@@ -38,7 +38,7 @@ def lmi(
     if wrong := next((pair for pair in settings if "=" not in pair), None):
         raise ConfigError(f"--set {wrong!r} has no value.", cure="Write option.name=value.")
     pairs = dict(pair.split("=", 1) for pair in settings)
-    info = engine_info(prepare_engine(model))
+    info = engine_info(prepare_engine(model, None))
     with ProgressBars(Console(stderr=True)) as bars:
         digest = package(info, output, pairs, force=force, progress=bars)
     typer.echo(f"{output}  sha256 {digest}")
