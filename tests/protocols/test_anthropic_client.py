@@ -16,6 +16,10 @@ from scripted_service import ScriptedService
 
 from stoker.base.errors import QueueFullError, UnavailableError
 
+pytestmark = pytest.mark.compatibility(
+    protocol="Anthropic", client="anthropic", feature="messages, streams, tools, thinking, structured output, token counts, errors"
+)
+
 KEY = "secret-key-1"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL: Any = {"name": "weather", "description": "now", "input_schema": SCHEMA}

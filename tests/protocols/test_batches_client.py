@@ -22,6 +22,8 @@ from stoker.server.http.form_data import read_form
 from stoker.server.protocols.openai.batches import execution
 from stoker.server.protocols.openai.batches.lines import MAX_ERRORS, BatchLinesError, read_batch_lines
 
+pytestmark = pytest.mark.compatibility(protocol="OpenAI", client="openai", feature="files and batches")
+
 ENDED = ("completed", "failed", "cancelled", "expired")
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]

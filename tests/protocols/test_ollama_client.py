@@ -14,6 +14,10 @@ from scripted_service import ScriptedService
 
 from stoker.base.errors import QueueFullError
 
+pytestmark = pytest.mark.compatibility(
+    protocol="Ollama", client="ollama", feature="chat, generate, options, formats, tools, thinking, models, errors"
+)
+
 KEY = "secret-key-1"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL: Any = {"type": "function", "function": {"name": "weather", "description": "now", "parameters": SCHEMA}}

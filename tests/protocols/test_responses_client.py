@@ -16,8 +16,13 @@ from live_http import asgi_client, live_server, until
 from openai.types.responses import Response, ResponseStreamEvent
 from scripted_service import ScriptedService, make_context
 
-from stoker.base.errors import QueueFullError
+from stoker.base.errors import ConfigError, QueueFullError
 from stoker.server.application import make_app
+from stoker.server.state_directory import StateDirectory
+
+pytestmark = pytest.mark.compatibility(
+    protocol="OpenAI", client="openai", feature="Responses: streams, tools, reasoning items, stored responses, background"
+)
 
 KEY = "secret-key-1"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
@@ -327,3 +332,9 @@ async def test_another_server_on_the_same_directory(tmp_path: Path) -> None:
             failed = (await other.get(f"/v1/responses/{waiting['id']}")).json()
             assert failed["status"] == "failed" and failed["error"]["code"] == "server_error"
         service.hold.set()
+
+
+def test_a_state_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"state_dir=.*can write"):
+        StateDirectory(str(tmp_path / "file"))
