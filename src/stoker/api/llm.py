@@ -179,12 +179,16 @@ class LLM:
         self.close()
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> GenerationRequest:
+        """A request with a new id. If the LLM has a seed, requests without one get a seed derived from it."""
         if self._seeds is not None and params.seed is None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
         return GenerationRequest(request_id=str(next(self._numbers)), prompt=prompt, params=params)
 
     async def _complete_all(self, requests: list[GenerationRequest], on_finish: OnFinish | None) -> list[Completion]:
+        """Run all requests at once. The completions in order. The first error cancels the other requests and is raised."""
+
         async def one(request: GenerationRequest) -> Completion:
+            """Complete one request and report it."""
             completion = await self.service.complete(request)
             if on_finish is not None:
                 on_finish(completion)
@@ -200,6 +204,7 @@ class LLM:
     async def _produce(
         self, request: GenerationRequest, caller: asyncio.AbstractEventLoop, arrived: asyncio.Queue[Delta | Exception | None]
     ) -> None:
+        """Stream the deltas to `arrived` in the caller's event loop, then None, or the exception that ended the stream."""
         last: Exception | None = None
         try:
             async for deltas in self.service.stream(request):

@@ -62,6 +62,7 @@ def prepare_model(model: str | Path, tokenizer: str | Path | None, choices: Choi
 
 
 def _with_revision(model: str | Path, revision: str | None) -> str | Path:
+    """The model at this revision of its hub repository. Raises ConfigError if it is not a hub id."""
     if revision is None:
         return model
     if "://" in str(model) or Path(model).expanduser().exists():
@@ -78,6 +79,7 @@ def _without_stored_method(build: BuildSettings, source: BuildOptions) -> BuildS
 
 
 def _with_tokenizer(deployment: Deployment, folder: Path) -> Deployment:
+    """The deployment with the tokenizer in `folder`: converted by the build, or for a built engine used as it is. Raises ConfigError."""
     if isinstance(deployment.source, BuildOptions):
         return msgspec.structs.replace(deployment, source=msgspec.structs.replace(deployment.source, tokenizer=str(folder)))
     if not (folder / "tokenizer.json").is_file():
@@ -110,6 +112,7 @@ def _check_built(path: Path, build: BuildSettings, limits: RequestLimits) -> Req
 
 
 def _lower(name: str, value: Any, config: EngineConfig) -> int:
+    """The lower limit `value` for the setting `name` of a built engine. Raises ConfigError if the engine has a smaller one."""
     built: int = config.limits.max_seq_len if name == "max_total_len" else getattr(config.limits, name)
     if not 0 < value <= built:
         raise ConfigError(
@@ -119,6 +122,7 @@ def _lower(name: str, value: Any, config: EngineConfig) -> int:
 
 
 def _is_built_with(name: str, value: Any, engine: Engine) -> bool:
+    """Whether the engine has the value of this build setting."""
     config = engine.config
     match name:
         case "dtype":

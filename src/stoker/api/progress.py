@@ -116,6 +116,7 @@ class Waiting:
             self._thread.join()
 
     def _run(self) -> None:
+        """The thread: write the line every INTERVAL_S until `stop`."""
         while not self._has_ended.wait(self.INTERVAL_S):
             minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
             sys.stderr.write(f"\r{self._status} {minutes}:{seconds:02}\r")

@@ -53,9 +53,10 @@ def _report_to(loading_server: LoadingServer, progress: Progress) -> Progress:
 
 
 def _is_remote(model: str | None) -> bool:
-    """Whether a model is a hub id or an address. A misspelt name without a slash is neither."""
+    """Whether `model` names something to download: a hub id or an address. A misspelt name without a slash does not."""
     return model is not None and "/" in model and not Path(model).expanduser().exists() and not model.startswith((".", "/", "~"))
 
 
 def _addresses(settings: ServerSettings) -> tuple[object, ...]:
+    """The settings that determine which ports are opened, and how."""
     return settings.host, settings.http_port, settings.metrics_port, settings.tls_certificate

@@ -29,7 +29,10 @@ class Work:
     operand: int = 2  # bytes of an element of the multiplied operands
 
     def seconds(self, limit: Ceiling) -> float:
-        """The theoretical floor in seconds. Memory accesses and arithmetic overlap."""
+        """The theoretical floor in seconds on hardware with these ceilings.
+
+        Memory accesses and arithmetic overlap, so the longer one counts.
+        """
         return max(self.bytes / limit.bytes_per_s, self.flops / limit.flops_per_s.get(self.operand, limit.flops_per_s[2]))
 
 

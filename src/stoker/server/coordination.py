@@ -46,7 +46,7 @@ class Coordination(ABC):
         await self.call(REMOVE, prefix)
 
     async def signal(self, name: str, value: Any) -> None:
-        """Call the functions of `on_change` in all frontends with {name: value}, which is no value afterwards."""
+        """Call the functions of `on_change` in all frontends with {name: value}. The value is not kept."""
         await self.call(SIGNAL, name, value)
 
     @abstractmethod

@@ -63,4 +63,5 @@ class StateDirectory:
             self._temporary.cleanup()
 
     def _lock_path(self, owner: str) -> Path:
+        """The file that `owner` locks while it runs."""
         return self.path / "owners" / f"{owner}.lock"

@@ -50,7 +50,10 @@ def table_schema(table: FieldTable[FieldRow], shapes: Mapping[str, Schema] | Non
 
 
 def _row_schema(row: FieldRow, shape: Schema | None, *, nullable: bool) -> Schema:
-    """A null counts as absent, so optional fields accept it."""
+    """The schema of one field. `shape` replaces the schema of its type.
+
+    With `nullable`, null is also valid, because it counts as absent.
+    """
     if row.status == "rejected":
         allowed = {"enum": [*row.harmless, None]}
         return {**allowed, "description": f"Rejected: {row.reason}. {row.alternative}".strip(), "deprecated": True}

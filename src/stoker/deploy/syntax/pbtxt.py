@@ -78,7 +78,7 @@ class Message(msgspec.Struct, frozen=True):
         return found[-1] if found else None
 
     def message(self, name: str) -> Message:
-        """The last message of a field; an empty one if it has none."""
+        """The last message that is the value of the field `name`. An empty one if there is none."""
         found = self.messages(name)
         return found[-1] if found else Message(self.line, [])
 

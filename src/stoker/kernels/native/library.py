@@ -63,7 +63,7 @@ def kernels() -> NativeKernels | str:
     try:
         library = ctypes.CDLL(str(built_library()))
         functions = {name: _function(library, f"stoker_{name}") for name in ("linears", "widen", "rope_store", "attention")}
-        return NativeKernels(**functions, fork=_fork())
+        return NativeKernels(**functions, fork=_gomp_parallel_address())
     except Exception as reason:  # of any kind: the references need nothing of what may be missing on this system
         log.info("CPU kernels run in plain PyTorch: %s", reason)
         return str(reason)
@@ -76,7 +76,7 @@ def _function(library: ctypes.CDLL, name: str) -> Function:
     return function
 
 
-def _fork() -> int:
+def _gomp_parallel_address() -> int:
     """The address of GOMP_parallel in the OpenMP runtime that PyTorch has loaded: libgomp, or LLVM's or Intel's, which export it too.
 
     The threads of a second runtime would compete with PyTorch's for the same cores.

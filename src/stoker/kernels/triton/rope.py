@@ -241,7 +241,7 @@ def rope_store_kernel(
     HEADS: tl.constexpr,  # heads of a tile
     USE_PDL: tl.constexpr,
 ):
-    """One CTA: HEADS heads of q, k or v of one token."""
+    """Rotate HEADS heads of q of one token in place, or store HEADS heads of its k, rotated, or v in the cache. The work of one CTA."""
     SIZE: tl.constexpr = FEATURES.size
     HALF: tl.constexpr = FEATURES.half
     token = tl.program_id(0).to(tl.int64)

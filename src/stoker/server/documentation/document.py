@@ -84,7 +84,10 @@ def _responses(protocol: Protocol, operation: Operation, components: dict[str, S
 
 
 def _hoisted(schema: Any, components: dict[str, Schema]) -> Any:
-    """The schema with references instead of schemas with a title, which become components. Raises ValueError if two differ."""
+    """The schema, in which references replace the parts that have a title. Raises ValueError if two different parts have one title.
+
+    The replaced parts are added to `components` under their titles.
+    """
     if isinstance(schema, list):
         return [_hoisted(item, components) for item in schema]
     if not isinstance(schema, dict):

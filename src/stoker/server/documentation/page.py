@@ -66,7 +66,7 @@ def _component(name: str, schema: Schema) -> str:
 
 
 def _schema(schema: Schema) -> str:
-    """A table of the members of an object; otherwise the type."""
+    """The HTML of a schema: a table of the members if it is an object, otherwise its type."""
     if "properties" not in schema:
         return f"<p>{_type(schema)}</p>"
     required = schema.get("required", ())
@@ -81,7 +81,7 @@ def _row(name: str, schema: Schema, note: str) -> str:
 
 
 def _type(schema: Schema) -> str:
-    """A schema in one line."""
+    """The HTML of a schema's type, in one line."""
     if reference := schema.get("$ref"):
         name = html.escape(reference.rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'

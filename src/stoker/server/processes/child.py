@@ -57,12 +57,12 @@ class Child:
         return cls(name, process)
 
     async def ready(self) -> None:
-        """Return when the child has reported that it is ready. Never returns if the child ends before that."""
+        """Return when the child has reported that it is ready. Never returns if the child ends or reports an error before that."""
         if await self.failure() is not None:
             await asyncio.Event().wait()
 
     async def failure(self) -> str | None:
-        """None when the child has reported that it is ready, or else the error that it reported; empty if it ended without a report."""
+        """Wait for the child's report. None: it is ready. Otherwise its error, which is empty if the child ended without a report."""
         assert self.process.stdout is not None
         line = await self.process.stdout.readline()
         return None if line == READY else line.decode().strip()

@@ -53,7 +53,10 @@ class EngineService:
         await self.repository.unload(self._name)
 
     async def _apply(self, changes: Values) -> None:
-        """Follow the executor. When it is withdrawn, its requests have drain_timeout_s to end."""
+        """Load the service when `changes` publish an executor. When they withdraw it, unload the service.
+
+        Its requests have drain_timeout_s to end before that.
+        """
         if EXECUTOR not in changes:
             return
         self._place = changes[EXECUTOR]

@@ -116,7 +116,7 @@ class ExecutorControl:
 
 
 def _identity(served: ServedEngine) -> tuple[object, ...]:
-    """What decides whether two executors do the same: the files of the engine, and the runtime settings."""
+    """A key of the engine's files and the runtime settings. An executor is replaced only if its key differs."""
     version: tuple[int, ...] = ()  # without a config.json, which the executor reports
     with contextlib.suppress(OSError):
         found = os.stat(served.engine / "config.json")

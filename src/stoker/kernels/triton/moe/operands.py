@@ -41,9 +41,9 @@ class ExpertOperands:
 
 
 def expert_operands(x: Tensor, weight: PackedWeight, routing: Routing, tile_tokens: int, is_sorted: bool) -> ExpertOperands:
-    """The operands of a projection for tiles of `tile_tokens` tokens.
+    """The kernel operands for activations x and an expert projection `weight`, in tiles of `tile_tokens` tokens.
 
-    With `is_sorted` x has a row per sorted choice, else a row per token.
+    Quantizes x if the format of `weight` requires it. x has a row per sorted choice with `is_sorted`, otherwise a row per token.
     """
     if weight.format == "dense":
         return _unquantized(x, weight, is_sorted)

@@ -16,6 +16,7 @@ class MaxUtilization(Policy):
     """
 
     def admits(self, demand: Demand) -> bool:
+        """Whether the blocks of the prompt are free, and one more if the sequence needs blocks later."""
         return demand.num_blocks_now + min(1, demand.num_blocks_later) <= demand.num_free
 
     def victim(self, running: Iterable[Sequence]) -> Sequence | None:

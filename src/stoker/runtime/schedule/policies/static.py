@@ -11,6 +11,7 @@ class Static(Policy):
     whole_batches = True
 
     def admits(self, demand: Demand) -> bool:
+        """Whether no sequence holds blocks of an earlier batch, and memory suffices for this batch up to max_tokens."""
         return demand.num_holding == 0 and demand.fits_to_the_end
 
 

@@ -75,7 +75,7 @@ SIGNATURE = "none"  # thinking is not signed; clients send the block back only i
 
 
 def encode_event(event: Event) -> bytes:
-    """The server-sent event."""
+    """The event as a server-sent event, whose name is its type and whose data is its JSON."""
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
 
 

@@ -23,7 +23,7 @@ def with_client_name(error: RequestError, names: Mapping[str, str], body: Mappin
 
 
 def _value(error: RequestError, sent: str, body: Mapping[str, Any]) -> Any:
-    """The value that the client sent. That of the error is kept if it is a part of it, such as one of several token ids."""
+    """The value of the field `sent` in the body. If the error is about a part of it, such as one of several token ids, that part."""
     value: Any = body
     for key in sent.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None

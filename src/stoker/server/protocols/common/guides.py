@@ -40,7 +40,7 @@ def read_guide(values: dict[str, Any]) -> Guide | None:
 
 
 def guide_field(values: Mapping[str, Any]) -> str:
-    """The name of the field that read_guide read; empty if no field sets a grammar."""
+    """The name of the field from which `read_guide` takes the grammar. Empty if no field sets one."""
     name = next((name for name in (*KIND_OF_FIELD, "response_format", "structured_outputs") if values.get(name) is not None), "")
     inner = values[name] if name in ("response_format", "structured_outputs") and isinstance(values[name], dict) else {}
     if name == "response_format" and inner.get("type") == "json_schema":

@@ -46,7 +46,7 @@ class Core:
 
     @classmethod
     def of(cls, context: Context, core: Core | None = None) -> Core:
-        """The core of a context. If it has none yet, `core` or a new one becomes its core."""
+        """The core of `context`. If it has none yet, `core` or a new one is stored as its core."""
         if "kserve" not in context.shared:
             context.shared["kserve"] = core or cls(context)
         shared: Core = context.shared["kserve"]
@@ -54,7 +54,7 @@ class Core:
 
     @property
     def options(self) -> TritonOptions:
-        """The options of the models, as the repository was read last."""
+        """The options of the models, from the last reading of the repository."""
         return self.settings.options if isinstance(self.settings.options, TritonOptions) else TritonOptions()
 
     @property

@@ -43,7 +43,7 @@ class InFlight:
     async def cancel(self, request_id: str) -> None:
         """End a request; its response contains the tokens generated so far. Does nothing if no request with this id is in flight.
 
-        A request that is not of this process is searched in the other frontends.
+        If this process has no such request, the other frontends look for it.
         """
         if not request_id:
             raise TritonError("stop requires the request_id of the request to end, and this request has none")

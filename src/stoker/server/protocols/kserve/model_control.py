@@ -134,7 +134,10 @@ class ModelControl:
         )
 
     async def _finish(self, names: list[str]) -> None:
-        """The second half of an unload, which holds the lock."""
+        """Wait for the requests of unloaded models, stop the executor if it is no longer needed, and publish their status.
+
+        Holds the lock.
+        """
         try:
             await self._coordinator.signal(DRAIN, tuple(names))
             loaded = [model.name for model in self._options.models if self._is_loaded(model.name)]

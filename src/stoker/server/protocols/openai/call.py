@@ -82,7 +82,7 @@ def read_openai_call(
 
 
 def client_error(error: RequestError, body: dict[str, Any]) -> RequestError:
-    """The error with the name and value of the field that the client sent, if Stoker's own name differs."""
+    """The error with the field's name and value in the client's request, where Stoker's own name of the field differs."""
     names = {
         "prompt": "messages" if "messages" in body else "prompt",
         "prompt_ids": "messages" if "messages" in body else "prompt",

@@ -34,6 +34,7 @@ async def chat(reply: Reply, service: Service, body: dict[str, Any], settings: S
 
 
 async def _chat(reply: Reply, service: Service, body: dict[str, Any], settings: ServerSettings) -> None:
+    """Check the request, and respond whole or streamed. Raises RequestError, also for fields that only OpenAI's format supports."""
     call = await read_chat_call({name: value for name, value in body.items() if name != "model"}, service, settings)
     for name, harmless in _OPENAI_ONLY.items():
         if call.common.values.get(name, harmless) is not harmless:
@@ -45,6 +46,7 @@ async def _chat(reply: Reply, service: Service, body: dict[str, Any], settings: 
 
 
 async def _whole(call: ChatCall) -> bytes:
+    """Generate all choices. The encoded response."""
     completion = await call.service.complete(call.request)
     usage = wire.usage_object(completion.usage)
     del usage["prompt_tokens_details"]
@@ -53,6 +55,7 @@ async def _whole(call: ChatCall) -> bytes:
 
 
 def _choice(call: ChatCall, choice: Choice) -> dict[str, Any]:
+    """The object of a choice. Raises the error of a failed sequence."""
     if choice.finish_reason is FinishReason.ERROR:
         raise sequence_error(choice.error, ready=call.service.ready)
     message: dict[str, Any] = {"role": "assistant", "content": choice.text}
@@ -66,12 +69,14 @@ def _choice(call: ChatCall, choice: Choice) -> dict[str, Any]:
 
 
 def _finish_reason(call: ChatCall, ended: Delta | Choice, num_calls: int) -> str:
+    """The finish reason in LMI's words. tool_calls if the answer has calls."""
     assert ended.finish_reason is not None
     named = call.finish_reason(ended.finish_reason, num_calls)
     return named if named == "tool_calls" else finish_name(ended.finish_reason, ended.stop_reason)
 
 
 def _logprobs(call: ChatCall, entries: list[TokenLogprobs]) -> dict[str, Any] | None:
+    """The member `logprobs`. None if it is not requested."""
     if call.num_top is None:
         return None
     return {"content": wire.chat_logprobs(call.service, entries, call.num_top)["content"]}
@@ -87,6 +92,10 @@ class _Stream:
         self._scores: dict[int, list[TokenLogprobs]] = {}  # log-probabilities of tokens whose text the parser holds back
 
     async def run(self) -> None:
+        """Generate, and send lines as deltas arrive.
+
+        A failure before the first line is raised; a later one ends the stream with an error.
+        """
         async with aclosing(self._call.service.stream(self._call.request)) as batches:
             async for deltas in batches:
                 failed = next((delta for delta in deltas if delta.finish_reason is FinishReason.ERROR), None)

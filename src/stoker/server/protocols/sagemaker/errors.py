@@ -38,7 +38,7 @@ class NoModelError(StokerError):
 
 
 def inference_body(status: int, message: str) -> bytes:
-    """The body for a failed inference: one line of JSON."""
+    """The error body of a failed inference: one line of JSON."""
     return json.dumps({"error": message, "code": status}, ensure_ascii=False, separators=(",", ":")).translate(_GSON).encode()
 
 
@@ -56,7 +56,7 @@ def indented_json(value: Any) -> bytes:
 
 
 def model_error_body(status: int, message: str) -> bytes:
-    """The body that SageMaker itself makes of a container's error. boto3 raises it as ModelError."""
+    """The error body that SageMaker sends for an error of the container. boto3 raises it as ModelError."""
     kind, side = ("CLIENT_ERROR_FROM_MODEL", "client") if status < 500 else ("INTERNAL_FAILURE_FROM_MODEL", "server")
     text = f'Received {side} error ({status}) from primary with message "{message}"'
     fields = {"ErrorCode": kind, "Message": text, "OriginalMessage": message, "OriginalStatusCode": status}

@@ -15,7 +15,7 @@ _TEXT = 7
 
 
 def message(headers: dict[str, str], payload: bytes) -> bytes:
-    """A frame with these headers."""
+    """A frame with these headers, encoded."""
     return _framed(_headers(headers), payload)
 
 
@@ -32,6 +32,7 @@ def exception(kind: str, text: str, code: str | None = None) -> bytes:
 
 
 def _headers(headers: dict[str, str]) -> bytes:
+    """The encoded headers of a frame. All values are strings."""
     packed = b""
     for name, value in headers.items():
         encoded = value.encode()
@@ -40,6 +41,7 @@ def _headers(headers: dict[str, str]) -> bytes:
 
 
 def _framed(headers: bytes, payload: bytes) -> bytes:
+    """A frame: sizes, their checksum, headers, payload, and the checksum of all."""
     prelude = struct.pack(">II", len(headers) + len(payload) + 16, len(headers))
     body = prelude + struct.pack(">I", zlib.crc32(prelude)) + headers + payload
     return body + struct.pack(">I", zlib.crc32(body))

@@ -31,6 +31,7 @@ async def generate(reply: Reply, service: Service, call: InvocationCall, options
 
 
 async def _whole(service: Service, call: InvocationCall, builder: RecordBuilder, options: LMIOptions) -> bytes:
+    """Generate for all inputs. The encoded response."""
     completions = await gather([service.complete(request) for request in call.requests])
     pairs = zip(call.inputs, completions, strict=True)
     return builder.body([_answer(service, call, builder, options, prompt, completion) for prompt, completion in pairs])
@@ -54,6 +55,7 @@ def _answer(
 
 
 def _finish_reason(options: LMIOptions, ended: Delta | Choice) -> str:
+    """The finish reason in LMI's words; in the dialect async, stop or length."""
     assert ended.finish_reason is not None
     if options.dialect == "async":
         return "stop" if ended.finish_reason is FinishReason.STOP else "length"
@@ -73,6 +75,10 @@ class _Stream:
         self._prompt_scores: list[TokenLogprobs | None] | None = None
 
     async def run(self) -> None:
+        """Generate, and send records as deltas arrive.
+
+        A failure before the first record is raised; a later one ends the stream with an error.
+        """
         async with aclosing(self._service.stream(self._call.requests[0])) as batches:
             async for deltas in batches:
                 if self._reply.http.started and all(map(self._is_plain, deltas)):
@@ -96,6 +102,7 @@ class _Stream:
         return len(ids) == 1 and delta.finish_reason is None and ids[0] not in self._end_ids and self._call.formatter != "3p_stream"
 
     def _plain_line(self, delta: Delta) -> str:
+        """The encoded record of a delta for which `_is_plain` is true."""
         score = delta.logprobs[0] if delta.logprobs else None
         top = [(other_id, finite(logprob)) for other_id, logprob in score.top] if score else []
         token = Token(delta.token_ids[0], delta.text, finite(score.logprob) if score else None, False, top)
@@ -104,6 +111,7 @@ class _Stream:
         return f"{self._prefix}{self._builder.token_line(token.id, token.text, token.logprob)}{self._suffix}"
 
     async def _send(self, records: list[dict[str, Any]]) -> None:
+        """Open the stream if this is its first part, and send the records."""
         if not self._reply.http.started:
             await self._reply.open(self._type)
         if records:
@@ -126,6 +134,7 @@ class _Stream:
         return records
 
     def _last(self, delta: Delta) -> dict[str, Any]:
+        """The record of the last token, with the whole text and, if requested, details of all tokens."""
         prompt = self._call.requests[0].prompt
         assert isinstance(prompt, list)
         before = prompt_tokens(self._service, prompt, self._prompt_scores) if self._call.prompt_details else []
@@ -148,6 +157,10 @@ class _BatchStream:
         self._reply, self._service, self._call = reply, service, call
 
     async def run(self) -> None:
+        """Generate for all inputs, and send records as deltas arrive.
+
+        A failure before the first record is raised; a later one ends the stream.
+        """
         async with aclosing(merge_streams(self._service, self._call.requests)) as batches:
             async for index, deltas in batches:
                 failed = next((delta for delta in deltas if delta.finish_reason is FinishReason.ERROR), None)

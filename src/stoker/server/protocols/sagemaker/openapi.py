@@ -38,6 +38,7 @@ _STATES: Schema = map_of(record({"status": STRING, "reason?": STRING}, "ModelSta
 
 
 def _invocation(summary: str) -> Operation:
+    """The description of a route that generates."""
     return Operation(
         summary=f"Generate: {summary}",
         body=_BODY,

@@ -62,6 +62,7 @@ class SageMaker(Protocol):
         await http.respond(status, indented_json(states), headers=FIXED_HEADERS)
 
     async def models(self, http: RequestContext) -> None:
+        """GET /models of the DJL server: names and statuses."""
         statuses = {"Healthy": "READY", "Failed": "FAILED"}
         rows = [
             {"modelName": m.name, "modelUrl": f"stoker:///{m.name}", "status": statuses.get(_status(m), "PENDING")}
@@ -70,6 +71,7 @@ class SageMaker(Protocol):
         await http.respond(200, indented_json({"models": rows}), headers=FIXED_HEADERS)
 
     async def model(self, http: RequestContext) -> None:
+        """GET /models/{model} of the DJL server: a model with its workers."""
         name = http.path["model"]
         try:
             model = self.context.repository.find(name)
@@ -78,15 +80,19 @@ class SageMaker(Protocol):
         await http.respond(200, indented_json([{"workflowName": name, "models": [await self._describe(model)]}]), headers=FIXED_HEADERS)
 
     async def invocations(self, http: RequestContext) -> None:
+        """POST /invocations: generate with the model that the query or a header names, or else the default one."""
         await self._respond(http, Reply(http), *self._queried_model(http))
 
     async def predictions(self, http: RequestContext) -> None:
+        """POST /predictions/{model} of the DJL server: generate."""
         await self._respond(http, Reply(http), http.path["model"], http.path.get("version"))
 
     async def endpoint(self, http: RequestContext) -> None:
+        """POST /endpoints/{name}/invocations, SageMaker's InvokeEndpoint: generate."""
         await self._respond(http, PlatformReply(http))
 
     async def endpoint_stream(self, http: RequestContext) -> None:
+        """POST /endpoints/{name}/invocations-response-stream, InvokeEndpointWithResponseStream: generate."""
         await self._respond(http, PlatformStream(http))
 
     def failure_body(self, failure: Failure) -> bytes:
@@ -127,6 +133,7 @@ class SageMaker(Protocol):
         return next(iter(query.get("model_name", [])), None), next(iter(query.get("model_version", [])), None)
 
     def _service(self, name: str | None, version: str | None) -> Service:
+        """The service of the model, by default the default one. Raises NoModelError for an unknown model."""
         if name is None:
             return self.context.default_service()
         try:

@@ -29,18 +29,23 @@ class Reply:
 
     @property
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
+        """The headers of each response: the request id, and the fixed ones of the DJL server."""
         return ((b"requestid", self.http.request_id.encode()), *FIXED_HEADERS)
 
     async def whole(self, body: bytes, content_type: bytes = JSON) -> None:
+        """Send a whole response."""
         await self.http.respond(200, body, content_type, self.headers)
 
     async def open(self, content_type: bytes) -> None:
+        """Start a streamed response."""
         await self.http.open_stream(content_type, headers=self.headers)
 
     async def send(self, data: bytes) -> None:
+        """Send a part of a streamed response."""
         await self.http.send(data)
 
     async def close(self) -> None:
+        """End a streamed response."""
         await self.http.close_stream()
 
     async def refuse(self, error: BaseException) -> None:
@@ -60,6 +65,7 @@ class PlatformReply(Reply):
     """Responses of /endpoints/NAME/invocations: errors have the format of SageMaker's ModelError."""
 
     async def refuse(self, error: BaseException) -> None:
+        """Respond with status 424 and a ModelError that contains the status and the message of this error."""
         failure = describe(error)
         body = model_error_body(failure.status, failure.message)
         await self.http.respond(424, body, headers=((b"x-amzn-errortype", b"ModelError"), *failure.headers))
@@ -69,18 +75,22 @@ class PlatformStream(PlatformReply):
     """Responses of /endpoints/NAME/invocations-response-stream: event-stream frames, also for whole responses."""
 
     async def whole(self, body: bytes, content_type: bytes = JSON) -> None:
+        """Send a whole response as a single frame."""
         await self.open(content_type)
         await self.send(body)
         await self.close()
 
     async def open(self, content_type: bytes) -> None:
+        """Start a stream of frames. `content_type` is that of the data in them."""
         headers = ((b"x-amzn-sagemaker-content-type", content_type), *self.headers)
         await self.http.open_stream(eventstream.CONTENT_TYPE, headers=headers)
 
     async def send(self, data: bytes) -> None:
+        """Send data in one frame."""
         await self.http.send(eventstream.part(data))
 
     async def fail(self, error: StokerError, content_type: bytes) -> None:
+        """End the stream with a frame that contains a ModelStreamError."""
         await self.http.send(eventstream.exception("ModelStreamError", error.message, "StreamBroken"))
         await self.close()
 
@@ -98,12 +108,15 @@ class JsonLinesContext:
         return getattr(self._reply.http, name)
 
     async def respond(self, status: int, body: bytes = b"", content_type: bytes = JSON) -> None:
+        """Send a whole response as one line. The status is always 200."""
         await self._reply.whole(body + b"\n", content_type)
 
     async def open_stream(self, content_type: bytes = SSE) -> None:
+        """Start a stream of JSON lines, whatever the content type."""
         await self._reply.open(JSON_LINES)
 
     async def send(self, chunk: bytes) -> None:
+        """Send the events of a chunk as lines."""
         await self._reply.send(b"".join(_line(event) for event in chunk.split(b"\n\n") if event))
 
     async def close_stream(self) -> None:
@@ -111,4 +124,5 @@ class JsonLinesContext:
 
 
 def _line(event: bytes) -> bytes:
+    """The data of an event as a line. The event [DONE] becomes an empty line."""
     return b"\n" if event == DONE.rstrip() else event.removeprefix(b"data: ") + b"\n"

@@ -46,6 +46,7 @@ class InvocationCall(msgspec.Struct, kw_only=True):
 
     @property
     def stream(self) -> bool:
+        """Whether the response is streamed."""
         return self.formatter in STREAMS
 
 
@@ -72,6 +73,7 @@ def error_prefix(options: LMIOptions) -> str:
 
 
 def _schemas(options: LMIOptions) -> tuple[str, ...]:
+    """The members that decide which schema a body has."""
     return ("inputs", "messages", "prompt") if options.dialect == "async" else ("inputs", "messages")
 
 
@@ -109,6 +111,7 @@ async def read_invocation_call(body: dict[str, Any], service: Service, settings:
 
 
 def _stream(body: dict[str, Any]) -> bool:
+    """The member `stream`, by default false. Raises RequestError if it is not a boolean."""
     if body.get("stream") is None:
         return False
     try:
@@ -160,6 +163,7 @@ def _call_without_requests(inputs: list[str], values: dict[str, Any], stream: bo
 async def _request(
     text: str, params: SamplingParams, values: dict[str, Any], service: Service, settings: ServerSettings
 ) -> GenerationRequest:
+    """The request for one input, tokenized. `values` are the checked parameters. Raises RequestError."""
     special = values.get("add_special_tokens", settings.add_special_tokens)
     ids = await encode_prompt(service, text, add_special_tokens=special, truncate_prompt_tokens=values.get("truncate"))
     return GenerationRequest(

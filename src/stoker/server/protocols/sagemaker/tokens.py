@@ -43,6 +43,7 @@ def output_tokens(service: Service, delta: Delta | Choice) -> list[Token]:
 
 
 def token_text(service: Service, token_id: int) -> str:
+    """The text of a token alone. Incomplete UTF-8 becomes U+FFFD."""
     return service.token_bytes(token_id).decode("utf-8", "replace")
 
 

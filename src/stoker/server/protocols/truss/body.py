@@ -42,6 +42,7 @@ def _decode_json(data: bytes) -> Any:
 
 
 def _reason(error: ValueError | RecursionError) -> str:
+    """Why a body cannot be parsed."""
     match error:
         case UnicodeDecodeError():
             return f"byte {error.start} is not UTF-8"
@@ -53,6 +54,7 @@ def _reason(error: ValueError | RecursionError) -> str:
 
 
 def _decode_msgpack(data: bytes) -> Any:
+    """The value of a msgpack body. Raises BodyError if it is damaged or has types that JSON lacks."""
     try:
         value = msgspec.msgpack.decode(data)
         if not _is_json(value):  # for example an array of numpy, as the truss client packs it
@@ -72,6 +74,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _msgpack_message(detail: str) -> str:
+    """The error of Python's msgpack module for an error of msgspec."""
     if "truncated" in detail:
         return "Unpack failed: incomplete input"
     return "unpack(b) received extra data." if "trailing" in detail else f"Unpack failed: {detail}"

@@ -17,6 +17,7 @@ _DETAILS = {"unknown_route": "Not Found", "method_not_allowed": "Method Not Allo
 
 
 def error_body(message: object) -> bytes:
+    """An error body with this message."""
     return json.dumps({"error": message}, ensure_ascii=False, separators=(",", ":")).encode()
 
 

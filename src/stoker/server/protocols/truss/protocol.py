@@ -53,6 +53,7 @@ class Truss(Protocol):
         ]
 
     async def live(self, http: RequestContext) -> None:
+        """GET /: the process is running."""
         await http.respond(200, b"true")
 
     async def ready(self, http: RequestContext) -> None:
@@ -64,12 +65,13 @@ class Truss(Protocol):
         await self._respond_state(http, self._loaded)
 
     async def schema(self, http: RequestContext) -> None:
+        """GET …/schema: an error, because the models of Stoker have no schema. The status depends on whether they are loaded."""
         if self._loaded:
             return await refuse(http, 404, "No schema found", b"600")
         return await refuse(http, 503, "Schema not available, please try again later.")
 
     async def embeddings(self, http: RequestContext) -> None:
-        """The response of a Truss whose Model has no such method."""
+        """The error of a Truss whose Model has no method `embeddings`."""
         await refuse(http, 404, "`embeddings` must only be called if model has it.")
 
     async def predict(self, http: RequestContext) -> None:
@@ -101,15 +103,18 @@ class Truss(Protocol):
         return await openai_complete(http, self.context, service, unnamed)
 
     def _has_openai_format(self, body: dict[str, Any]) -> bool:
+        """Whether the body of a :predict request is one of OpenAI's API, by the options and its member `model`."""
         options = self._options
         return options.openai or options.default_route is not None or ("model" in body and not options.legacy)
 
     @property
     def _loaded(self) -> bool:
+        """Whether every model is loaded."""
         models = self.context.repository.models()
         return bool(models) and all(model.state is ModelState.READY for model in models)
 
     async def _respond_state(self, http: RequestContext, good: bool) -> None:
+        """Status 200 if `good`, otherwise 503."""
         if good:
             await http.respond(200, b"{}")
         else:

@@ -54,6 +54,7 @@ async def _prompt(values: dict[str, Any], service: Service, settings: ServerSett
 
 
 def _max_tokens(values: dict[str, Any], settings: ServerSettings) -> int:
+    """max_tokens or max_new_tokens, by default that of the settings. Raises RequestError if they differ."""
     limits = {values[name] for name in ("max_tokens", "max_new_tokens") if name in values}
     if len(limits) > 1:
         raise RequestError("max_new_tokens", values["max_new_tokens"], f"max_tokens is {values['max_tokens']}", cure="Use one of them.")
@@ -61,6 +62,7 @@ def _max_tokens(values: dict[str, Any], settings: ServerSettings) -> int:
 
 
 def _sampling(values: dict[str, Any], service: Service, settings: ServerSettings, max_tokens: int) -> SamplingParams:
+    """The sampling parameters of a legacy body. `values` are its checked fields."""
     params: dict[str, Any] = {param: values[name] for name, param in _DIRECT.items() if name in values}
     params |= _token_choice(values)
     stops = (*values.get("stop_words_list", ()), *values.get("stop", ()))

@@ -156,7 +156,10 @@ def add_group_products(acc, products, group_sums, scales_zeros, CONFIG: gl.const
 
 @gluon.jit
 def sums_of_rows(acc, CONFIG: gl.constexpr):
-    """The float32 sums of this lane's two rows for token l % 4, from the accumulators of `add_byte_products` or `add_group_products`."""
+    """Combine the accumulators of `add_byte_products` or `add_group_products`. Returns a tuple of this lane's two output features.
+
+    Each is the float32 sum of products for token l % 4, where l is the lane.
+    """
     if CONFIG.format == "int4":
         sums = acc
     else:

@@ -79,10 +79,11 @@ async def prepare_turn(
 
 
 def _guide_after_reasoning(guide: Guide, reasoning: type[ReasoningParser], opened: bool, service: Service) -> tuple[Guide, bool]:
-    """The guide with the tokens between which the reasoning is free text, and whether the answer starts inside the reasoning.
+    """The guide for the text after the reasoning, and whether the answer starts inside the reasoning.
 
-    If the model has no tokens for the markers, the grammar constrains the answer from its start, so that it contains no reasoning. A
-    structural tag can contain free text itself, and remains.
+    The guide gets the tokens that start and end the reasoning, between which text is free. If these markers are not single tokens, the
+    grammar constrains the answer from its start, so that it contains no reasoning. A structural tag can contain free text, and is returned
+    as it is.
     """
     if guide.kind == "structural_tag":
         return guide, opened

@@ -52,7 +52,10 @@ def parse(message_type: Any, data: bytes) -> Any:
 
 
 def read_infer_message(request: Any, served: ServedModel, memory: SharedMemory) -> Inference:
-    """Check a request for a model. Raises TritonError with Triton's text."""
+    """Check a ModelInferRequest and convert its inputs to arrays, from `memory` if they are there.
+
+    Raises TritonError with Triton's text.
+    """
     inference = Inference(model=served.model, request_id=request.id, parameters=parameters(request.parameters))
     for output in request.outputs:
         options = parameters(output.parameters)
@@ -131,7 +134,7 @@ class Encoder:
         self._streamed_cache = encoding_cache(served, inference, "grpc stream")
 
     def whole(self, response: Response) -> bytes:
-        """As ModelInferResponse."""
+        """The bytes of a ModelInferResponse."""
         if self._placements:
             return self._with_placements(response, response.parameters)
         if response.text is None:
@@ -140,7 +143,7 @@ class Encoder:
         return before + _raw_text(response.text)
 
     def streamed(self, response: Response) -> bytes:
-        """As ModelStreamInferResponse."""
+        """The bytes of a ModelStreamInferResponse."""
         if response.text is None or self._placements:
             encode = self._with_placements if self._placements else self._without_text
             inner = encode(response, response.parameters | {FINAL: response.final})
@@ -149,7 +152,7 @@ class Encoder:
         return b"".join((_INFER_RESPONSE, varint(len(before) + len(text)), before, text))
 
     def _with_placements(self, response: Response, parameters: Parameters) -> bytes:
-        """The whole response. Stores the outputs that are requested in shared memory, whose raw contents are empty."""
+        """The bytes of a response of which some outputs are written to shared memory. The message contains no data of these outputs."""
         fields, raws = [self._head, self._parameters(tuple(parameters.items()))], []
         for name, array in response.tensors().items():
             message = pb.ModelInferResponse()
@@ -224,7 +227,7 @@ def _raw_text(text: str) -> bytes:
 
 
 def varint(value: int) -> bytes:
-    """Protobuf's encoding of a length."""
+    """A number as protobuf encodes lengths: 7 bits per byte, the lowest first."""
     if value <= 0x7F:
         return _ONE_BYTE_VARINTS[value]
     out = bytearray()

@@ -30,7 +30,7 @@ def decompress(body: bytes, encoding: bytes, limit: int) -> bytes:
 
 
 def compress(body: bytes, accepted: bytes) -> tuple[bytes, bytes]:
-    """(body, encoding) with the first of gzip and deflate that the client accepts; the encoding is b"" for neither."""
+    """(body, encoding) in gzip or deflate, if the client accepts it. Otherwise the body as it is, and b""."""
     encodings = [part.split(b";")[0].strip() for part in accepted.split(b",") if b"q=0" not in part.replace(b" ", b"").split(b";", 1)[-1]]
     if b"gzip" in encodings:
         return gzip.compress(body, 1, mtime=0), b"gzip"

@@ -19,7 +19,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def read_generate_request(message: dict[str, Any], served: ServedModel) -> Inference:
-    """Check a request for a model. Raises TritonError with Triton's text."""
+    """Check a request and convert its members to arrays, by the model's declared inputs. Raises TritonError with Triton's text."""
     nested = message.get("parameters")
     request_id = message.get("id", "")
     flat = (nested if isinstance(nested, dict) else {}) | {k: v for k, v in message.items() if k not in ("id", "parameters")}
@@ -39,7 +39,10 @@ def read_generate_request(message: dict[str, Any], served: ServedModel) -> Infer
 
 
 def _tensor(tensor: Tensor, value: Any, *, batched: bool) -> np.ndarray:
-    """The tensor of a scalar, which counts as a list of one, or of a list, which must fill the declared dims. One dim may be -1."""
+    """The array of an input's value: a list, or a scalar, which stands for a list of one.
+
+    Raises TritonError if it does not fit the dims.
+    """
     if tensor.dims == (1,) and type(value) is _SCALAR_TYPES.get(tensor.dtype) and (type(value) is not int or -(1 << 31) <= value < 1 << 31):
         scalar = _scalar(tensor.dtype, value)
         return scalar[None] if batched else scalar

@@ -31,7 +31,10 @@ class InferCall(msgspec.Struct):
 
 
 def read_infer_request(body: bytes, header_length: bytes | None, served: ServedModel, memory: SharedMemory) -> InferCall:
-    """Check a request for a model. Raises TritonError with Triton's text."""
+    """Check a body and convert its inputs to arrays, from `memory` if they are there. Raises TritonError with Triton's text.
+
+    `header_length` is the value of the header Inference-Header-Content-Length: the size of the JSON, after which binary tensors follow.
+    """
     view = memoryview(body)
     size = _header_size(header_length, len(body))
     if not size:

@@ -32,7 +32,7 @@ def read_object(body: bytes | memoryview) -> dict[str, Any]:
 
 
 def _rapidjson_error(body: bytes, error: Exception) -> tuple[str, int]:
-    """(message, byte offset)."""
+    """(message, byte offset) that Triton's JSON parser reports for this body. `error` is that of msgspec."""
     if not body.strip():
         return "The document is empty.", len(body)
     if isinstance(error, RecursionError):

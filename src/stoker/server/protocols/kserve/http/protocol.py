@@ -272,5 +272,5 @@ class KServeHTTP(Protocol):
 
 
 def _model_status(status: int) -> int:
-    """The status of generate_stream for an error: Triton responds with 400 if the model itself fails."""
+    """The status of generate_stream for an error inside the model: 400 instead of 500, as in Triton."""
     return 400 if status == 500 else status

@@ -30,7 +30,10 @@ class Ensemble(GeneratingModel):
         return bool(delta.text) or delta.finish_reason is not None
 
     def text(self, planned: PlannedRow, part: SequencePart, prompt_ids: list[int], service: Service) -> str:
-        """The text of the new tokens. With prompt_ids, both are decoded together, without the text that a stop word or end id removed."""
+        """The text of the part.
+
+        With prompt_ids, prompt and answer are decoded together, and a stop word or end id is removed from the end.
+        """
         if not prompt_ids:
             return part.text
         skip = self._settings.skip_special_tokens

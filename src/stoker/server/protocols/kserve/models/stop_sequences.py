@@ -46,7 +46,7 @@ async def stream(service: Service, request: GenerationRequest, words: Sequence[t
 
 
 def _truncate(delta: Delta, checker: StopIdChecker) -> Delta:
-    """The delta up to the stop word. Its text is unchanged, because callers use the token ids."""
+    """The delta without the tokens after the stop word. Its text is unchanged, because callers use the token ids."""
     used, stopped = checker.push(delta.token_ids)
     if stopped:
         delta.token_ids, delta.logprobs, delta.finish_reason = delta.token_ids[:used], delta.logprobs[:used], FinishReason.STOP
@@ -54,7 +54,7 @@ def _truncate(delta: Delta, checker: StopIdChecker) -> Delta:
 
 
 async def complete(service: Service, request: GenerationRequest, words: Sequence[tuple[int, ...]]) -> Completion:
-    """`service.complete` with the same end of each sequence."""
+    """`service.complete`, with each sequence ended after its first stop word."""
     choices = [Choice(i, "", [], FinishReason.CANCELLED) for i in range(request.params.n)]
     usage, stopwatch = Usage(), Stopwatch()
     async with aclosing(stream(service, request, words)) as batches:

@@ -26,7 +26,7 @@ class SystemRegion(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """What the patterns of --shared-memory are compared with."""
+        """The text that a pattern of --shared-memory must match to allow this region."""
         return self.key
 
     def status(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class CudaRegion(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """What the patterns of --shared-memory are compared with."""
+        """The text that a pattern of --shared-memory must match to allow this region."""
         return f"cuda:{self.device_id}"
 
     def status(self) -> dict[str, Any]:

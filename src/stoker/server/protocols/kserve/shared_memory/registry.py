@@ -53,7 +53,7 @@ class SharedMemory:
                 await self._coordination.remove(PREFIX + region.name)
 
     def regions(self, kind: str) -> list[Region]:
-        """The registered regions of a kind of KINDS, by name."""
+        """The registered regions of this kind, system or cuda, by name."""
         found = [(name, region) for name, region in self._coordination.values.items() if name.startswith(PREFIX)]
         return [region for _, region in sorted(found) if isinstance(region, KINDS[kind])]
 

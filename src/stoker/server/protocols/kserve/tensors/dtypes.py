@@ -33,7 +33,7 @@ _LENGTH_BYTES = 4  # size of the length before each element of a BYTES tensor
 
 
 def kserve_name(declared: str) -> str:
-    """KServe's name of a dtype in a model config: BYTES for STRING."""
+    """KServe's data type for the dtype of a model config. They are equal, except that STRING is BYTES."""
     return "BYTES" if declared == "STRING" else declared
 
 
@@ -132,7 +132,7 @@ def from_json(dtype: str, shape: tuple[int, ...], data: list[Any]) -> np.ndarray
 
 
 def _numbers(flat: list[Any], kind: np.dtype) -> np.ndarray:
-    """The numbers as an array [count]. Raises OverflowError for an integer that does not fit."""
+    """The elements of a flat list as an array [count] of this dtype. Raises OverflowError for an integer that does not fit."""
     if kind.kind != "f":
         return np.array(flat, kind)
     with np.errstate(over="ignore"):  # numbers beyond the range become infinite

@@ -19,9 +19,9 @@ BATCH_NOTE = (
 
 
 def check_tensors(inference: Inference, tensors: Tensors, dtypes: dict[str, str]) -> None:
-    """Check tensors by declared name and set `inference.inputs`, which are by role. Raises TritonError.
+    """Check the inputs of a request and set `inference.inputs`. `tensors` and `dtypes`, which the client sent, are by declared name.
 
-    `dtypes` are the dtypes that the client sent, by the same names.
+    `inference.inputs` are by role. Raises TritonError for missing, unknown and wrong inputs.
     """
     model = inference.model
     declared = {tensor.name: tensor for tensor in model.inputs}

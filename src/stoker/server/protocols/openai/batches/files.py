@@ -80,7 +80,7 @@ class FileStore:
         return file
 
     def content(self, file_id: str) -> bytes:
-        """Raises UnknownFileError."""
+        """The bytes of a file. Raises UnknownFileError."""
         self.get(file_id)
         try:
             return self._content_path(file_id).read_bytes()
@@ -88,7 +88,7 @@ class FileStore:
             raise UnknownFileError(file_id) from None
 
     def delete(self, file_id: str) -> None:
-        """Raises UnknownFileError."""
+        """Delete a file. Raises UnknownFileError."""
         self.get(file_id)
         self._remove(file_id)
 
@@ -136,7 +136,7 @@ def new_file_object(size: int, filename: str, purpose: str, expires_after_s: int
 
 
 def read_expiry(anchor: Any, seconds: Any, field: str) -> int:
-    """The seconds of expires_after. Raises RequestError."""
+    """The seconds of the field expires_after. `anchor` must be created_at. Raises RequestError."""
     if anchor != "created_at":
         raise RequestError(f"{field}.anchor", anchor, "it must be created_at")
     number = int(seconds) if isinstance(seconds, str) and seconds.isdecimal() and len(seconds) < 9 else seconds

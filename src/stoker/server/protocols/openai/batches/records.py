@@ -112,7 +112,7 @@ class BatchRecords:
         return batch
 
     def folder(self, batch_id: str) -> BatchFolder:
-        """Raises UnknownBatchError."""
+        """The folder of a batch. Raises UnknownBatchError."""
         if not _BATCH_ID.fullmatch(batch_id) or not (self._path / batch_id).is_dir():
             raise UnknownBatchError(batch_id)
         return BatchFolder(self._path / batch_id)

@@ -89,7 +89,7 @@ class _Stream:
         await self._http.close_stream()
 
     def _chunk(self, delta: Delta) -> bytes:
-        """The event of one delta, which may be empty."""
+        """The event for one delta. Empty if there is nothing to send."""
         if self._plain and delta.finish_reason is None and delta.usage is None:
             return self._chunks.text(delta.index, delta.text) if delta.text else b""
         wire.update_usage(self._usage, delta)

@@ -9,7 +9,7 @@ from stoker.server.protocols.common.chat.tools import ToolUse
 
 
 def read_tools(values: dict[str, Any]) -> ToolUse:
-    """Check both fields. Raises RequestError."""
+    """Check the fields tools and tool_choice. Raises RequestError."""
     tools = [_check_tool(tool, f"tools[{i}]") for i, tool in enumerate(values.get("tools", ()))]
     choice = values.get("tool_choice", "auto" if tools else "none")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":

@@ -153,7 +153,7 @@ class _Stream:
                     await self._http.send(data)
 
     def _chunk(self, prompt_index: int, delta: Delta) -> bytes:
-        """The event of one delta, which may be empty."""
+        """The event for one delta. Empty if there is nothing to send."""
         builder = self._builders[prompt_index][delta.index]
         index = prompt_index * self._call.num_choices + delta.index
         if self._plain and builder.started and delta.finish_reason is None:

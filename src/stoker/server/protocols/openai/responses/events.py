@@ -113,5 +113,5 @@ class ResponseEvents:
 
 
 def encode_event(event: Event) -> bytes:
-    """The server-sent event."""
+    """The event as a server-sent event, whose name is its type and whose data is its JSON."""
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))

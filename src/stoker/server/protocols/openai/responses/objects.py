@@ -112,7 +112,7 @@ class OutputItem:
         return self.object("completed" if self.block.ended else "incomplete")
 
     def part(self, text: str) -> dict[str, Any]:
-        """The content part of a message or of reasoning."""
+        """The content part of a message or of reasoning, with this text."""
         if self.block.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs if text else []}

@@ -109,7 +109,7 @@ class ResponseStore:
         return row is not None and row[0] in UNFINISHED
 
     def delete(self, response_id: str) -> None:
-        """Raises UnknownResponseError."""
+        """Delete a response. Raises UnknownResponseError."""
         with self._transaction():
             if not self._database.execute("DELETE FROM responses WHERE id = ?", (response_id,)).rowcount:
                 raise UnknownResponseError(response_id)

@@ -12,7 +12,7 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # some chat 
 
 
 def parameter_types(schema: dict[str, Any], name: str) -> set[str]:
-    """The JSON types that the schema of a function allows for a parameter; empty if it does not tell."""
+    """The JSON types that the schema of a function allows for the parameter `name`. Empty: the schema does not say."""
     properties = schema.get("properties")
     return _types(properties.get(name), schema, MAX_DEPTH) if isinstance(properties, dict) else set()
 

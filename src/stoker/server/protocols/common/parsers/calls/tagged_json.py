@@ -35,7 +35,7 @@ class TaggedJsonParser(ToolParser):
         return self._reader.ended and self._close()
 
     def _close(self) -> bool:
-        """End the section at CLOSE, or where text follows instead. Returns False if more text is needed to tell the two apart."""
+        """End the section at CLOSE, or at other text. False if more text is needed to distinguish the two."""
         if self._section is None:  # a section without a call is text, including its white space
             self._skip_space()
             if is_partial(self._held, *self.closes):
