@@ -38,7 +38,7 @@ pytestmark = [
 
 PROMPT = "the quick brown"
 START_S = 60.0
-OPTIONS = {"decoupled_mode": "true", "max_tokens_in_paged_kv_cache": "4096"}
+OPTIONS = {"decoupled_mode": "true", "max_tokens_in_paged_kv_cache": "4096", "max_beam_width": "2"}
 
 
 def free_ports() -> tuple[int, int, int]:
@@ -70,7 +70,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from stoker.builder.config import BuildConfig
 
     checkpoint = tiny.save(tiny.model(max_position_embeddings=1024), tmp_path_factory.mktemp("checkpoint"))
-    limits = Limits(max_batch_size=8, max_input_len=64, max_output_len=512, max_num_tokens=256, tokens_per_block=16)
+    limits = Limits(max_batch_size=8, max_input_len=64, max_output_len=512, max_num_tokens=256, max_beam_width=2, tokens_per_block=16)
     out = tmp_path_factory.mktemp("engines") / "tiny"
     build(checkpoint, out, BuildConfig(dtype="float32", limits=limits), verify="files")
     return out
@@ -158,6 +158,21 @@ def test_streamed_answers(server: Real, whole: str) -> None:
         parts = [text(result) for result in stream.rest() if result.get_response().outputs]
     assert len(parts) == 24
     assert "".join(parts).replace("\ufffd", "") == whole.removeprefix(PROMPT).replace("\ufffd", "")
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+def test_beams_and_reuse_statistics(server: Real, engine: Path, model: str) -> None:
+    with LLM(engine, device="cpu", kv_cache_tokens=4096) as llm:
+        params = SamplingParams(max_tokens=6, n=2, beam_width=2, ignore_eos=True)
+        done = llm.generate(PROMPT, params)
+        texts = [llm.tokenizer.decode([*done.prompt_token_ids, *choice.token_ids]) for choice in done.choices]
+    with Stream(server) as stream:
+        stream.send(model, **{**REQUEST, "max_tokens": 6}, beam_width=2, return_kv_cache_reuse_stats=True, empty_final=True)
+        (result,) = [result for result in stream.rest() if result.get_response().outputs]
+    assert [item.decode() for item in result.as_numpy("text_output")] == texts
+    assert result.as_numpy("cum_log_probs").shape == (1, 2)
+    blocks = [result.as_numpy(f"kv_cache_{name}_blocks").tolist() for name in ("reused", "alloc_total", "alloc_new")]
+    assert all(len(value) == 1 and len(value[0]) == 1 for value in blocks) and blocks[0][0][0] + blocks[1][0][0] == 1
 
 
 def test_two_engines_and_the_ensemble_at_once(server: Real, whole: str) -> None:

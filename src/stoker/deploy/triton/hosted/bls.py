@@ -43,7 +43,9 @@ class BLSModel(HostedModel):
             "preprocessing", {_TEXT[n]: a for n, a in inference.inputs.items() if n in _TEXT}, inference.request_id
         )
         tokens = {target: preprocessed[name] for target, name in _BETWEEN.items() if name in preprocessed}
-        tokens |= {_RENAMED[name]: array for name, array in inference.inputs.items() if name in _RENAMED}
+        # Triton passes [rows] for inputs with `reshape: { shape: [ ] }`, and expects [rows, 1] from this model.
+        direct = {name: array[:, None] if array.ndim == 1 else array for name, array in inference.inputs.items() if name in _RENAMED}
+        tokens |= {_RENAMED[name]: array for name, array in direct.items()}
         streaming = "stream" in inference.inputs and bool(inference.inputs["stream"].any())
         ids: list[int] = []
         previous = ""
