@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import queue
 import re
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
-from triton_server import until
+import numpy as np
+import tritonclient.grpc as tgrpc
+from test_triton_clients import tensors
+from triton_server import running, until
 from tritonserver_process import program, repository, started
+
+from stoker.server.protocols.kserve.model_config import TritonOptions
+from stoker.server.protocols.kserve.models.catalogue import default_models
 
 __all__ = ["program", "repository"]  # fixtures
 
@@ -24,7 +32,7 @@ def test_models_are_loaded_unloaded_and_reloaded_while_requests_run(
     shutil.copytree(repository(1), repo)
     address = ["--http-address=127.0.0.1", "--http-port=0", "--grpc-port=0", "--metrics-port=0"]
     command = [str(program), f"--model-repository={repo}", *address, "--model-control-mode=explicit", "--load-model=ensemble"]
-    with started(command) as (addresses, process, _), httpx.Client(base_url=f"http://{addresses['HTTPService']}", timeout=30) as http:
+    with started(command) as (addresses, process, _), httpx.Client(base_url=f"http://{addresses['HTTPService']}", timeout=60) as http:
         generate = {"text_input": "the quick", "max_tokens": 100, "end_id": -1}
         whole = http.post("/v2/models/ensemble/generate", json=generate).json()["text_output"]
         assert states(http) == {
@@ -52,7 +60,7 @@ def test_models_are_loaded_unloaded_and_reloaded_while_requests_run(
         assert http.post("/v2/repository/models/ensemble/load").status_code == 200
         for _ in range(6):
             assert httpx.get(f"{http.base_url}/v2/models/ensemble/config").json()["max_batch_size"] == 7
-            answer = httpx.post(f"{http.base_url}/v2/models/ensemble/generate", json=generate, timeout=30).json()
+            answer = httpx.post(f"{http.base_url}/v2/models/ensemble/generate", json=generate, timeout=60).json()
             assert answer["text_output"] == whole
         (executor,) = executors(process)
         # A load without changes keeps the executor, and one with other settings of the runtime replaces it.
@@ -69,33 +77,31 @@ def test_models_are_loaded_unloaded_and_reloaded_while_requests_run(
             failed.status_code == 400 and "failed to load 'tensorrt_llm', " in failed.json()["error"] and "many" in failed.json()["error"]
         )
         assert http.post("/v2/models/ensemble/generate", json=generate).json()["text_output"] == whole
-        # An engine that cannot be loaded leaves the server without the model, with the executor's error as the reason.
-        llm.write_text(written.replace('"4096"', '"99999999999"'))
-        failed = http.post("/v2/repository/models/tensorrt_llm/load")
-        assert failed.status_code == 400 and "kv_cache_tokens" in failed.json()["error"], failed.text
-        assert states(http)["tensorrt_llm"] == "UNAVAILABLE" and executors(process) == []
-        llm.write_text(written)
-        assert http.post("/v2/repository/models/tensorrt_llm/load").status_code == 200
-        assert http.post("/v2/models/ensemble/generate", json=generate).json()["text_output"] == whole
     assert process.returncode == 0
 
 
-def test_without_exit_on_error_the_server_stays(repository: Callable[[int], Path], program: Path, tmp_path: Path) -> None:
+def test_an_engine_that_cannot_be_loaded_leaves_the_server(repository: Callable[[int], Path], program: Path, tmp_path: Path) -> None:
     repo = tmp_path / "repo"
     shutil.copytree(repository(1), repo)
     llm = repo / "tensorrt_llm" / "config.pbtxt"
-    llm.write_text(llm.read_text().replace('"4096"', '"99999999999"'))
+    written = llm.read_text()
+    llm.write_text(written.replace('"4096"', '"99999999999"'))
     address = ["--http-address=127.0.0.1", "--http-port=0", "--grpc-port=0", "--metrics-port=0"]
-    command = [str(program), f"--model-repository={repo}", *address]
+    command = [str(program), f"--model-repository={repo}", *address, "--model-control-mode=explicit", "--load-model=*"]
     with (
         started([*command, "--exit-on-error=false"]) as (addresses, process, lines),
-        httpx.Client(base_url=f"http://{addresses['HTTPService']}") as http,
+        httpx.Client(base_url=f"http://{addresses['HTTPService']}", timeout=60) as http,
     ):
         assert http.get("/v2/health/live").status_code == 200 and http.get("/v2/health/ready").status_code == 503
         rows = {row["name"]: row for row in http.post("/v2/repository/index").json()}
         assert rows["tensorrt_llm"]["state"] == "UNAVAILABLE" and "kv_cache_tokens" in rows["tensorrt_llm"]["reason"]
         assert http.post("/v2/models/ensemble/generate", json={"text_input": "a", "max_tokens": 1}).status_code == 503
         assert "kv_cache_tokens" in http.get("/health/ready").text
+        failed = http.post("/v2/repository/models/tensorrt_llm/load")
+        assert failed.status_code == 400 and "failed to load 'tensorrt_llm', kv_cache_tokens" in failed.json()["error"], failed.text
+        llm.write_text(written)
+        assert http.post("/v2/repository/models/tensorrt_llm/load").status_code == 200
+        assert http.post("/v2/models/ensemble/generate", json={"text_input": "a", "max_tokens": 1}).status_code == 200
     assert process.returncode == 0 and any("The server stays without the model" in line for line in lines)
 
 
@@ -107,3 +113,25 @@ def executors(process: subprocess.Popen[str]) -> list[str]:
     """The process ids of the executors of a server."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return [child for child in children if b"processes.executor" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def test_an_unload_waits_for_requests_from_before_a_reload() -> None:
+    """Meanwhile the model is reloaded and then unloaded: its state is UNLOADING until the client cancels the request."""
+    options = TritonOptions(models=default_models(), unary=True, model_control="explicit")
+    inputs = {"IN": np.arange(2, dtype=np.int32), "DELAY": np.array([0, 60_000], np.uint32), "WAIT": np.zeros(1, np.uint32)}
+    with running(options=options, test_models=True) as server, httpx.Client(base_url=f"http://{server.http}") as http:
+        client = tgrpc.InferenceServerClient(server.grpc)
+        results: queue.Queue[Any] = queue.Queue()
+        client.start_stream(lambda result, error: results.put(error or result))
+        client.async_stream_infer("repeat_int32", tensors(tgrpc, **inputs))
+        assert results.get(timeout=10).as_numpy("OUT").item() == 0
+        client.load_model("repeat_int32")
+        client.unload_model("repeat_int32")
+        assert states(http)["repeat_int32"] == "UNLOADING" and not client.is_model_ready("repeat_int32")
+        client.async_stream_infer("repeat_int32", tensors(tgrpc, **inputs))
+        assert "has no available versions" in str(results.get(timeout=10)), "a new request is refused"
+        client.stop_stream(cancel_requests=True)
+        until(lambda: states(http)["repeat_int32"] == "UNAVAILABLE")
+        client.load_model("repeat_int32")
+        assert client.is_model_ready("repeat_int32")
+        client.close()

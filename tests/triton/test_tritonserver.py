@@ -73,7 +73,7 @@ def test_a_number_of_processes_that_is_not_the_engines_is_rejected(repository: C
 
 @LAUNCHER
 def test_options_of_the_server_have_effect(repository: Callable[[int], Path], program: Path, tmp_path: Path) -> None:
-    """Without mpirun, in explicit mode: only the models of --load-model are loaded. Two frontends know the same shared memory."""
+    """Without mpirun, in explicit mode: only the models of --load-model are loaded. Two frontends have the same shared memory."""
     options = ["--model-control-mode=explicit", "--load-model", "preprocessing", "--id=mine", "--allow-metrics=true", "--log-verbose=1"]
     options += ["--with-test-models", "--load-model=simple", "--shared-memory=/stoker_test_*"]
     with started([*launcher_command(program, repository(1), 1)[5:-1], *options]) as (addresses, process, lines):
@@ -94,7 +94,7 @@ def test_options_of_the_server_have_effect(repository: Callable[[int], Path], pr
 
 
 def _check_shared_memory(server: int, address: str) -> None:
-    """A region that one of the two frontends registers is known to both: each of many connections is to one of them."""
+    """A region that one of the two frontends registers can be used through both: each of many connections is to one of them."""
     children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
     assert sum(b"frontend_entry" in Path(f"/proc/{child}/cmdline").read_bytes() for child in children) == 2
     key = f"/stoker_test_{uuid.uuid4().hex[:8]}"

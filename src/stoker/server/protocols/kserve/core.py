@@ -20,6 +20,7 @@ from stoker.server.protocols.kserve.model_control import DRAIN, LOAD, SETTINGS, 
 from stoker.server.protocols.kserve.models.catalogue import Catalogue, build_catalogue
 from stoker.server.protocols.kserve.shared_memory.registry import SharedMemory
 from stoker.server.protocols.kserve.trace_and_log import LogSettings
+from stoker.server.settings import ServerSettings
 
 ENSEMBLE_PARAMETERS: Parameters = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
 NOT_ONE_RESPONSE = (
@@ -32,7 +33,7 @@ class Core:
 
     def __init__(self, context: Context, catalogue: Catalogue | None = None) -> None:
         self.context = context
-        self.settings = context.settings
+        self.settings: ServerSettings = context.coordination.values.get(SETTINGS, context.settings)
         self.in_flight = InFlight(context.coordination)
         self.catalogue = catalogue or build_catalogue(context, self.in_flight, self.settings)
         if isinstance(context.coordination, Coordinator) and LOAD not in context.coordination.actions:  # there is no supervisor
@@ -64,7 +65,7 @@ class Core:
 
     async def responses(self, served: ServedModel, inference: Inference) -> Responses:
         """Run an inference and count it. Responses of an ensemble have the sequence parameters that Triton adds."""
-        with served.running(), self._timer(served, inference) as timer:
+        with served.requests, self._timer(served, inference) as timer:
             async with aclosing(served.run(inference)) as stream:
                 async for batch in stream:
                     timer.responded()
@@ -76,7 +77,7 @@ class Core:
         The end of a decoupled request, which has no outputs, is not a response.
         """
         if served.complete is not None:
-            with served.running(), self._timer(served, inference) as timer:
+            with served.requests, self._timer(served, inference) as timer:
                 responses = _with_sequence_parameters(served, await served.complete(inference))
                 timer.responded()
         else:
@@ -132,15 +133,23 @@ class Core:
     async def _apply(self, changes: Values) -> None:
         """Apply a change of model control to the models of this process. A drain ends after drain_timeout_s at the latest."""
         if SETTINGS in changes:
-            self.settings = changes[SETTINGS]
-            self.catalogue = build_catalogue(self.context, self.in_flight, self.settings)
-            self._apply_statuses(self.context.coordination.values)
+            self._apply_settings(changes[SETTINGS])
         self._apply_statuses(changes)
         if (cancelled := changes.get(CANCEL)) is not None:
             self.in_flight.cancel_here(cancelled)
-        drained = [served for served in self.catalogue.all() if served.model.name in (changes.get(DRAIN) or ())]
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*(served.drained() for served in drained)), self.settings.drain_timeout_s)
+        if (names := changes.get(DRAIN)) is not None:
+            drains = [served.requests.drained() for served in self.catalogue.all() if served.model.name in names]
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.gather(*drains), self.settings.drain_timeout_s)
+
+    def _apply_settings(self, settings: ServerSettings) -> None:
+        """Replace the models. Requests in flight continue with those that they began with."""
+        previous, self.settings = self.catalogue, settings
+        self.catalogue = build_catalogue(self.context, self.in_flight, settings)
+        for served in self.catalogue.all():
+            if served.model.name in previous:
+                served.requests = previous.find(served.model.name).requests
+        self._apply_statuses(self.context.coordination.values)
 
     def _apply_statuses(self, values: Mapping[str, Any]) -> None:
         """Set the status of each model for which `values`, the values of the coordination, has one."""

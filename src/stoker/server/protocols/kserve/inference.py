@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeAlias
 
 import msgspec
@@ -88,6 +87,28 @@ class EncodingCache:
         return cached[1]
 
 
+class RunningRequests:
+    """The requests in flight of one model. As a context manager it counts one while the block runs."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._idle = asyncio.Event()
+
+    def __enter__(self) -> None:
+        self._count += 1
+        self._idle.clear()
+
+    def __exit__(self, *exc: object) -> None:
+        self._count -= 1
+        if not self._count:
+            self._idle.set()
+
+    async def drained(self) -> None:
+        """Return when no request is in flight."""
+        if self._count:
+            await self._idle.wait()
+
+
 class ServedModel(msgspec.Struct, kw_only=True):
     """A model as clients see it, and the functions that run it. The last response of `run` is final; there may be no response."""
 
@@ -99,8 +120,7 @@ class ServedModel(msgspec.Struct, kw_only=True):
     unary: bool = False  # a decoupled model that also accepts requests for a single response
     version: str = "1"
     status: ModelStatus = ModelStatus()  # as explicit model control sets it
-    num_running: int = 0  # requests in flight
-    idle: list[asyncio.Event] = []  # set when no request is in flight
+    requests: RunningRequests = msgspec.field(default_factory=RunningRequests)
     inputs: dict[str, Tensor] = {}  # inputs of `model` by name
     encodings: dict[str, EncodingCache] = {}  # of requests without an id, by response format
 
@@ -116,25 +136,6 @@ class ServedModel(msgspec.Struct, kw_only=True):
     def loaded(self) -> bool:
         """Whether the model accepts requests, as far as model control is concerned."""
         return self.status.state == "READY"
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Count a request while the block runs."""
-        self.num_running += 1
-        try:
-            yield
-        finally:
-            self.num_running -= 1
-            if not self.num_running:
-                for event in self.idle:
-                    event.set()
-
-    async def drained(self) -> None:
-        """Return when no request is in flight."""
-        if self.num_running:
-            self.idle.append(event := asyncio.Event())
-            await event.wait()
-            self.idle.remove(event)
 
 
 def encoding_cache(served: ServedModel, inference: Inference, response_format: str) -> EncodingCache:
