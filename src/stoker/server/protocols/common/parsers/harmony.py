@@ -18,6 +18,7 @@ START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 RECIPIENT = "to="
 MAX_HEADER_CHARS = 1024
+MAX_SPACE = 16  # characters of white space before the first header
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
@@ -36,7 +37,7 @@ class HarmonyReader:
 
     def __init__(self) -> None:
         self._held = ""
-        self._at_start = True  # no character but white space has been read
+        self._at_start = True  # no text has been returned
         self._inside = False  # a message
         self._channel = self._recipient = ""
 
@@ -82,7 +83,7 @@ class HarmonyReader:
     def _header_start(self) -> int:
         """The index of the first header, or of the text that may be the start of one."""
         start = self._held.lstrip()
-        if self._at_start and (start.startswith(RECIPIENT) or is_partial(start, RECIPIENT)):
+        if self._at_start and len(self._held) - len(start) <= MAX_SPACE and (start.startswith(RECIPIENT) or is_partial(start, RECIPIENT)):
             return 0
         found = first_marker(self._held, (START, CHANNEL))
         return found[0] if found is not None else partial_marker_start(self._held, START, CHANNEL)
@@ -90,5 +91,5 @@ class HarmonyReader:
     def _take(self, size: int) -> str:
         """Remove the first `size` characters of the held text and return them."""
         taken, self._held = self._held[:size], self._held[size:]
-        self._at_start = self._at_start and not taken.strip()
+        self._at_start = self._at_start and not taken
         return taken

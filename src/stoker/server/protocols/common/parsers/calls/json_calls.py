@@ -65,6 +65,7 @@ class JsonCall:
         self._text = ""
         self._object = JsonScanner()
         self._arguments: JsonScanner | None = None
+        self._may_have_header = True  # until the text is too long for one
         self.ended = False
         self.failed = False
 
@@ -83,7 +84,10 @@ class JsonCall:
 
     def _read_header(self) -> None:
         """Open the call once its name and the start of its arguments are known."""
-        if (match := _HEADER.match(self._text[:MAX_HEADER_CHARS])) is None:
+        if not self._may_have_header:
+            return
+        if (match := _HEADER.match(self._text, 0, MAX_HEADER_CHARS)) is None:
+            self._may_have_header = len(self._text) < MAX_HEADER_CHARS
             return
         name = read_json(match[1])
         if not isinstance(name, str) or not self._parser.accepts(name):

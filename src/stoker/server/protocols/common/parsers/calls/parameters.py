@@ -35,6 +35,7 @@ class ParametersParser(ToolParser):
         self._types: set[str] = set()
         self._num_arguments = 0
         self._value_started = False
+        self._searched = 0  # characters of the held text that do not contain the start of value_close
 
     def _advance(self) -> bool:
         """Read the next element of the format from the held text. False if more text is needed."""
@@ -99,7 +100,7 @@ class ParametersParser(ToolParser):
         """Emit the key of an argument, and prepare for its value."""
         self._types = parameter_types(self._schemas.get(self._name, {}), key)
         self._state = "string" if self._types == {"string"} else "value"
-        self._value_started = False
+        self._value_started, self._searched = False, 0
         self.add_arguments(("{" if not self._num_arguments else ", ") + json_string(key) + ": " + ('"' if self._state == "string" else ""))
         self._num_arguments += 1
 
@@ -110,8 +111,9 @@ class ParametersParser(ToolParser):
                 return False
             self._consume(self._held.startswith("\n"))
         self._value_started = True
-        end = self._held.find(self.value_close)
+        end = self._held.find(self.value_close, self._searched)
         if end < 0:
+            self._searched = max(0, len(self._held) - len(self.value_close)) if self._state == "value" else 0
             closes = (self.value_close, "\n" + self.value_close) if self.newlines else (self.value_close,)
             if self._state == "string":
                 self._emit_string(partial_marker_start(self._held, *closes))
