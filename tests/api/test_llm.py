@@ -76,7 +76,7 @@ def test_a_hub_id_with_a_revision(checkpoint: Path, tmp_path: Path) -> None:
         environment = os.environ | hub.environment(tmp_path / "hub") | {"STOKER_CACHE": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
         ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=110)
         assert ran.stdout == "tiny 2\n", ran.stderr
-        assert any(request.startswith("GET /api/models/acme/tiny/revision/v1") for request in hub.requests)
+        assert any(path.startswith("/api/models/acme/tiny/revision/v1") for path in hub.requested)
     assert "stoker: weights: 100 %" in ran.stderr
 
 

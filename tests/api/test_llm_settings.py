@@ -41,7 +41,9 @@ def test_all_fields_of_the_run_are_arguments() -> None:
 def test_every_argument_is_documented_and_in_the_signature() -> None:
     documented = set(re.findall(r"^ {8}(\w+): ", LLMSettings.__doc__ or "", re.MULTILINE))
     assert documented == {*typing.get_type_hints(LLMSettings)} - {*typing.get_type_hints(RuntimeSettings)} | {"kv_cache_dtype"}
-    assert [*inspect.signature(LLM).parameters] == ["model", "tokenizer", "progress", *typing.get_type_hints(LLMSettings)]
+    parameters = inspect.signature(LLM).parameters
+    assert parameters["policy"].default == RuntimeConfig().policy and parameters["max_model_len"].default is None
+    assert [*parameters] == ["model", "tokenizer", "progress", *typing.get_type_hints(LLMSettings)]
 
 
 @VLLM

@@ -20,6 +20,7 @@ class Handler(BaseHTTPRequestHandler):
     server: LocalHub
 
     def do_GET(self) -> None:
+        self.server.requested.append(self.path)
         if self.path.endswith(".safetensors") and self.command == "GET":
             self.server.weights_may_be_sent.wait(50)
         status, headers, body = self._reply(self.path.partition("?")[0])
@@ -54,11 +55,12 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class LocalHub(ThreadingHTTPServer):
-    """`repositories`: ORG/NAME → folder. While `weights_may_be_sent` is not set, downloads of weights wait."""
+    """`repositories`: ORG/NAME → folder. `requested`: paths. While `weights_may_be_sent` is not set, weights wait."""
 
     def __init__(self, repositories: dict[str, Path]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.repositories = repositories
+        self.requested: list[str] = []
         self.weights_may_be_sent = threading.Event()
         self.weights_may_be_sent.set()
 

@@ -18,6 +18,7 @@ from stoker.api.prepare import prepare_model
 from stoker.api.progress import shown_progress
 from stoker.api.prompts import Conversation, Prompt, as_conversations, as_params, as_prompts
 from stoker.api.settings import LLMSettings, read_settings
+from stoker.base.config import RuntimeConfig
 from stoker.base.types import Delta, GenerationRequest, SamplingParams
 from stoker.deploy.prepare import Progress
 from stoker.frontend.generation import GenerationService
@@ -32,8 +33,11 @@ OnFinish = Callable[[Completion], None]
 def _signature() -> inspect.Signature:
     """The signature of LLM with all settings, for `help` and for completion in notebooks."""
     own = [p for p in inspect.signature(LLM.__init__).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD][1:]
-    hints = typing.get_type_hints(LLMSettings)
-    settings = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint) for name, hint in hints.items()]
+    defaults = msgspec.structs.asdict(RuntimeConfig())
+    settings = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=hint)
+        for name, hint in typing.get_type_hints(LLMSettings).items()
+    ]
     return inspect.Signature([*own, *settings])
 
 
