@@ -47,6 +47,7 @@ def as_conversations(messages: Any) -> tuple[list[Conversation], bool]:
 
 
 def _prompt(field: str, prompt: Any) -> Prompt:
+    """The prompt, checked to be text or a list of token ids. Raises RequestTypeError with the name `field`."""
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, (list, tuple)) or not all(type(token) is int for token in prompt):

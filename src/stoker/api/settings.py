@@ -157,6 +157,7 @@ def read_settings(settings: Mapping[str, Any]) -> Choices:
 
 
 def _build_settings(given: dict[str, Any]) -> BuildSettings:
+    """The settings of the build among the keyword arguments `given`, under Stoker's names."""
     fields = {name: given[name] for name in BuildSettings.__struct_fields__ if name in given}
     fields |= {field: given[name] for name, field in _BUILD_NAMES.items() if name in given}
     if "dtype" in fields:

@@ -121,6 +121,7 @@ _JOB_VARIABLES = (
 
 
 def _whole(name: str) -> int | None:
+    """The value of a variable as a number below 10⁹. None if it is something else."""
     value = text(name)
     return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else None
 

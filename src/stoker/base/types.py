@@ -266,7 +266,7 @@ class AdmissionRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Delta(msgspec.Struct):
-    """New tokens and text of one sequence since the last emission. Joined deltas are the whole answer."""
+    """New tokens and text of one sequence since its previous delta. All deltas together are the whole answer."""
 
     index: int
     """Number of the sequence (or beam) among those of the request, from 0."""

@@ -48,6 +48,7 @@ def compile_in_background(plan: BuildPlan, kernels: CompileKernels | None, progr
         compiling = pool.submit(kernels, directory, report)
 
         def compiled() -> list[Path]:
+            """Wait for the compilation, and return its files."""
             compiling.result()
             return [file for file in directory.iterdir() if file.name != CONFIG_FILE]
 

@@ -51,11 +51,13 @@ class LinkedStage(Stage):
         self._previous, self._next = inner.rank() - ranks_per_stage, inner.rank() + ranks_per_stage
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Receive a tensor of this shape from the previous stage."""
         x = torch.empty(shape, dtype=dtype, device=device)
         self._inner.recv([x], self._previous, 0).wait()
         return x
 
     def send(self, x: Tensor) -> None:
+        """Send a tensor to the next stage."""
         x = x.contiguous()
         work = self._inner.send([x], self._next, 0)
         if x.is_cuda:

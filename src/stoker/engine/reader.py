@@ -83,6 +83,7 @@ class Engine:
         done, total = 0, sum(record.size for record in self.config.files.values())
 
         def add(num_bytes: int) -> None:
+            """Report more bytes that were read."""
             nonlocal done
             done += num_bytes
             progress(done, total)

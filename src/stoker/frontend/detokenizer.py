@@ -115,9 +115,9 @@ class ByteFallbackDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """For all other decoders: decodes the tokens of the last emission again, together with the new ones, and returns the difference.
+    """For all other decoders: decodes the tokens of the previous text again, together with the new ones, and returns the difference.
 
-    The tokens of the last emission are the context for the decoder, which decides about spaces between words. Ids without text are dropped
+    The tokens of the previous text are the context for the decoder, which decides about spaces between words. Ids without text are dropped
     before, because the decoder would treat the next token as the first of the text. A call decodes twice.
     """
 
@@ -128,6 +128,7 @@ class WindowDetokenizer(Detokenizer):
         self._new: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> str:
+        """Decode the tokens of the previous text again, together with the new ones, and return the new text."""
         self._new += [token for token in token_ids if token not in self._dropped and self._known(token)]
         return self._emit(final=False)
 
@@ -180,7 +181,7 @@ class DetokenizerFactory:
         return WindowDetokenizer(self._tokenizer, pieces)
 
     def whole(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence, equal to the joined output of a detokenizer."""
+        """The text of a whole sequence. Equal to the texts that a detokenizer returns, concatenated."""
         pieces = self._pieces[skip_special_tokens]
         if isinstance(pieces, BytePieces):
             return b"".join([pieces[token] for token in token_ids]).decode("utf-8", "replace")

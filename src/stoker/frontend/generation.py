@@ -59,9 +59,14 @@ class GenerationService(Service):
 
     @property
     def ready(self) -> bool:
+        """Whether the executor answers, and no drain has begun."""
         return self._client.alive and not self._draining
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[list[Delta], None]:
+        """Generate, and yield the deltas that arrive together.
+
+        Raises RequestError, also for beam search, QueueFullError and UnavailableError.
+        """
         if request.params.beam_width > 1:
             raise RequestError(
                 "beam_width", request.params.beam_width, "beams are not streamed", cure="Send the request without streaming."
@@ -74,6 +79,7 @@ class GenerationService(Service):
                     yield deltas
 
     async def complete(self, request: GenerationRequest) -> Completion:
+        """Generate, and return the whole answer. Raises RequestError, QueueFullError and UnavailableError."""
         with _Active(self):
             if request.params.beam_width > 1:
                 check_beams(request.params, self.tokenizer.end_ids)
@@ -84,6 +90,7 @@ class GenerationService(Service):
             return await self._join(task, stopwatch)
 
     def cancel(self, request_id: str) -> None:
+        """End a request. Its sequences end with FinishReason.CANCELLED. Unknown ids are ignored."""
         if (driver := self._beams.get(request_id)) is not None:
             driver.cancel()
         self._client.cancel(request_id)
@@ -101,6 +108,7 @@ class GenerationService(Service):
         return self.tokenizer.token_bytes(token_id)
 
     def render_chat(self, messages: list[dict[str, Any]], /, **template_values: Any) -> str:
+        """The prompt of a conversation. Raises RequestError if the model has no chat template, or the template refuses the messages."""
         if self._chat is None:
             raise RequestError("messages", messages, f"{self.model_name} has no chat template", cure="Send a prompt instead.")
         max_chars = self.info.limits.max_input_len * self.tokenizer.max_token_chars

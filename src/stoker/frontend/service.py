@@ -42,7 +42,7 @@ class Choice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct):
-    """The whole answer to a request. Equal to the joined deltas of its stream."""
+    """The whole answer to a request. Equal to all deltas of its stream together."""
 
     request_id: str
     """The id of the request."""
@@ -81,7 +81,7 @@ class Service(ABC):
 
     @abstractmethod
     async def complete(self, request: GenerationRequest) -> Completion:
-        """Run a request, and return its completion, which equals its joined stream. Raises the same errors as `stream`."""
+        """Run a request, and return its completion, which equals all deltas of `stream` together. Raises the same errors as `stream`."""
 
     @abstractmethod
     def cancel(self, request_id: str) -> None:

@@ -67,7 +67,7 @@ class Tokenizer:
             raise RequestError("prompt", text, "it contains a lone surrogate", cure="Send valid Unicode.") from None
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence, equal to the joined output of a detokenizer."""
+        """The text of a whole sequence. Equal to the texts that a detokenizer returns, concatenated."""
         return self._detokenizers.whole(token_ids, skip_special_tokens)
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:

@@ -120,6 +120,7 @@ class _ObservedModule(ModuleType):
         function, observer = getattr(self._implementation, name), self._observer
 
         def observed(*args: Any) -> Any:
+            """Call the function, and report the call and its result to the observer."""
             result = function(*args)
             observer(name, args, result)
             return result

@@ -75,6 +75,7 @@ class _StepEvents:
         start_step = self.runner._start
 
         def recorded(plan: StepPlan, packed: PackedStep, all_greedy: bool) -> StepHandle:
+            """Start the step between two CUDA events."""
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             handle = start_step(plan, packed, all_greedy)

@@ -110,6 +110,7 @@ class TensorTable(TensorSource):
         self.tensors = tensors
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The tensor with this name. Raises EngineError if its shape or dtype differs, and KeyError if there is none."""
         tensor = self.tensors[name]
         if (tuple(tensor.shape), tensor.dtype) != (tuple(shape), dtype):
             raise EngineError(f"{name} is {tensor.dtype} {list(tensor.shape)}; {dtype} {list(shape)} is expected.", cure="Report this.")

@@ -102,9 +102,11 @@ class PackedExperts(ExpertsOp):
         self.weight = weight
 
     def up(self, x: Tensor, routing: Routing) -> Tensor:
+        """The first projection of each token's experts, by `ops.expert_up`."""
         return ops.expert_up(x, self.weight, routing)
 
     def down(self, x: Tensor, routing: Routing) -> Tensor:
+        """The last projection of each token's experts, by `ops.expert_down`."""
         return ops.expert_down(x, self.weight, routing)
 
 
@@ -118,10 +120,12 @@ class SequentialExperts(ExpertsOp):
         self.out_features = experts[0].weight.out_features
 
     def up(self, x: Tensor, routing: Routing) -> Tensor:
+        """Sort the tokens by expert, and apply each expert to its tokens."""
         tokens = torch.div(routing.order.long(), routing.top_k, rounding_mode="floor")
         return self._apply_sorted(x.index_select(0, tokens), routing)
 
     def down(self, x: Tensor, routing: Routing) -> Tensor:
+        """Apply each expert to its rows, and add the results of each token with the routing weights."""
         y = self._apply_sorted(x, routing)
         by_choice = torch.empty_like(y).index_copy_(0, routing.order.long(), y).unflatten(0, (-1, routing.top_k))
         # Choices are summed in their own order, so that a token's result does not depend on its neighbours.

@@ -42,7 +42,7 @@ def compile_kernels(path: Path, progress: Progress) -> None:
 
 
 def _compile(path: Path, capability: int, progress: Progress) -> None:
-    """List the kernels, compile those that the cache does not hold, and write kernels.zip."""
+    """List the kernels, compile the ones that are not in the cache, and write kernels.zip."""
     from stoker.kernels.triton.aot import kernel_cache as cache
     from stoker.kernels.triton.aot.compiler import compile_jobs
 

@@ -33,7 +33,7 @@ def calibration_folder(config: EngineConfig) -> Path:
 
 
 def discard_folder(folder: Path) -> None:
-    """Remove the saved layers in a calibration folder, except for those that another process is using."""
+    """Remove the saved layers in a calibration folder. Layers that another process is using remain."""
     for lock in sorted(folder.glob("*.lock")):
         with contextlib.suppress(Timeout), FileLock(lock, timeout=0, is_singleton=True):
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)

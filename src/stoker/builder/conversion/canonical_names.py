@@ -46,6 +46,7 @@ class CanonicalWeights(CheckpointWeights):
         self.prequantized |= {name: weight.format for name, weight in self._prequantized.items()}
 
     def chunks(self, name: str) -> Iterator[Tensor]:
+        """The values of the tensor in parts. A dequantized tensor is one part."""
         if name in self._dequantized:
             yield self.read(name).flatten()
         else:
@@ -58,18 +59,21 @@ class CanonicalWeights(CheckpointWeights):
             yield from self.inner.copy_into(self._plain[name], out)
 
     def read(self, name: str) -> Tensor:
+        """The tensor with this canonical name, dequantized if the checkpoint stores it quantized."""
         if name not in self._dequantized:
             return self.inner.read(self._plain[name])
         weight = self._dequantized[name]
         return weight.dequantize([self.inner.read(source) for source in weight.sources])
 
     def read_prequantized(self, name: str) -> dict[str, Tensor]:
+        """The tensors of an engine format, repacked from those of the checkpoint's quantization."""
         if name not in self._prequantized:
             return self.inner.read_prequantized(self._plain[name])
         weight = self._prequantized[name]
         return weight.repack([self.inner.read(source) for source in weight.sources])
 
     def location(self, name: str) -> str:
+        """Where the tensor is stored in the checkpoint, for messages."""
         return self.inner.location(self._dequantized[name].sources[0] if name in self._dequantized else self._plain[name])
 
 

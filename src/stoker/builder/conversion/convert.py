@@ -31,7 +31,7 @@ log = get_logger(__name__)
 
 
 class PrecomputedTensors(Protocol):
-    """Stored tensors that exist already, such as those that calibration quantized."""
+    """Stored tensors that exist already, for example because calibration has quantized them."""
 
     def __contains__(self, name: str) -> bool:
         """Whether the tensors of the spec with this name exist."""

@@ -103,6 +103,7 @@ def _read_int4(tensors: Mapping[str, TensorInfo], weights: dict[str, Any]) -> di
         chosen = Int4(group_size=supported_group(group), zero="int" if is_asymmetric else "none", scale_dtype=scale_dtype, clip=False)
 
         def repack(parts: list[Tensor], group: int = group, is_asymmetric: bool = is_asymmetric) -> dict[str, Tensor]:
+            """The tensors of the engine's int4 format from the packed weight, scales and, if asymmetric, zeros."""
             zeros = unpack_int32(parts[2].t().contiguous()).t() if is_asymmetric else None
             return int4_tensors(unpack_int32(parts[0]), parts[1], zeros, group)
 

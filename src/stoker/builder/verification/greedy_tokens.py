@@ -55,6 +55,7 @@ def compare_greedy_tokens(
     done, total = 0, len(prompts) * (NUM_TOKENS + REFERENCE_STEPS) + REFERENCE_STEPS
 
     def advance(steps: int = 1) -> None:
+        """Report `steps` more steps."""
         nonlocal done
         done += steps
         progress(done, total)

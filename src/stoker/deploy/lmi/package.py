@@ -122,7 +122,7 @@ def _engine_file(folder: Path, name: str, ranks: dict[str, str]) -> Path:
 
 
 def _write(file: IO[bytes], members: dict[str, Member], *, compress: bool, progress: Progress | None) -> None:
-    """Write the archive."""
+    """Write a tar archive of these members into `file`, compressed by gzip with `compress`."""
     counted = _Counted(sum(len(m) if isinstance(m, bytes) else m.stat().st_size for m in members.values()), progress)
     target: Any = gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) if compress else file
     with tarfile.open(fileobj=target, mode="w|", bufsize=_BLOCK, format=tarfile.PAX_FORMAT) as tar:
@@ -148,6 +148,7 @@ class _Counted:
         return self
 
     def read(self, size: int = -1) -> bytes:
+        """Read from the source, and report the bytes read so far."""
         data = self._source.read(size)
         self._done += len(data)
         if self._progress is not None:

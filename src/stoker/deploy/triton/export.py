@@ -96,7 +96,10 @@ def _parse(type: ValueType, name: str, value: str) -> Any:
 
 
 def _model(kind: str, engine: EngineInfo, settings: Mapping[str, Any], parameters: Mapping[str, str]) -> TritonModel:
-    """The model of one kind."""
+    """The model of this kind in the exported repository, with the tensors of release 0.18.
+
+    `settings` are values of template variables, such as decoupled_mode. Of `parameters`, it gets the ones that its kind has.
+    """
     inputs, outputs = tensors(kind)
     defaults = _parameters(engine).get(kind, {})
     return TritonModel(

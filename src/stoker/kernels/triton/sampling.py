@@ -72,7 +72,7 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of given tokens and of the most probable ones (`ops.logprobs`), by PyTorch."""
+    """The log-probabilities of the tokens `token_ids` and of the most probable tokens (`ops.logprobs`), by PyTorch."""
     wide = logits.float()
     total = torch.logsumexp(wide, dim=-1)
     chosen = wide.gather(1, token_ids.long().unsqueeze(1)).squeeze(1) - total

@@ -30,7 +30,7 @@ def search_clip(split: Tensor, zero: Zero, dtype: torch.dtype, blocks: Tensor | 
 
 
 class _BestGrid:
-    """The scale and base of each group with the least error among those that were tried."""
+    """The scale and base with the least error of each group, among all that were tried."""
 
     def __init__(self, split: Tensor, zero: Zero, blocks: Tensor | None) -> None:
         self.split, self.zero, self.blocks = split, zero, blocks

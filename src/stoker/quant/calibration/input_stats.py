@@ -29,6 +29,7 @@ class InputStats:
         """Statistics without any token."""
 
         def zero(*shape: int) -> Tensor:
+            """A float32 tensor of zeros on the device."""
             return torch.zeros(shape, dtype=torch.float32, device=device)
 
         return InputStats(zero(in_features, in_features), zero(in_features), zero(in_features), zero(0, in_features))

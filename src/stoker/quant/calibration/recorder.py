@@ -25,6 +25,7 @@ class Recorder(LinearOp, ExpertsOp):
 
     def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
         def product(rows: Tensor) -> Tensor:
+            """Record the rows, and multiply them by the weight."""
             self.stats.add(rows)
             return self.inner(rows)
 

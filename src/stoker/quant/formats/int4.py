@@ -100,6 +100,7 @@ class Int4(Format, frozen=True, kw_only=True, tag="int4"):
         column_scale, column_base = (t.squeeze(-1).repeat_interleave(self.group_size, dim=1) for t in (scale, base))
 
         def round_columns(values: Tensor, columns: Tensor) -> Tensor:
+            """The values of these columns after they were rounded to int4 and back."""
             s, b = column_scale[:, columns], column_base[:, columns]
             return groups.dequantize(groups.quantize(values, s, b, self.zero), s, b, self.zero)
 

@@ -21,6 +21,7 @@ class AllowedTokens(Feature):
         return params.allowed_token_ids is not None
 
     def add(self, seq: Sequence) -> None:
+        """Convert the allowed ids to an array once."""
         self._allowed[seq.seq_id] = np.unique(np.array(seq.params.allowed_token_ids, dtype=np.int64))
 
     def remove(self, seq_id: int) -> None:
@@ -32,6 +33,7 @@ class AllowedTokens(Feature):
         return [np.array([row for row, _ in sequences]), np.concatenate(positions)]
 
     def apply(self, logits: Tensor, *inputs: Tensor) -> None:
+        """Set the logits of all other tokens to -inf."""
         rows, positions = inputs
         allowed = logits.view(-1).index_select(0, positions)
         logits.index_fill_(0, rows, float("-inf"))

@@ -17,6 +17,7 @@ class BadWords(Ban):
         return bool(params.bad_words)
 
     def banned(self, seq: Sequence) -> list[int]:
+        """The last token of each bad word whose other tokens are the newest ones of the sequence."""
         return [word[-1] for word in seq.params.bad_word_ids if _completes(seq, word)]
 
 

@@ -61,9 +61,11 @@ class Ban(Feature):
         """The token ids that are banned as the next token of `seq`. Ids outside the vocabulary are ignored."""
 
     def gather(self, sequences: Pairs) -> list[np.ndarray]:
+        """The indices of the banned tokens in the flattened logits [L × V]."""
         size = self.vocab_size
         return [np.array([row * size + token for row, seq in sequences for token in self.banned(seq) if 0 <= token < size], dtype=np.int64)]
 
     def apply(self, logits: Tensor, *inputs: Tensor) -> None:
+        """Set the logits of the banned tokens to -inf."""
         (indices,) = inputs
         logits.view(-1).index_fill_(0, indices, float("-inf"))

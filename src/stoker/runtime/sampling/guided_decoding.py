@@ -46,6 +46,7 @@ class Guides(Feature):
         return params.guide is not None
 
     def add(self, seq: Sequence) -> None:
+        """Create the matcher of the sequence's compiled grammar."""
         import xgrammar
 
         ends = end_ids(seq.request)
@@ -81,6 +82,7 @@ class Guides(Feature):
         return [np.array([row for row, _ in sequences]), masks.numpy()]
 
     def apply(self, logits: Tensor, *inputs: Tensor) -> None:
+        """Set the logits of all tokens whose mask bit is 0 to -inf."""
         rows, masks = inputs
         bits = torch.arange(32, dtype=torch.int32, device=logits.device)
         is_banned = (masks.unsqueeze(2) >> bits & 1).flatten(1)[:, : self.vocab_size] == 0
@@ -132,5 +134,6 @@ def _ends_with(seq: Sequence, length: int, token_ids: tuple[int, ...]) -> bool:
 
 
 def _guide(seq: Sequence) -> Guide:
+    """The guide of a sequence that uses this feature."""
     assert seq.params.guide is not None
     return seq.params.guide

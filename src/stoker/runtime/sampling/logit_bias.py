@@ -23,6 +23,7 @@ class LogitBias(Feature):
         return bool(params.logit_bias)
 
     def add(self, seq: Sequence) -> None:
+        """Convert the biases to arrays once."""
         biases = seq.params.logit_bias
         values = np.fromiter(biases.values(), np.float64, len(biases)).clip(-_MAX_BIAS, _MAX_BIAS)
         self._biases[seq.seq_id] = (np.fromiter(biases, np.int64, len(biases)), values.astype(np.float32))
@@ -31,10 +32,12 @@ class LogitBias(Feature):
         self._biases.pop(seq_id, None)
 
     def gather(self, sequences: Pairs) -> list[np.ndarray]:
+        """The indices of the biased tokens in the flattened logits [L × V], and their biases."""
         indices = [row * self.vocab_size + self._biases[seq.seq_id][0] for row, seq in sequences]
         values = [self._biases[seq.seq_id][1] for _, seq in sequences]
         return [np.concatenate(indices), np.concatenate(values)]
 
     def apply(self, logits: Tensor, *inputs: Tensor) -> None:
+        """Add the biases."""
         indices, values = inputs
         logits.view(-1).index_add_(0, indices, values)

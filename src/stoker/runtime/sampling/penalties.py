@@ -28,6 +28,7 @@ class Penalties(Feature):
         return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
     def remove(self, seq_id: int) -> None:
+        """Free the slot of the sequence."""
         slot = self._slots.pop(seq_id, None)
         if slot is not None:
             self._free.append(slot)
@@ -46,6 +47,7 @@ class Penalties(Feature):
         ]
 
     def apply(self, logits: Tensor, *inputs: Tensor) -> None:
+        """Reset the slots of new sequences, and apply the three penalties to the logits."""
         rows, slots, penalties, new, prompts = inputs
         if len(new):
             self._counts.index_fill_(0, new, 0)
@@ -59,6 +61,7 @@ class Penalties(Feature):
         logits.index_copy_(0, rows, x - frequency * counts - presence * generated)
 
     def observe(self, token_ids: Tensor, *inputs: Tensor) -> None:
+        """Count the sampled tokens."""
         rows, slots = inputs[:2]
         chosen = token_ids.index_select(0, rows).long().clamp(min=0)
         self._counts.view(-1).index_add_(0, slots * self.vocab_size + chosen, torch.ones_like(chosen, dtype=torch.int32))

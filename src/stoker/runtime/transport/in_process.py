@@ -37,6 +37,7 @@ class InProcessMailbox(Mailbox):
         return messages
 
     def send(self, outputs: list[SequenceOutput]) -> None:
+        """Post the outputs to the event loops of their clients. Those of unknown clients are dropped."""
         for name, batch in split_by_client(outputs).items():
             if (client := self._clients.get(name)) is not None:
                 # Copies, because the client changes the request ids of its outputs.
@@ -89,6 +90,7 @@ class InProcessClient(StreamingClient):
 
     @property
     def alive(self) -> bool:
+        """Whether the executor has polled its mailbox within the timeout, and has not closed it."""
         return self._failure is None and time.monotonic() - self._mailbox.last_poll_s < self._timeout_s
 
     async def close(self) -> None:

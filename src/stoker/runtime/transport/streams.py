@@ -83,6 +83,7 @@ class StreamingClient(ExecutorClient):
         """Queue a message to the executor without waiting. May call `_fail`."""
 
     async def generate(self, request: TokenRequest) -> AsyncGenerator[list[SequenceOutput], None]:
+        """Submit the request and yield its outputs as they arrive. Closing the generator early cancels the request."""
         stream = self._open(request)
         try:
             while not stream.finished:

@@ -82,6 +82,7 @@ class ZmqExecutorClient(StreamingClient):
 
     @property
     def alive(self) -> bool:
+        """Whether a message of the executor has arrived within the timeout, and the connection has not failed."""
         return self._failure is None and time.monotonic() - self._last_receive_s < self._timeout_s
 
     async def close(self) -> None:

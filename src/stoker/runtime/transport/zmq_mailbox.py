@@ -114,6 +114,7 @@ class ZmqMailbox(Mailbox):
         return messages
 
     def send(self, outputs: list[SequenceOutput]) -> None:
+        """Send the outputs to their clients. Those of unknown clients are dropped."""
         for name, batch in split_by_client(outputs).items():
             if (peer := self._peers.get(name)) is None:
                 continue

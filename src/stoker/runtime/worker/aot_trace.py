@@ -46,6 +46,7 @@ class MetaTensors(TensorSource):
     """A source of tensors on the meta device, which have a shape and no content."""
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of this shape without content, for any name."""
         return torch.empty(shape, dtype=dtype, device=META)
 
 
@@ -58,6 +59,7 @@ class MetaGroup(Group):
             self.inboxes = Inboxes([1 << 40] * size, rank, META)
 
     def all_gather(self, x: Tensor) -> Tensor:
+        """A tensor of the shape that a gather over `size` ranks returns."""
         return torch.cat([x] * self.size, dim=-1)
 
 
@@ -68,9 +70,11 @@ class MetaStage(Stage):
         self.index, self.num_stages = index, num_stages
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of this shape without content."""
         return torch.empty(shape, dtype=dtype, device=device)
 
     def send(self, x: Tensor) -> None:
+        """Does nothing."""
         return
 
 

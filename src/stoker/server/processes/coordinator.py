@@ -49,7 +49,7 @@ class SupervisorCoordinator(Coordinator):
             writer.close()
 
     async def publish(self, changes: Values) -> None:
-        """Apply changes in all frontends. Returns when those that are still connected have applied them."""
+        """Apply changes in all frontends. Returns when each has applied them or has disconnected."""
         await self.apply(changes)
         await asyncio.gather(*(self._send(writer, changes) for writer in list(self._frontends)))
 

@@ -108,7 +108,7 @@ def read_config(file: GGUFFile, tensors: Mapping[str, TensorInfo], rope_factors:
 def _end_ids(file: GGUFFile) -> list[int]:
     """The ids of all tokens that end a generation, eos first.
 
-    They are those that the metadata names, and those that llama.cpp recognizes by their text.
+    They are the tokens that the metadata names, and tokens that llama.cpp recognizes by their text.
     """
     named = [file.get(f"tokenizer.ggml.{key}_token_id", int) for key in ("eos", "eot", "eom")]
     by_text = [i for i, token in enumerate(file.get("tokenizer.ggml.tokens", [str], [])) if token in _END_TOKENS]

@@ -64,6 +64,7 @@ class Header:
         self.data_start = self._aligned(self._at)
 
     def _tensor(self) -> RawTensor:
+        """Read the description of one tensor. Raises ValueError for more than MAX_DIMENSIONS dimensions."""
         name, num_dims = self._string(_MAX_KEY_BYTES), self._u32()
         if not 1 <= num_dims <= MAX_DIMENSIONS:
             raise ValueError(f"the tensor {name[:80]!r} has {num_dims} dimensions")
@@ -86,6 +87,7 @@ class Header:
         return self._numbers(kind, 1)[0]
 
     def _array(self) -> list[Any]:
+        """Read an array of numbers or strings. Raises ValueError for an array of arrays."""
         kind, count = self._u32(), self._u64()
         if kind == _ARRAY:
             raise ValueError("an array of arrays is not supported")
@@ -129,6 +131,7 @@ class Header:
             raise ValueError(f"it claims {count} {what}, which do not fit into its {len(self._data)} bytes")
 
     def _string(self, max_bytes: int) -> str:
+        """Read a string. Raises ValueError if it has more than `max_bytes` bytes or is not UTF-8."""
         size = self._u64()
         if size > max_bytes:
             raise ValueError(f"a string claims {size} bytes")
@@ -142,9 +145,11 @@ class Header:
         return self._data[start : self._at]
 
     def _u32(self) -> int:
+        """Read an unsigned number of 32 bits."""
         value: int = _U32.unpack(self._take(4))[0]
         return value
 
     def _u64(self) -> int:
+        """Read an unsigned number of 64 bits."""
         value: int = _U64.unpack(self._take(8))[0]
         return value

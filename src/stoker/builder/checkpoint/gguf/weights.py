@@ -58,6 +58,7 @@ class GGUFWeights(CheckpointWeights):
             yield (values if head_rows is None else _reverse_permutation(values, head_rows)).reshape(-1)
 
     def read_prequantized(self, name: str) -> dict[str, Tensor]:
+        """The blocks of a tensor as tensors of an engine format, with its values unchanged."""
         tensor, rows = self._gguf_tensors[name], self.tensors[name].shape[0]
         raw = torch.empty((rows, tensor.num_bytes // rows), dtype=torch.uint8)
         read_into(self._opened.fileno(), as_bytes(raw), tensor.offset)

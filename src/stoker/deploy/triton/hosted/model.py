@@ -53,6 +53,7 @@ class ResponseSender:
             self._sender.send(flags=self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def _send(self, response: Any, *, final: bool) -> None:
+        """Send a response. `final`: it is the last one."""
         self._open = not final
         self._sender.send(response, flags=self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
 

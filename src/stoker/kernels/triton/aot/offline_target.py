@@ -42,9 +42,11 @@ class _OfflineDriver:
     target: GPUTarget
 
     def get_current_device(self) -> str:
+        """The key of JITFunction's cache in memory. No real device has it."""
         return f"{self.target.backend}:{self.target.arch}"  # the key of JITFunction's in-memory cache: no real device has it
 
     def get_current_stream(self, device: str) -> int:
+        """0: nothing is launched."""
         return 0
 
     def get_current_target(self) -> GPUTarget:

@@ -48,6 +48,10 @@ class SharedMemoryChannel(PlanChannel):
         self.address = ChannelAddress("shared_memory", num_readers, record_size, self._fd)
 
     def publish(self, header: tuple[int, ...], numbers: Numbers, check: Callable[[], None]) -> None:
+        """Wait for a slot that all followers have released, write the record into it, and make it visible to them.
+
+        `check` is called while it waits, and raises an exception to end the wait.
+        """
         memory = self._memory
         published, released = int(memory.published[0]), memory.released
         while published - int(released.min()) >= NUM_SLOTS:
@@ -60,12 +64,15 @@ class SharedMemoryChannel(PlanChannel):
         memory.published[0] = published + 1
 
     def heartbeats_ns(self) -> list[int]:
+        """The monotonic time of each follower's last sign of life, in nanoseconds."""
         return [int(beat) for beat in self._memory.heartbeats]
 
     def positions(self) -> list[int]:
+        """The number of records that each follower has processed."""
         return [int(released) for released in self._memory.released]
 
     def lags(self) -> list[int]:
+        """The number of published records that each follower has not processed yet."""
         return [int(self._memory.published[0]) - released for released in self.positions()]
 
     def close(self) -> None:
@@ -92,10 +99,12 @@ class SharedMemoryReader(PlanReader):
         return slot
 
     def release(self) -> None:
+        """The current record has been processed: its slot may be overwritten."""
         _fence()
         self._memory.released[self._reader] += 1
 
     def beat(self) -> None:
+        """Set the time of this follower's last sign of life to now."""
         self._memory.heartbeats[self._reader] = time.monotonic_ns()
 
 

@@ -142,6 +142,7 @@ def run_linear(
 ):
     """Compute linear number INDEX: wait for its input, load the operand, multiply, and store this CTA's rows of the outputs.
 
+    `state` and `stage` are the prefetch state and the next pipeline stage, m the number of tokens, `shared` the start of shared memory.
     Linears 0 and 2 (out_proj, down) add a residual; linears 1 and 3 (gate_up, qkv) begin with a norm. Returns (prefetch state, next stage).
     """
     linear = linears[INDEX]

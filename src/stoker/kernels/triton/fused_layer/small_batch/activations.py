@@ -97,7 +97,8 @@ def quantize_token(linear, row, norm_weight, address, group_sums, NORMED: gl.con
 def store_activations(linear, norm_weight, address, group_sums, NORMED: gl.constexpr, INDEX: gl.constexpr, CONFIG: gl.constexpr):
     """Store the inputs of all tokens for linear number INDEX in shared memory. Returns the unit of each token (1 for 16-bit weights).
 
-    The next token is loaded before the current one is processed.
+    `linear` are its `LinearArgs`; `address` and `group_sums` are the shared addresses of the activations and of their sums by group. The
+    next token is loaded before the current one is processed.
     """
     WIDTH: gl.constexpr = CONFIG.padded_k[INDEX]
     TOKENS: gl.constexpr = CONFIG.num_tokens

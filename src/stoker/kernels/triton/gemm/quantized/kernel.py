@@ -56,7 +56,7 @@ def tile_of_cta(tile_idx, m_tiles, n_tiles):
 
 @triton.jit
 def weight_rows(n_tile, n, TILE: tl.constexpr):
-    """The `WeightRows` of weight tile number `n_tile` of a weight with n rows."""
+    """The rows of a weight that belong to its tile number `n_tile`, as `WeightRows`. The weight has n rows."""
     BLOCK_N: tl.constexpr = TILE.block_n
     row = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = row < n

@@ -58,7 +58,7 @@ def load_weights(addresses, chunk, is_valid, COUNT: tl.constexpr, PARTS: tl.cons
 
 @triton.jit
 def load_scales(weight, rows, group, is_valid, ZERO: tl.constexpr, COUNT: tl.constexpr, GROUPS: tl.constexpr):
-    """The int4 scales of COUNT rows in groups `group` : `group` + GROUPS, each followed by its zero point or offset, if there is one.
+    """The int4 scales of COUNT rows in GROUPS groups, of which `group` is the first. Each scale is followed by its zero or offset, if any.
 
     The loads are volatile, so that the assembler leaves them in front of `griddepcontrol.wait`.
     """

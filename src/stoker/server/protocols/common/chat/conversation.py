@@ -38,7 +38,7 @@ class Conversation:
         self._messages.append({**message, **({"name": self._names[call_id]} if call_id in self._names else {})})
 
     def start_assistant(self) -> None:
-        """Start a message of the assistant, so that parts that follow do not join the one before."""
+        """Start a new message of the assistant. Later parts belong to it, instead of the message before."""
         self._messages.append({"role": "assistant"})
 
     def add_answer(self, text: str) -> None:

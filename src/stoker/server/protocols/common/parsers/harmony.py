@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 
 
 class HarmonyReader:
-    """Splits text that arrives in chunks. The texts of all pieces, joined, are the text. A message may also end at the next header."""
+    """Splits text that arrives in chunks into pieces, which together are the text. A message may also end at the next header."""
 
     def __init__(self) -> None:
         self._held = ""

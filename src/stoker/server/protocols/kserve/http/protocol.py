@@ -116,7 +116,7 @@ class KServeHTTP(Protocol):
         await http.respond(200, _encode({"model_stats": [self._core.statistics(served) for served in self._core.catalogue.all()]}))
 
     async def index(self, http: RequestContext) -> None:
-        """POST /v2/repository/index: the models and their states. With "ready": true, those that are ready."""
+        """POST /v2/repository/index: the models and their states. With "ready": true, only the ready ones."""
         body = await http.body()
         ready_only = bool(body) and read_object(body).get("ready") is True
         await self._respond_json(http, lambda: self._core.index(ready_only=ready_only))

@@ -61,7 +61,7 @@ class BatchRunner:
             task.cancel()
 
     async def _run(self, batch_id: str) -> None:
-        """Run a batch after the one that is running. Does nothing if another process runs it."""
+        """Run a batch once the previous one has ended. Does nothing if another process runs it."""
         async with self._running:
             folder = self._records.folder(batch_id)
             if not folder.acquire():

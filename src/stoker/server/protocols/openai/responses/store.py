@@ -39,7 +39,7 @@ class UnknownResponseError(NotFoundError):
 
 
 class StoredResponse(msgspec.Struct):
-    """One record. `context` holds all items of the conversation up to the response's own input, `input` only the latter."""
+    """One record. `input` holds the items of the response's own input, `context` all items of the conversation before it."""
 
     body: dict[str, Any]
     input: list[dict[str, Any]]

@@ -9,7 +9,7 @@ from stoker.server.protocols.common.parsers.markers import first_marker, is_part
 
 
 class ReasoningParser(ABC):
-    """The parser of one answer. The joined result does not depend on how the text is chunked."""
+    """The parser of one answer. The whole result does not depend on how the text is chunked."""
 
     template_marks: ClassVar[tuple[str, ...]] = ()  # texts that occur together in the chat templates of the family; empty: not selected
     start_marker: ClassVar[str] = ""  # a single token without which an answer contains no reasoning, unless it is opened; empty: always
