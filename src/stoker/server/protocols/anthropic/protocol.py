@@ -17,7 +17,7 @@ from stoker.server.protocols.anthropic.openapi import ERROR, OPERATIONS
 from stoker.server.protocols.anthropic.request import MessageCall, read_message_call
 from stoker.server.protocols.anthropic.response import MessageEvents, encode_event, message_object
 from stoker.server.protocols.common.chat.answer import Answer
-from stoker.server.protocols.common.client_names import with_client_name
+from stoker.server.protocols.common.client_names import with_client_name, without_truncation
 
 ERROR_TYPES = {
     401: "authentication_error",
@@ -27,8 +27,6 @@ ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-# Stoker's own names of fields: those of this API.
-_CLIENT_NAMES = {"prompt": "messages", "stop": "stop_sequences", "guide": "output_config", "guide.text": "output_config"}
 
 
 class Anthropic(Protocol):
@@ -54,7 +52,7 @@ class Anthropic(Protocol):
                 call = await read_message_call(values, service, self.context.settings)
                 await (_stream(http, call) if call.stream else _whole(http, call))
         except RequestError as error:
-            raise with_client_name(error, _CLIENT_NAMES, values) from None
+            raise _client_error(error, values) from None
 
     async def count_tokens(self, http: RequestContext) -> None:
         """The number of tokens of the prompt of a request."""
@@ -63,7 +61,7 @@ class Anthropic(Protocol):
         try:
             call = await read_message_call(values, self._service(values), self.context.settings, count_only=True)
         except RequestError as error:
-            raise with_client_name(error, _CLIENT_NAMES, values) from None
+            raise _client_error(error, values) from None
         await http.respond(200, msgspec.json.encode({"input_tokens": len(call.turn.request.prompt)}))
 
     def failure_body(self, failure: Failure) -> bytes:
@@ -76,6 +74,13 @@ class Anthropic(Protocol):
         """
         name = values.get("model")
         return self.context.default_service() if name is None else self.context.repository.service(name)
+
+
+def _client_error(error: RequestError, values: dict[str, Any]) -> RequestError:
+    """The error with the names of this API."""
+    constrained = next((name for name in ("output_config", "output_format") if name in values), "tools")
+    names = {"prompt": "messages", "prompt_ids": "messages", "stop": "stop_sequences", "guide": constrained}
+    return with_client_name(without_truncation(error), names, values)
 
 
 def failure_object(failure: Failure) -> dict[str, Any]:

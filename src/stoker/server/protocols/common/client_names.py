@@ -22,6 +22,12 @@ def with_client_name(error: RequestError, names: Mapping[str, str], body: Mappin
     return RequestError(sent, _value(error, sent, body), limit, cure=cure)
 
 
+def without_truncation(error: RequestError) -> RequestError:
+    """The error without the advice to set truncate_prompt_tokens, for an API that has no such field."""
+    cure = error.cure.replace(", or set truncate_prompt_tokens", "")
+    return RequestError(error.field, error.value, error.limit, cure=cure)
+
+
 def _value(error: RequestError, sent: str, body: Mapping[str, Any]) -> Any:
     """The value of the field `sent` in the body. If the error is about a part of it, such as one of several token ids, that part."""
     value: Any = body

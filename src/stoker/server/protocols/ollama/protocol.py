@@ -12,7 +12,7 @@ from stoker.frontend.service import Service
 from stoker.server.errors import BodyError, Failure
 from stoker.server.http.request_context import RequestContext, decode_json
 from stoker.server.protocol import Context, Endpoint, Protocol
-from stoker.server.protocols.common.client_names import with_client_name
+from stoker.server.protocols.common.client_names import with_client_name, without_truncation
 from stoker.server.protocols.ollama import fields, models
 from stoker.server.protocols.ollama.openapi import ERROR, OPERATIONS
 from stoker.server.protocols.ollama.request import read_chat_call, read_generate_call
@@ -20,9 +20,7 @@ from stoker.server.protocols.ollama.response import chat_members, generate_membe
 
 API_VERSION = "0.12.6"  # the release of Ollama whose API this is; some clients refuse older ones
 # Stoker's own names of fields: those of this API.
-_CHAT_NAMES = {"prompt": "messages", "max_tokens": "options.num_predict", "guide": "format", "guide.text": "format"}
-_GENERATE_NAMES = {**_CHAT_NAMES, "messages": "prompt"}
-_GENERATE_NAMES.pop("prompt")
+_NAMES = {"max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty", "stop": "options.stop"}
 
 
 class Ollama(Protocol):
@@ -54,7 +52,8 @@ class Ollama(Protocol):
             async with http.cancel_on_disconnect():
                 await respond(http, await read_chat_call(values, service, self.context.settings), chat_members)
         except RequestError as error:
-            raise with_client_name(error, _CHAT_NAMES, values) from None
+            names = {**_NAMES, "prompt": "messages", "prompt_ids": "messages", "guide": "format" if "format" in values else "tools"}
+            raise with_client_name(without_truncation(error), names, values) from None
 
     async def generate(self, http: RequestContext) -> None:
         """POST /api/generate."""
@@ -64,7 +63,8 @@ class Ollama(Protocol):
             async with http.cancel_on_disconnect():
                 await respond(http, await read_generate_call(values, service, self.context.settings), generate_members)
         except RequestError as error:
-            raise with_client_name(error, _GENERATE_NAMES, values) from None
+            names = {**_NAMES, "messages": "prompt", "prompt_ids": "prompt", "guide": "format"}
+            raise with_client_name(without_truncation(error), names, values) from None
 
     async def tags(self, http: RequestContext) -> None:
         """GET /api/tags: the served models."""

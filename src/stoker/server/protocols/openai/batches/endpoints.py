@@ -46,6 +46,7 @@ class Batches:
 
     async def upload(self, http: RequestContext) -> None:
         """POST /v1/files: store a file. Raises RequestError for unknown fields, and FilesFullError."""
+        self._context.default_service()  # while the model loads, a temporary directory is not the one of the server
         form = read_form(http.headers.get(b"content-type", b""), await http.body())
         for name in form:
             if name not in _FORM_FIELDS:

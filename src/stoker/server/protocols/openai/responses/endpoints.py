@@ -26,9 +26,6 @@ from stoker.server.protocols.openai.responses.store import ResponseStore, Stored
 MAX_BACKGROUND = 256  # responses in the background per frontend process
 CANCEL_POLL_S = 0.5  # how often a response in the background checks whether another process has cancelled it
 
-# Stoker's own names of fields: those of this API.
-_CLIENT_NAMES = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "guide": "text", "guide.text": "text"}
-
 FindService = Callable[[dict[str, Any]], Service]
 
 
@@ -57,7 +54,7 @@ class Responses:
             async with http.cancel_on_disconnect():
                 await self._create(http, values)
         except RequestError as error:
-            raise with_client_name(error, _CLIENT_NAMES, values) from None
+            raise _client_error(error, values) from None
 
     async def count_tokens(self, http: RequestContext) -> None:
         """The number of tokens of the prompt of a request."""
@@ -65,7 +62,7 @@ class Responses:
         try:
             call = await self._read_call(values)
         except RequestError as error:
-            raise with_client_name(error, _CLIENT_NAMES, values) from None
+            raise _client_error(error, values) from None
         await http.respond(200, wire.encode({"object": "response.input_tokens", "input_tokens": len(call.turn.request.prompt)}))
 
     async def retrieve(self, http: RequestContext) -> None:
@@ -189,3 +186,16 @@ class Responses:
         except Exception as error:
             events.fail(describe(error))
         self._store.finish(events.response)
+
+
+def _client_error(error: RequestError, values: dict[str, Any]) -> RequestError:
+    """The error with the names of this API."""
+    names = {
+        "messages": "input",
+        "prompt": "input",
+        "prompt_ids": "input",
+        "max_tokens": "max_output_tokens",
+        "guide": "text" if "text" in values else "tools",
+        "truncate_prompt_tokens": "truncation=auto",
+    }
+    return with_client_name(error, names, values)
