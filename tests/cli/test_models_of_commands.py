@@ -42,6 +42,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _use_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOKER_CACHE", str(cache))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # engines for the CPU, also on a machine with a GPU
 
 
 @pytest.fixture(scope="module")

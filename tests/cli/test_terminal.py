@@ -15,6 +15,7 @@ from stoker.cli.conversation import Conversation
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # engines for the CPU, also on a machine with a GPU
 
 
 def test_a_chat_with_a_checkpoint_shows_progress_and_then_answers(tiny_engine: Path, tmp_path: Path) -> None:

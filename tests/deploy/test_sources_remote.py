@@ -8,6 +8,7 @@ import io
 import json
 import tarfile
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -86,6 +87,8 @@ def bucket(moto: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     settings = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "hunter2", "AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": moto}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
+    # moto's buckets belong to the process, in which tests of another folder may have used the same names.
+    urllib.request.urlopen(urllib.request.Request(f"{moto}/moto-api/reset", method="POST")).close()
     client = boto3.client("s3")
     client.create_bucket(Bucket="models")
     return client
