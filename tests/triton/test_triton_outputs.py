@@ -189,6 +189,22 @@ def test_performance_metrics(server: RunningServer, engine: Path, model: str, *,
     assert last.as_numpy("kv_cache_reused_blocks")[0][0] == num_full and last.as_numpy("arrival_time_ns") is None
 
 
+def test_metrics_of_rows_and_sequences(client: Any, server: RunningServer) -> None:
+    """One response has a value per row and sequence. An output that only some rows request is left out."""
+    column = lambda *values: np.array(values)[:, None]  # noqa: E731
+    inputs = {"input_ids": np.array([[5, 6, 7], [8, 9, 10]], np.int32), "input_lengths": np.array([[3], [3]], np.int32)}
+    inputs |= {"request_output_len": np.array([[2], [2]], np.int32), "num_return_sequences": np.array([[2], [2]], np.int32)}
+    both = client.infer("tensorrt_llm", tensors(tgrpc, **inputs, return_perf_metrics=column(True, True)))
+    assert {both.as_numpy(name).shape for name in METRICS} == {(2, 2)}
+    one = client.infer("tensorrt_llm", tensors(tgrpc, **inputs, return_perf_metrics=column(True, False)))
+    assert {one.as_numpy(name) is None for name in METRICS} == {True} and one.as_numpy("output_ids").shape == (2, 2, 5)
+    with Stream(server) as stream:
+        stream.send("ensemble", text_input=PROMPT, max_tokens=4, stream=True, num_return_sequences=2, return_perf_metrics=True)
+        results = stream.rest()
+    assert {result.as_numpy("sequence_index")[0][0] for result in results} == {0, 1}
+    assert all(result.as_numpy("first_scheduled_time_ns")[0][0] > 0 for result in results)
+
+
 @pytest.mark.compatibility(
     protocol="Triton", client="benchmark_core_model.py", version="0.8, 0.18, 1.x", feature="token-norm-dist: ids beyond the vocabulary"
 )

@@ -8,7 +8,7 @@ import pytest
 
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError, RequestError
-from stoker.base.types import FinishReason, Guide, SamplingParams
+from stoker.base.types import AdmissionRecord, FinishReason, Guide, SamplingParams
 from stoker.runtime.request import Sequence, Status, TokenRequest
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.policies import POLICIES
@@ -387,3 +387,17 @@ def test_policies_are_those_of_the_configuration() -> None:
     assert all(name in str(caught.value) for name in POLICIES.names())
     with pytest.raises(ConfigError, match="max_utilization"):
         scheduler(policy="max_utilisation")
+
+
+def test_the_admission_record_counts_the_time_in_the_queue_and_the_blocks_of_the_prompt() -> None:
+    """Six blocks of 4 tokens. The second prompt shares two of them; the third evicts cached blocks after the empty ones are used."""
+    target = scheduler(num_blocks=6)
+    feed = Feed(target)
+    found = []
+    for prompt, arrival in (([1] * 10, 1.0), ([1] * 8 + [2] * 3, 2.0), ([3] * 21, 3.0)):
+        (seq,) = feed(prompt, max_tokens=1, arrival=arrival)
+        assert seq.admission is None
+        step(target, now=arrival + 0.5)
+        assert seq.finish_reason is not None
+        found.append(seq.admission)
+    assert found == [AdmissionRecord(0.5, 0, 3, 3), AdmissionRecord(0.5, 2, 1, 1), AdmissionRecord(0.5, 0, 6, 4)]
