@@ -129,7 +129,7 @@ def test_the_models_of_the_tokenizer(served: tuple[str, RunningServer], engine_w
         query = {"QUERY": np.array([[PROMPT.encode()]], object), "REQUEST_OUTPUT_LEN": np.array([[3]], np.int32), **words}
         before = client.infer("preprocessing", _inputs(query))
         assert shapes(before) == {
-            "INPUT_ID": (1, len(ids)), "REQUEST_INPUT_LEN": (1, 1), "BAD_WORDS_IDS": (1, 2, 0), "STOP_WORDS_IDS": (1, 2, 0),
+            "INPUT_ID": (1, len(ids)), "REQUEST_INPUT_LEN": (1, 1), "BAD_WORDS_IDS": (1, 2, 1), "STOP_WORDS_IDS": (1, 2, 1),
             "REQUEST_OUTPUT_LEN": (1, 1),
         }  # fmt: skip
         after = client.infer("postprocessing", _inputs({"TOKENS_BATCH": np.array([[ids, ids[::-1]]], np.int32)}))

@@ -49,7 +49,10 @@ class Preprocessing(TokenizerModel):
         end_ids, pad_ids = self._ids(rows, service)
         ids = [service.encode(row.value("QUERY", ""), add_special_tokens=self._settings.add_special_tokens) for row in rows]
         words = {
-            role: word_lists.write_word_lists([sampling.tokenize_words(role, row.texts(role), service) for row in rows])
+            role: word_lists.write_word_lists(
+                [sampling.tokenize_words(role, row.texts(role), service) for row in rows],
+                min_length=int(role in inference.inputs),  # as in the reference: an input without words has one place of padding
+            )
             for role in ("BAD_WORDS_DICT", "STOP_WORDS_DICT")
         }
         return {

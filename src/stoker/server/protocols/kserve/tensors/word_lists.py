@@ -32,10 +32,10 @@ def read_word_list(name: str, array: np.ndarray) -> list[tuple[int, ...]]:
     return words
 
 
-def write_word_lists(rows: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
-    """An INT32 array [rows, 2, length]. Shorter rows are padded with id 0 and offset -1. The length is 0 if there are no words."""
+def write_word_lists(rows: Sequence[Sequence[Sequence[int]]], *, min_length: int = 0) -> np.ndarray:
+    """An INT32 array [rows, 2, length]. Shorter rows are padded with id 0 and offset -1. Without words, the length is `min_length`."""
     flat = [[token for word in words for token in word] for words in rows]
-    length = max([0, *map(len, flat)])
+    length = max([min_length, *map(len, flat)])
     array = np.zeros((len(rows), 2, length), np.int32)
     array[:, 1] = -1
     for row, words in enumerate(rows):
