@@ -46,11 +46,11 @@ def test_models_are_loaded_unloaded_and_reloaded_while_requests_run(
             first = next(events)
             assert http.post("/v2/repository/models/ensemble/unload", json={"parameters": {"unload_dependents": True}}).status_code == 200
             for _ in range(6):  # each frontend
-                refused = httpx.post(f"{http.base_url}/v2/models/ensemble/generate", json=generate)
+                refused = httpx.post(f"{http.base_url}/v2/models/ensemble/generate", json=generate, timeout=60)
                 assert refused.status_code == 503 and "no available versions" in refused.json()["error"]
             parts = [json.loads(line[6:]) for line in [first, *events] if line]
         assert "".join(part["text_output"] for part in parts) == whole.removeprefix("the quick")
-        until(lambda: set(states(http).values()) == {"UNAVAILABLE"})
+        until(lambda: set(states(http).values()) == {"UNAVAILABLE"}, 60)
         assert not Path(f"/proc/{executor}").exists() and executors(process) == [], "the memory of the engine is free"
         assert http.get("/metrics").status_code == 200 and http.get("/v2/models/stats").status_code == 200
         assert http.get("/v2/health/ready").status_code == 200 and http.get("/v2/models/ensemble/ready").status_code == 400
@@ -59,7 +59,7 @@ def test_models_are_loaded_unloaded_and_reloaded_while_requests_run(
         config.write_text(re.sub(r"max_batch_size: \d+", "max_batch_size: 7", config.read_text()))
         assert http.post("/v2/repository/models/ensemble/load").status_code == 200
         for _ in range(6):
-            assert httpx.get(f"{http.base_url}/v2/models/ensemble/config").json()["max_batch_size"] == 7
+            assert httpx.get(f"{http.base_url}/v2/models/ensemble/config", timeout=60).json()["max_batch_size"] == 7
             answer = httpx.post(f"{http.base_url}/v2/models/ensemble/generate", json=generate, timeout=60).json()
             assert answer["text_output"] == whole
         (executor,) = executors(process)

@@ -52,7 +52,7 @@ def test_the_launcher_starts_two_ranks(repository: Callable[[int], Path], progra
     """Rank 0 serves an engine of two ranks. The other process ends with it, and mpirun ends."""
     with started(launcher_command(program, repository(2), 2)) as (addresses, process, lines):
         body = {"text_input": "the quick", "max_tokens": 5}
-        answer = httpx.post(f"http://{addresses['HTTPService']}/v2/models/ensemble/generate", json=body, timeout=30).json()
+        answer = httpx.post(f"http://{addresses['HTTPService']}/v2/models/ensemble/generate", json=body, timeout=60).json()
         assert answer["model_name"] == "ensemble" and answer["text_output"]
         named = [path.parent for path in Path("/proc").glob("[0-9]*/comm") if path.read_text() == "tritonserver\n"]
         ours = [path for path in named if str(program).encode() in (path / "cmdline").read_bytes()]
@@ -78,10 +78,10 @@ def test_options_of_the_server_have_effect(repository: Callable[[int], Path], pr
     options += ["--with-test-models", "--load-model=simple", "--shared-memory=/stoker_test_*"]
     with started([*launcher_command(program, repository(1), 1)[5:-1], *options]) as (addresses, process, lines):
         http = f"http://{addresses['HTTPService']}"
-        assert httpx.get(f"{http}/v2").json()["name"] == "mine"
-        states = {row["name"]: row["state"] for row in httpx.post(f"{http}/v2/repository/index").json()}
+        assert httpx.get(f"{http}/v2", timeout=60).json()["name"] == "mine"
+        states = {row["name"]: row["state"] for row in httpx.post(f"{http}/v2/repository/index", timeout=60).json()}
         assert [name for name, state in states.items() if state == "READY"] == ["preprocessing", "simple"]
-        assert httpx.get(f"{http}/v2/health/ready").status_code == 200
+        assert httpx.get(f"{http}/v2/health/ready", timeout=60).status_code == 200
         _check_shared_memory(process.pid, addresses["HTTPService"])
     assert process.returncode == 0 and any("--backend-config has no effect" in line for line in lines)
     log = tmp_path / "log.txt"
