@@ -8,6 +8,7 @@ from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).with_name("emulator")))
 
 import interpreter
 import pytest

@@ -24,5 +24,5 @@ def _update_hash(self: DependenciesFinder, func: JITCallable[Any]) -> None:
 
 
 def install() -> None:
-    """Replace Triton's method. `tests/kernels/test_cache_keys.py` fails for a version of Triton that needs another fix."""
+    """Replace Triton's method. `tests/kernels/compiled/test_cache_keys.py` fails for a version of Triton that needs another fix."""
     DependenciesFinder._update_hash = _update_hash  # type: ignore[method-assign]

@@ -1,9 +1,9 @@
 """Loads and stores of shared memory by 32-bit address, and the address where a kernel's shared memory begins.
 
 A fused layer kernel allocates its shared memory once and manages it itself: the allocation begins where the CTA's shared memory begins, and
-what Triton needs for its own reductions comes after it (tests/kernels/test_compile.py checks this). An address is an int32 tensor with one
-element per thread, in bytes. Gluon has no operation for this, so each access is inline PTX. An assembly block that only stores returns one
-of its arguments, because a block must have a result.
+what Triton needs for its own reductions comes after it (tests/kernels/compiled/test_compile.py checks this). An address is an int32 tensor
+with one element per thread, in bytes. Gluon has no operation for this, so each access is inline PTX. An assembly block that only stores
+returns one of its arguments, because a block must have a result.
 """
 
 from __future__ import annotations
