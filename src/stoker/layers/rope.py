@@ -43,17 +43,17 @@ def _base_frequencies(theta: float, dim: int) -> Tensor:
 
 
 def _default(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
-    """The frequencies without scaling."""
+    """The result of `_frequencies` without scaling."""
     return _base_frequencies(config.theta, config.dim), 1.0
 
 
 def _linear(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
-    """Linear scaling: all frequencies are divided by the factor."""
+    """The result of `_frequencies` with linear scaling: all frequencies are divided by the factor."""
     return _base_frequencies(config.theta, config.dim) / config.factor, 1.0
 
 
 def _dynamic(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
-    """NTK-aware scaling: a larger base for longer contexts."""
+    """The result of `_frequencies` with NTK-aware scaling: a larger base for longer contexts."""
     ratio = config.factor * num_positions / config.original_max_positions - (config.factor - 1)
     if num_positions <= config.original_max_positions:
         ratio = 1.0
@@ -61,14 +61,17 @@ def _dynamic(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
 
 
 def _qwen(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
-    """NTK-aware scaling in powers of two (get_ntk_alpha of Qwen 1)."""
+    """The result of `_frequencies` with NTK-aware scaling in powers of two (get_ntk_alpha of Qwen 1)."""
     ratio = num_positions / config.original_max_positions
     alpha = 2 ** math.ceil(math.log2(ratio) + 1) - 1 if ratio > 1 else 1
     return _base_frequencies(config.theta * alpha ** (config.dim / (config.dim - 2)), config.dim), 1.0
 
 
 def _llama3(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
-    """Low frequencies ÷ factor, high frequencies unchanged, a linear blend between them (Llama 3.1)."""
+    """The result of `_frequencies` with the method of Llama 3.1.
+
+    Low frequencies are divided by the factor, high ones stay, and the ones between them are blended linearly.
+    """
     plain = _base_frequencies(config.theta, config.dim)
     turns = config.original_max_positions * plain / (2 * math.pi)  # turns over the original context
     blend = ((turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)).clamp(0, 1)
@@ -76,7 +79,7 @@ def _llama3(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
 
 
 def _yarn(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
-    """YaRN (arXiv 2309.00071), with DeepSeek's two mscale settings."""
+    """The result of `_frequencies` with YaRN (arXiv 2309.00071) and DeepSeek's two mscale settings."""
     dim, original = config.dim, config.original_max_positions
 
     def feature_of(turns: float) -> float:
@@ -102,12 +105,15 @@ def _yarn_factor(config: RopeConfig) -> float:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """0.1 × mscale × ln(factor) + 1, or 1 for a factor of at most 1."""
+    """YaRN's factor for attention over longer contexts: 0.1 × mscale × ln(factor) + 1, or 1 for a factor of at most 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _longrope(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
-    """LongRoPE (arXiv 2402.13753): a divisor for each frequency; the long ones if the engine's length exceeds the original length."""
+    """The result of `_frequencies` with LongRoPE (arXiv 2402.13753): a divisor for each frequency.
+
+    The long divisors are used if the engine's length exceeds the original length.
+    """
     original = config.original_max_positions
     divisors = config.long_factor if num_positions > original else config.short_factor
     if len(divisors) != config.dim // 2:

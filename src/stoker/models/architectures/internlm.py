@@ -13,7 +13,7 @@ from stoker.models.tensor_transforms import ungroup_qkv
 
 @with_defaults(vocab_size=103168, bias=True, max_position_embeddings=2048)
 def internlm_config(hf: dict[str, Any]) -> ModelConfig:
-    """The ModelConfig of a InternLM 1 checkpoint, from `hf`, the data of its config.json."""
+    """The ModelConfig of an InternLM 1 checkpoint, from `hf`, the data of its config.json."""
     rotary = value_or(hf, "rotary", {})
     scaling = {"type": "dynamic", "factor": rotary.get("scaling_factor", 1.0)} if rotary.get("type") == "dynamic" else None
     hf = {"rope_theta": rotary.get("base", 10000), "rope_scaling": scaling} | hf
@@ -22,7 +22,7 @@ def internlm_config(hf: dict[str, Any]) -> ModelConfig:
 
 @with_defaults(vocab_size=103168, bias=True, max_position_embeddings=2048)
 def internlm2_config(hf: dict[str, Any]) -> ModelConfig:
-    """The ModelConfig of a InternLM 2 checkpoint, from `hf`, the data of its config.json."""
+    """The ModelConfig of an InternLM 2 checkpoint, from `hf`, the data of its config.json."""
     return llama_config(hf, architecture="InternLM2ForCausalLM", qkv_bias=bool(hf["bias"]), out_bias=bool(hf["bias"]))
 
 

@@ -128,7 +128,7 @@ def _set_bits(mask: Tensor, token_ids: Iterable[int], value: bool) -> None:
 
 
 def _ends_with(seq: Sequence, length: int, token_ids: tuple[int, ...]) -> bool:
-    """Whether the first `length` tokens end with these, of which none is of the prompt."""
+    """Whether the first `length` tokens of `seq` end with `token_ids`, all of which were generated."""
     start = length - len(token_ids)
     return start >= seq.num_prompt and tuple(seq.tokens[start:length]) == token_ids
 

@@ -23,9 +23,11 @@ class InternalRequest(RequestContext):
         return self._body
 
     async def respond(self, status: int, body: bytes = b"", content_type: bytes = JSON, headers: Headers = ()) -> None:
+        """Store status and body in this object. The other arguments have no effect."""
         self.status, self.response = status, body
 
     async def open_stream(self, content_type: bytes = JSON, status: int = 200, headers: Headers = STREAMED) -> None:
+        """Raise RuntimeError, because a handler must not stream the response to an internal request."""
         raise RuntimeError("an internal request is not streamed")
 
     def on_disconnect(self, callback: Callable[[], object]) -> Callable[[], object]:

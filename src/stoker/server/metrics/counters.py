@@ -54,6 +54,7 @@ class BufferedCounter:
         self._child, self._buffer, self._amount = child, buffer, 0.0
 
     def inc(self, amount: float = 1) -> None:
+        """Add `amount` to the buffered count."""
         if amount and not self._amount:
             self._buffer.add_changed(self)
         self._amount += amount
@@ -81,6 +82,7 @@ class BufferedHistogram:
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
+        """Add `value` to the buffered observations."""
         if not self._buckets:
             self._buffer.add_changed(self)
         bucket = bisect_left(self._bounds, value)

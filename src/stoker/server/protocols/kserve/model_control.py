@@ -60,6 +60,7 @@ class FixedEngine:
         self._settings = settings
 
     async def read_settings(self) -> ServerSettings:
+        """The settings that the server started with."""
         return self._settings
 
     async def start(self) -> None:

@@ -100,7 +100,7 @@ class OpenAI(Protocol):
         await http.respond(200, wire.encode(self._model_object(name, self._named(name))))
 
     async def load(self, http: RequestContext) -> None:
-        """The number of requests that run or wait, as in vLLM."""
+        """GET /load: the number of requests that run or wait, as in vLLM."""
         services = [model.service for model in self.context.repository.models() if model.service is not None and model.ready]
         stats = [await service.stats() for service in services]
         await http.respond(200, wire.encode({"server_load": sum(each.num_running + each.num_waiting for each in stats)}))

@@ -130,8 +130,8 @@ def launch(
 ) -> Tensor:
     """Launch the kernel once for all rows of x, in tiles of `tokens` rows. `operand` is x in the form in which it is multiplied.
 
-    With `unquantized` [1, k], the kernel quantizes this row into `operand` with values of at most `limit`, after the RMS norm of `fusion`.
-    Without it, the caller has applied the norm.
+    `digits` is 2 if `operand` consists of two int8 digits per value, otherwise 1. With `unquantized` [1, k], the kernel quantizes this row
+    into `operand` with values of at most `limit`, after the RMS norm of `fusion`. Without it, the caller has applied the norm.
     """
     m = x.shape[0]
     gated = fusion.gate is not None

@@ -30,6 +30,7 @@ class Conversation:
             self._messages.append({"role": "system", "content": text})
 
     def add_user(self, text: str) -> None:
+        """Text of the user's turn."""
         self._messages.append({"role": "user", "content": text})
 
     def add_result(self, call_id: str, text: str) -> None:

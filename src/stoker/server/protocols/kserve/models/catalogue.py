@@ -102,7 +102,7 @@ def _default_model(kind: str, name: str) -> TritonModel:
 
 
 def _served(model: TritonModel, context: Context, options: TritonOptions, in_flight: InFlight, settings: ServerSettings) -> ServedModel:
-    """A model of the catalogue over the generation service of its name, or of the first model."""
+    """A model as clients see it. It uses the generation service with its name, if there is one, or else the default one."""
 
     def service() -> Service:
         """The service of this model's name, or else the default one."""

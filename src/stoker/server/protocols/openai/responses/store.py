@@ -124,6 +124,7 @@ class ResponseStore:
                 return
 
     def _transaction(self) -> _Transaction:
+        """A context manager for one transaction of the database."""
         return _Transaction(self._database)
 
 

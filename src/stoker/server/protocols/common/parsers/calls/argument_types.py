@@ -31,7 +31,7 @@ def json_of_text(text: str, types: set[str]) -> str:
 
 
 def json_string(text: str) -> str:
-    """The JSON string of a text."""
+    """The text as a JSON string, with quotation marks and escapes."""
     return valid_unicode(json.dumps(text, ensure_ascii=False))
 
 

@@ -24,6 +24,7 @@ class GptOssReasoning(ReasoningParser):
         self._num_content = 0
 
     def push(self, text: str) -> tuple[str, str]:
+        """Add text. Returns (reasoning, content) of the pieces that are certain."""
         return self._joined(list(self._reader.push(text)))
 
     def flush(self) -> tuple[str, str]:

@@ -56,6 +56,7 @@ class MarkedReasoningParser(ReasoningParser):
 
     @classmethod
     def opened_by(cls, prompt: str) -> bool:
+        """Whether the prompt, without white space at its end, ends with one of `opens`."""
         return prompt.rstrip().endswith(cls.opens)
 
     def push(self, text: str) -> tuple[str, str]:

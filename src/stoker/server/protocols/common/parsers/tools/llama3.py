@@ -23,6 +23,7 @@ class Llama3Parser(ToolParser):
         self._plain = False
 
     def accepts(self, name: str) -> bool:
+        """Whether the request has a tool with this name."""
         return name in self._schemas
 
     def _advance(self) -> bool:

@@ -30,6 +30,7 @@ class Llama4PythonicParser(ToolParser):
         self._arguments = PythonArguments()
 
     def accepts(self, name: str) -> bool:
+        """Whether the request has a tool with this name."""
         return name in self._schemas
 
     def _advance(self) -> bool:

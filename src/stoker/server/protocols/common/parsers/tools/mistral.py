@@ -24,6 +24,7 @@ class MistralParser(ToolParser):
         self._arguments: JsonScanner | None = None
 
     def new_id(self) -> str:
+        """An id of nine letters and digits, as Mistral's templates require."""
         return short_id()
 
     def _advance(self) -> bool:

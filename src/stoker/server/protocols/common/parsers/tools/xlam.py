@@ -21,6 +21,7 @@ class XlamParser(TaggedJsonParser):
         self._at_start = True
 
     def accepts(self, name: str) -> bool:
+        """Whether the request has a tool with this name."""
         return name in self._schemas
 
     def _find_section(self, *markers: str) -> bool:
