@@ -24,7 +24,9 @@ from stoker.cli.benchmark.results import check_output_file, percentile, print_re
 from stoker.cli.clients.http import events, get, post
 from stoker.cli.clients.metrics import read_metrics
 from stoker.cli.engines import MODEL_HELP, prepare_engine
+from stoker.cli.options import build_options
 from stoker.cli.server_process import running_server
+from stoker.deploy.build_settings import BuildSettings
 
 TOKEN_IDS = range(100, 300)  # ordinary tokens in every vocabulary, including those of the tests
 MAX_COUNT = 1 << 20
@@ -40,6 +42,7 @@ class RequestTimes:
     total_s: float = 0.0
 
 
+@build_options
 def serving(
     model: Annotated[str | None, typer.Argument(help=f"{MODEL_HELP} It is served for the measurement.")] = None,
     url: Annotated[str | None, typer.Option(help="Measure this running server instead.")] = None,
@@ -49,6 +52,8 @@ def serving(
     output_len: Annotated[int, typer.Option(help="New tokens of each request; none ends earlier.")] = 64,
     options: Annotated[str, typer.Option(help="Further options of `stoker serve MODEL`.")] = "",
     json: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
+    *,
+    build: BuildSettings,
 ) -> None:
     """Measure latency percentiles and tokens per second of a server, by concurrency.
 
@@ -66,12 +71,14 @@ def serving(
         raise typer.BadParameter("give a model, or --url of a running server", param_hint="MODEL")
     if url is not None and options:
         raise typer.BadParameter("they have no effect on the running server of --url", param_hint="--options")
+    if url is not None and build.chosen():
+        raise typer.BadParameter(f"{', '.join(build.chosen())} has no effect on a running server", param_hint="--url")
     check_output_file(json)
     server_options = _split_options(options)
     for name, values in (("concurrency", concurrency), ("rounds", [rounds]), ("input_len", [input_len]), ("output_len", [output_len])):
         for value in values:
             check_range(name, value, 1, MAX_COUNT)
-    engine = None if model is None else prepare_engine(model, RuntimeConfig())
+    engine = None if model is None else prepare_engine(model, RuntimeConfig(), build)
     with contextlib.ExitStack() as stack:
         server_url = url if engine is None else stack.enter_context(running_server(engine, server_options))
         assert server_url is not None
