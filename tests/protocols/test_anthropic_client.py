@@ -209,6 +209,7 @@ async def test_errors_are_exceptions_of_the_client(client: anthropic.AsyncAnthro
         ("max_tokens", None, "max_tokens"),
         ("tools", [{"type": "web_search_20250305", "name": "web_search"}], "tools[0].type"),
         ("tools", [{"name": "x"}], "tools[0].input_schema"),
+        ("tools", [{"name": "x", "parameters": {}}], "tools[0].parameters"),
         ("tool_choice", {"type": "tool", "name": "nope"}, "tool_choice.name"),
         ("tool_choice", {"type": "some"}, "tool_choice.type"),
         ("thinking", {"type": "enabled", "budget": 5}, "thinking.budget"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -185,9 +186,13 @@ async def server() -> Any:
         yield http
 
 
-@pytest.fixture
-async def document(server: httpx.AsyncClient) -> dict[str, Any]:
-    return (await server.get("/openapi.json")).json()  # type: ignore[no-any-return]
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    async def fetch() -> dict[str, Any]:
+        async with asgi_client(ScriptedService()) as http:
+            return (await http.get("/openapi.json")).json()  # type: ignore[no-any-return]
+
+    return asyncio.run(fetch())
 
 
 def check(document: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
@@ -227,7 +232,7 @@ def check_response(document: dict[str, Any], method: str, path: str, response: h
         check(document, described[kind]["schema"], part)
 
 
-async def test_the_document_is_openapi(document: dict[str, Any]) -> None:
+def test_the_document_is_openapi(document: dict[str, Any]) -> None:
     openapi_spec_validator.validate(document)
     text = json.dumps(document)
     assert "Rejected: " in text and "http://" not in text.replace("http://stoker", "")
@@ -283,7 +288,7 @@ async def test_the_document_refuses_what_the_server_refuses(
 
 
 @pytest.mark.parametrize("path", sorted(RECORDED.glob("*.txt")), ids=lambda path: path.stem)
-async def test_responses_recorded_from_triton_are_valid(document: dict[str, Any], path: Path) -> None:
+def test_responses_recorded_from_triton_are_valid(document: dict[str, Any], path: Path) -> None:
     """An independent server: its JSON responses with status 200 are valid according to our description of the route."""
     request, _, response = path.read_bytes().partition(b"\n<<< RESPONSE")
     method, target = request.removeprefix(b">>> REQUEST\n").split(b" ")[:2]

@@ -257,6 +257,7 @@ async def test_failures(client: openai.AsyncOpenAI, service: ScriptedService) ->
         ("input", "x" * 600, "input"),
         ("tools", [{"type": "web_search"}], "tools[0].type"),
         ("tools", [{"type": "function"}], "tools[0].name"),
+        ("tools", [{"type": "function", "name": "f", "params": {}}], "tools[0].params"),
         ("tool_choice", {"type": "function", "name": "nope"}, "tool_choice"),
         ("text", {"format": {"type": "xml"}}, "text.format.type"),
         ("text", {"format": {"type": "json_schema", "name": "x"}}, "text.format.schema"),

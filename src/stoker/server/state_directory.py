@@ -30,7 +30,8 @@ class StateDirectory:
         self.path = Path(path)
         self.owner = uuid.uuid4().hex
         try:
-            (self.path / "owners").mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self.path / "owners").mkdir(exist_ok=True)
             self._lock = os.open(self._lock_path(self.owner), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -58,6 +58,21 @@ THINKING = FieldTable(
         accepted("display", exactly("summarized", "omitted")),
     )
 )
+_ENFORCED = "arguments are enforced with tool_choice of type any or tool"
+TOOL = FieldTable(
+    (
+        accepted("type", NAME, "custom, or nothing"),
+        accepted("name", ANYTHING),
+        accepted("description", Text()),
+        accepted("input_schema", ANYTHING),
+        no_effect("strict", FLAG, _ENFORCED),
+        no_effect("cache_control", OBJECT, "prefixes are always cached"),
+        no_effect("eager_input_streaming", FLAG, "arguments are always streamed"),
+        no_effect("input_examples", ListOf(OBJECT, 128), "chat templates have no place for examples"),
+        no_effect("allowed_callers", ListOf(NAME, 16), "the client calls all tools"),
+        rejected("defer_loading", "all tools are part of the prompt", False),
+    )
+)
 TOOL_CHOICE = FieldTable(
     (accepted("type", exactly("auto", "any", "tool", "none")), accepted("name", Text(256)), accepted("disable_parallel_tool_use", FLAG))
 )

@@ -11,7 +11,7 @@ from stoker.base.errors import RequestError
 from stoker.base.types import GenerationRequest, Guide, SamplingParams
 from stoker.frontend.service import Service
 from stoker.server.protocols.anthropic.blocks import read_conversation
-from stoker.server.protocols.anthropic.fields import MAX_TOKENS, OUTPUT_CONFIG, TABLE, THINKING, TOOL_CHOICE
+from stoker.server.protocols.anthropic.fields import MAX_TOKENS, OUTPUT_CONFIG, TABLE, THINKING, TOOL, TOOL_CHOICE
 from stoker.server.protocols.common.chat.template_values import read_template_kwargs, thinking_switches
 from stoker.server.protocols.common.chat.tools import ToolUse, function_tool
 from stoker.server.protocols.common.chat.turn import ChatTurn, prepare_turn
@@ -102,6 +102,7 @@ def _read_tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
     if kind != "custom":
         limit = "only tools that the client runs and describes are supported"
         raise RequestError(f"{field}.type", kind, limit, cure='Use {"name": …, "description": …, "input_schema": …}.')
+    TOOL.check(tool, prefix=f"{field}.")
     return function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), field=field, schema_name="input_schema")
 
 

@@ -100,3 +100,16 @@ TEXT = FieldTable(
         no_effect("verbosity", exactly("low", "medium", "high"), "the model has no such switch"),
     )
 )
+TOOL = FieldTable(
+    (
+        accepted("type", exactly("function")),
+        accepted("name", ANYTHING),
+        accepted("description", Text(1 << 24)),
+        accepted("parameters", ANYTHING),
+        no_effect("strict", FLAG, "arguments are enforced with tool_choice required or a function"),
+        no_effect("output_schema", OBJECT, "chat templates have no place for it"),
+        no_effect("allowed_callers", ListOf(Text(64), 16), "the client calls all tools"),
+        rejected("async", "calls are not answered later", False),
+        rejected("defer_loading", "all tools are part of the prompt", False),
+    )
+)

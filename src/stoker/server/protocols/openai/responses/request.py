@@ -17,7 +17,7 @@ from stoker.server.protocols.common.guides import read_guide
 from stoker.server.protocols.openai.call import DEFAULT_TEMPERATURE
 from stoker.server.protocols.openai.chat.tool_choice import read_tools
 from stoker.server.protocols.openai.fields import MAX_TOKENS
-from stoker.server.protocols.openai.responses.fields import REASONING, TABLE, TEXT
+from stoker.server.protocols.openai.responses.fields import REASONING, TABLE, TEXT, TOOL
 from stoker.server.protocols.openai.responses.input_items import read_input, to_conversation
 from stoker.server.protocols.openai.responses.store import UNFINISHED, ResponseStore
 from stoker.server.settings import ServerSettings
@@ -166,6 +166,7 @@ def _chat_tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
     if tool.get("type") != "function":
         limit = "only functions that the client runs are supported"
         raise RequestError(f"{field}.type", tool.get("type"), limit, cure='Use {"type": "function", "name": …, "parameters": …}.')
+    TOOL.check(tool, prefix=f"{field}.")
     parameters = tool.get("parameters") or {"type": "object", "properties": {}}
     return function_tool(tool.get("name"), tool.get("description"), parameters, field=field, schema_name="parameters")
 
