@@ -39,7 +39,7 @@ def choose_recipe(
     Raises ConfigError for a quantization that is unknown, or does not apply to the model or the checkpoint.
     """
     recipe = _requested_or_stored(settings, config, plans, checkpoint, architecture)
-    if settings.max_perplexity_increase is not None and not changes_values(recipe):
+    if settings.max_perplexity_increase is not None and not is_quantized(recipe):
         raise ConfigError("max_perplexity_increase is refused: nothing is quantized.", cure="Leave it out, or name a quantization.")
     config = msgspec.structs.replace(config, recipe=_with_calibration(settings, config, recipe))
     return fit_recipe_to_shards(config)
@@ -51,8 +51,8 @@ def check_recipe(quantization: str | None, settings: dict[str, Any], kv_cache_dt
     find_recipe(None if requested == AS_STORED else requested, settings, kv_cache_dtype)
 
 
-def changes_values(recipe: Recipe) -> bool:
-    """Whether an engine with this recipe computes different values than its checkpoint, so that its accuracy is measured."""
+def is_quantized(recipe: Recipe) -> bool:
+    """Whether the recipe quantizes linears, by itself or as the checkpoint stores them, or the KV cache. Then accuracy is measured."""
     return recipe.name != "NO_QUANT" or recipe.kv_cache is not None
 
 

@@ -74,7 +74,7 @@ def calibrate(plan: BuildPlan, tokens: list[Tensor], progress: Callable[[str, in
 
 
 def _quantize_next_layer(plan: BuildPlan, model: LayerwiseModel, dense: Loader) -> dict[str, Tensor]:
-    """Quantize the next layer of `model`, and run it. Returns its stored tensors by engine name.
+    """Quantize the next layer of `model`, or import its stored formats, and run it so. Returns its stored tensors by engine name.
 
     `dense` loads the layer's unquantized weights.
     """

@@ -98,7 +98,10 @@ def check_accuracy(
 
 
 def _reason_to_skip(plan: BuildPlan, work: Path, even_if_slow: bool) -> str:
-    """The reason why nothing is measured; empty if it can be measured."""
+    """Why accuracy is not measured: random weights, no tokenizer in `work`, or a model too large for a CPU unless `even_if_slow`.
+
+    Empty if it is measured.
+    """
     if plan.config.weights == "dummy":
         return "the weights are random"
     if not (work / "tokenizer.json").is_file():

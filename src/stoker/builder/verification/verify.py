@@ -13,7 +13,7 @@ from stoker.builder.background_compile import Progress
 from stoker.builder.build_plan import BuildPlan
 from stoker.builder.calibration.calibrate import calibrate_layers
 from stoker.builder.conversion.shard_plan import ShardPlan
-from stoker.builder.recipe import changes_values
+from stoker.builder.recipe import is_quantized
 from stoker.builder.verification.accuracy import check_accuracy
 from stoker.builder.verification.greedy_tokens import GreedyComparison, compare_greedy_tokens
 from stoker.builder.verification.stored_files import verify_files
@@ -39,7 +39,7 @@ def _compare_with_checkpoint(plan: BuildPlan, work: Path, even_if_slow: bool, pr
     """The results of comparing tokens and accuracy with the checkpoint, for config.json."""
     config = plan.config
     checks: dict[str, Any] = {"greedy": msgspec.to_builtins(_compare_greedy_tokens(plan, work, even_if_slow, progress))}
-    if changes_values(config.recipe):
+    if is_quantized(config.recipe):
         # Rank files hold shards only, so for several ranks the calibrated layers are loaded again.
         calibrated = calibrate_layers(plan, work, progress) if config.mapping.world_size > 1 else None
         accuracy = check_accuracy(plan, work, even_if_slow=even_if_slow, progress=progress, calibrated=calibrated)

@@ -25,7 +25,7 @@ def _pair(text: str) -> tuple[str, str]:
     key, *rest = _split(text, ":")
     if not rest or not key.strip():
         raise ConfigError(f"{text!r} is not a pair.", cure="Write key:value,key:value; a comma inside a value is \\,.")
-    return _plain(key.strip()), _plain(":".join(rest))
+    return _unescape(key.strip()), _unescape(":".join(rest))
 
 
 def _split(text: str, mark: str) -> list[str]:
@@ -33,6 +33,6 @@ def _split(text: str, mark: str) -> list[str]:
     return re.split(rf"(?<!\\){re.escape(mark)}", text)
 
 
-def _plain(text: str) -> str:
-    """The text without escapes."""
+def _unescape(text: str) -> str:
+    r"""The text with each \, and \: replaced by the character after the backslash."""
     return text.replace("\\,", ",").replace("\\:", ":")

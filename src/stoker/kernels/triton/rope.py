@@ -152,7 +152,10 @@ def rotate_heads(source_ptr, source_offsets, target_ptr, target_offsets, scale, 
 
 @triton.jit
 def load_features(source_ptr, offsets, inside, BEGIN: tl.constexpr, END: tl.constexpr, WIDTH: tl.constexpr):
-    """[heads, WIDTH]: features BEGIN : END of several heads; zeros from END on."""
+    """[heads, WIDTH], in the dtype of the source: features BEGIN : END of several heads, such as those that do not rotate.
+
+    offsets, inside: [heads, 1], where each head begins and whether it exists. Zeros from END on and for absent heads.
+    """
     cols = BEGIN + tl.arange(0, WIDTH)[None, :]
     return tl.load(source_ptr + offsets + cols, mask=inside & (cols < END), other=0.0)
 

@@ -30,7 +30,7 @@ def search_clip(split: Tensor, zero: Zero, dtype: torch.dtype, blocks: Tensor | 
 
 
 class _BestGrid:
-    """The scale and base with the least error of each group, among all that were tried."""
+    """The scale and base with the least error of each group, among all that were tried. `blocks` as in `search_clip`."""
 
     def __init__(self, split: Tensor, zero: Zero, blocks: Tensor | None) -> None:
         self.split, self.zero, self.blocks = split, zero, blocks

@@ -78,7 +78,7 @@ def _check_ref(schema: dict[str, Any], path: str) -> None:
 
 
 def _check_exclusive_keys(schema: dict[str, Any], path: str) -> None:
-    """Raise ValueError for constraints beside a keyword that makes xgrammar ignore them, such as anyOf."""
+    """Raise ValueError for constraints that xgrammar ignores beside a keyword such as anyOf, and for allOf with several schemas."""
     for key in EXCLUSIVE:
         if key not in schema:
             continue

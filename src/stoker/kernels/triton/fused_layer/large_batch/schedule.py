@@ -187,7 +187,10 @@ def schedule_entry(schedule, linear, warp):
 
 @gluon.jit
 def load_addresses(entry):
-    """(address of the weight, address of its scales, address of its zeros), all int64, loaded from a schedule entry in shared memory."""
+    """(address of the warp's first row of its first block, address of its scales, address of its zeros), all int64.
+
+    entry: address in shared memory of the schedule entry of a warp and a linear.
+    """
     return gl.inline_asm_elementwise(_LOAD_ADDRESSES, "=&l,=&l,=&l,r", [entry], dtype=(gl.int64, gl.int64, gl.int64), is_pure=False, pack=1)
 
 

@@ -49,7 +49,7 @@ async def read_chat_call(body: dict[str, Any], service: Service, settings: Serve
     messages = values.get("messages")
     if not isinstance(messages, list):
         raise RequestError("messages", messages, "it is missing" if messages is None else "it must be a list of at least one message")
-    common.params = msgspec.structs.replace(common.params, **_params(values))
+    common.params = msgspec.structs.replace(common.params, **_logprobs_params(values))
     request = common.generation("", None, add_special_tokens=values.get("add_special_tokens", False))
     turn = await prepare_turn(
         request,
@@ -66,8 +66,11 @@ async def read_chat_call(body: dict[str, Any], service: Service, settings: Serve
     return ChatCall(**msgspec.structs.asdict(turn), common=common, role=role, echo=echo, head=head)
 
 
-def _params(values: dict[str, Any]) -> dict[str, Any]:
-    """SamplingParams fields that only chat requests have. Raises RequestError."""
+def _logprobs_params(values: dict[str, Any]) -> dict[str, Any]:
+    """The SamplingParams field that logprobs and top_logprobs determine; empty without logprobs.
+
+    Raises RequestError for top_logprobs alone.
+    """
     if "top_logprobs" in values and not values.get("logprobs"):
         raise RequestError("top_logprobs", values["top_logprobs"], "it requires logprobs=true")
     return {"logprobs": values.get("top_logprobs", 0)} if values.get("logprobs") else {}
