@@ -76,9 +76,9 @@ def read_model(
 ) -> tuple[Architecture, ModelConfig]:
     """The architecture that config.json names, and the model it describes.
 
-    `versions` are options such as gpt_model_version: they decide what config.json leaves open. `ignored_keys` are patterns of keys of
-    config.json that have no effect. Raises ConfigError for a version that contradicts config.json, and CheckpointError for a config.json
-    that is not supported.
+    `versions` are options such as gpt_model_version: they decide what config.json leaves open. `ignored_keys` are patterns (fnmatch) of
+    keys that config.json may contain although they have no effect. Raises ConfigError for a version that contradicts config.json, and
+    CheckpointError for a config.json that is not supported.
     """
     versions = versions or {}
     architecture = resolve_architecture(checkpoint.config)

@@ -328,7 +328,7 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
 def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """(log-probability of token_ids [L], log-probabilities of the num_top most probable tokens [L, num_top], their int32 ids).
 
-    Natural logarithms in float32. logits [L, V].
+    Natural logarithms in float32, computed by PyTorch on all devices. logits [L, V] has one row for each of the L tokens.
     """
     return _pick(logits, sampling_ref).logprobs(logits, token_ids, num_top)
 

@@ -65,7 +65,7 @@ def _by_model_type(hf: dict[str, Any]) -> Architecture | None:
 
 
 def _unknown_architecture(hf: dict[str, Any]) -> CheckpointError:
-    """The error for an architecture that is not in the table."""
+    """The error for a config.json whose architecture is not in the table, or which names none."""
     names = hf.get("architectures") or [hf.get("model_type")]
     wanted = str(names[0]) if isinstance(names, list) else str(names)
     if wanted == "None":

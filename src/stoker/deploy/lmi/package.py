@@ -136,14 +136,14 @@ def _write(file: IO[bytes], members: dict[str, Member], *, compress: bool, progr
 
 
 class _Counted:
-    """Reads the members of an archive, and reports the number of bytes read."""
+    """Reads the files that are packed into an archive, one after the other, and reports the number of bytes read."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._total, self._progress, self._done = total, progress, 0
         self._source: IO[bytes] = io.BytesIO()
 
     def reading(self, source: IO[bytes]) -> Any:
-        """A file object that reads `source` and counts its bytes."""
+        """This object, whose `read` now reads `source` instead of the previous file."""
         self._source = source
         return self
 

@@ -101,7 +101,7 @@ def _is_implied(schema: dict[str, Any], key: str) -> bool:
 
 
 def _check_typed(schema: dict[str, Any], path: str) -> None:
-    """Raise ValueError for keywords of strings or numbers without that type, and for lengths beside a pattern or format."""
+    """Raise ValueError for keywords of strings or numbers in a schema of another type, and for lengths beside a pattern or format."""
     for keys, kinds in ((OF_STRINGS, {"string"}), (OF_NUMBERS, {"number", "integer"})):
         for key in keys:
             if key in schema and not kinds & _types(schema):

@@ -166,7 +166,7 @@ class Graphs:
         return [Shape(tokens, self.mixed_rows[0], is_decode=False) for tokens in reversed(self.token_buckets)]
 
     def _capture_all(self, shapes: list[Shape]) -> int:
-        """Capture the shapes, greedy and sampled. Returns the bytes that were allocated on the device."""
+        """Capture a graph of each shape with greedy sampling, and one with any sampling. Returns the bytes allocated on the device."""
         before = _free_bytes()
         for shape in shapes:
             for all_greedy in (True, False):

@@ -49,7 +49,10 @@ def registered(url: str, model: str, engine: Path) -> Iterator[None]:
 
 
 def running_servers() -> list[RunningServer]:
-    """The servers of this machine that share this cache directory, the oldest first. Files of processes that were killed are removed."""
+    """The servers on this machine that share this cache directory, the oldest first.
+
+    Removes the files of its processes that were killed.
+    """
     found = []
     for file in _folder().glob("*.json"):
         try:

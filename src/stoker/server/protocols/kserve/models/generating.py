@@ -273,7 +273,7 @@ class GeneratingModel(ABC):
         return bool(delta.token_ids) or delta.finish_reason is not None
 
     def _pad_id(self, inference: Inference) -> int:
-        """The id that pads token arrays: pad_id, or else end_id, of the first row, or else 0."""
+        """The id that pads token arrays: the input pad_id of the first row, or else its end_id, or else 0."""
         ids = inference.inputs.get("pad_id", inference.inputs.get("end_id"))
         return int(ids.flat[0]) if ids is not None and ids.size else 0
 

@@ -27,7 +27,7 @@ class TensorRow(msgspec.Struct, frozen=True, kw_only=True):
     variable: str = ""  # template variable that sets the dtype
 
     def name_in(self, era: Era) -> str:
-        """The name of the tensor in release `era`."""
+        """The name of the tensor in release `era`. Only release 1.x renames tensors."""
         return self.renamed if era == "1.x" and self.renamed else self.name
 
 

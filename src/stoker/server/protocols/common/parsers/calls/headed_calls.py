@@ -41,7 +41,7 @@ class HeadedCallsParser(ToolParser):
                 return self._skip_to_close()
 
     def _next_call(self) -> bool:
-        """Read CALL_OPEN or CLOSE; other text ends the section."""
+        """Read CALL_OPEN or CLOSE. The section ends at other text, which becomes content. False if more text is needed."""
         self._skip_space()
         if is_partial(self._held, self.call_open, self.close):
             return False
@@ -55,7 +55,7 @@ class HeadedCallsParser(ToolParser):
         return True
 
     def _read_header(self) -> bool:
-        """Open the call once its header is complete. Text without a header ends the section."""
+        """Open the call once its header is complete. The section ends at text without a header. False if more text is needed."""
         if (match := self.header.match(self._held, 0, MAX_HEADER_CHARS)) is not None:
             self.open_call(match["name"], match.groupdict().get("id"))
             self._consume(match.end())
