@@ -18,10 +18,10 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def wait_for_first_rank(process: JobProcess) -> None:
-    """Return when rank 0 or the launcher has ended, or after SIGTERM or SIGINT, which this thread blocks and waits for.
+    """Return when rank 0 or the launcher has ended, or after SIGTERM or SIGINT, which are blocked from now on.
 
-    mpirun ends when all of its processes have ended, so this process must not outlive rank 0. Rank 0 is found by the name of its process
-    and its environment: it has the launcher as its parent, or belongs to the same job.
+    mpirun ends when all of its processes have ended, so this process must not outlive rank 0. Rank 0 is a process named tritonserver with
+    rank 0 in its environment, which has the launcher as its parent or belongs to the same job.
     """
     log.info("rank %d of %d waits: rank 0 starts all ranks of the engine.", process.rank, process.size)
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)

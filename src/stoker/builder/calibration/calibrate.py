@@ -74,9 +74,9 @@ def calibrate(plan: BuildPlan, tokens: list[Tensor], progress: Callable[[str, in
 
 
 def _quantize_next_layer(plan: BuildPlan, model: LayerwiseModel, dense: Loader) -> dict[str, Tensor]:
-    """Quantize the next layer of `model`, or import its stored formats, and run it so. Returns its stored tensors by engine name.
+    """Quantize the next layer of `model`, or import it if it is stored as it is, and run it with the stored tensors.
 
-    `dense` loads the layer's unquantized weights.
+    Returns these by engine name. `dense` loads the layer's unquantized weights, which are run first if inputs must be measured.
     """
     config, recipe, index = plan.config.model, plan.config.recipe, model.layer
     specs = layer_specs(config, index)

@@ -106,7 +106,7 @@ def _decoding_mode(content: RepositoryContent, max_beam_width: int) -> str:
 
 
 def _sets_queue_size(file: ModelFile) -> bool:
-    """Whether a config.pbtxt sets max_queue_size of the default queue policy."""
+    """Whether a config.pbtxt sets max_queue_size in dynamic_batching.default_queue_policy, other than by an unfilled variable."""
     size = file.message.message("dynamic_batching").message("default_queue_policy").scalar("max_queue_size")
     return size is not None and not size.unfilled
 

@@ -152,9 +152,10 @@ def rotate_heads(source_ptr, source_offsets, target_ptr, target_offsets, scale, 
 
 @triton.jit
 def load_features(source_ptr, offsets, inside, BEGIN: tl.constexpr, END: tl.constexpr, WIDTH: tl.constexpr):
-    """[heads, WIDTH], in the dtype of the source: features BEGIN : END of several heads, such as those that do not rotate.
+    """Load features BEGIN : END of several heads, as [heads, WIDTH] with zeros from END on.
 
-    offsets, inside: [heads, 1], where each head begins and whether it exists. Zeros from END on and for absent heads.
+    `offsets` [heads, 1] is the offset of each head. Heads outside of the mask `inside` [heads, 1] are zeros. For features that are not
+    rotated, and for factors and means; `load_pairs` loads the rotated features.
     """
     cols = BEGIN + tl.arange(0, WIDTH)[None, :]
     return tl.load(source_ptr + offsets + cols, mask=inside & (cols < END), other=0.0)
@@ -244,7 +245,11 @@ def rope_store_kernel(
     HEADS: tl.constexpr,  # heads of a tile
     USE_PDL: tl.constexpr,
 ):
-    """Rotate HEADS heads of q of one token in place, or store HEADS heads of its k, rotated, or v in the cache. The work of one CTA."""
+    """Rotate HEADS heads of q of one token in place, or store HEADS heads of its k, rotated, or v in the cache. The work of one CTA.
+
+    With `key_balance_ptr`, q and k are also multiplied by its factors and transformed (`transform_heads`), and k is stored less its mean if
+    the cache has means. Both let an 8-bit cache round keys less, and q · k stays the same.
+    """
     SIZE: tl.constexpr = FEATURES.size
     HALF: tl.constexpr = FEATURES.half
     token = tl.program_id(0).to(tl.int64)

@@ -30,7 +30,11 @@ def search_clip(split: Tensor, zero: Zero, dtype: torch.dtype, blocks: Tensor | 
 
 
 class _BestGrid:
-    """The scale and base with the least error of each group, among all that were tried. `blocks` as in `search_clip`."""
+    """The scale and base with the least error of each group, among all that were tried.
+
+    split: weights, divided into groups of n input features [..., groups, n]. blocks: for each group the matrix [n, n] of mean products of
+    its inputs, by which the error of the weights becomes that of the outputs. None: the error of the weights counts.
+    """
 
     def __init__(self, split: Tensor, zero: Zero, blocks: Tensor | None) -> None:
         self.split, self.zero, self.blocks = split, zero, blocks
@@ -59,7 +63,10 @@ class _BestGrid:
         return torch.where(scale > 0, scale, self.scale).clamp(min=torch.finfo(dtype).smallest_normal).to(dtype).float()
 
     def _weighted(self, values: Tensor) -> Tensor:
-        """values × blocks, group by group, or a copy of `values` without blocks."""
+        """The matrix product of the values of each group and its matrix in `blocks`.
+
+        Without `blocks`, a copy, which the caller may change.
+        """
         if self.blocks is None:
             return values.clone()
         return torch.einsum("...gi,gij->...gj", values, self.blocks)

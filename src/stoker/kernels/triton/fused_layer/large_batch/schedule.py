@@ -187,9 +187,9 @@ def schedule_entry(schedule, linear, warp):
 
 @gluon.jit
 def load_addresses(entry):
-    """(address of the warp's first row of its first block, address of its scales, address of its zeros), all int64.
+    """(address of the weight, of its scales, of its zeros), int64, where the first block of a warp in a linear begins.
 
-    entry: address in shared memory of the schedule entry of a warp and a linear.
+    `entry` is the shared address of the warp's schedule entry for the linear (`schedule_entry`).
     """
     return gl.inline_asm_elementwise(_LOAD_ADDRESSES, "=&l,=&l,=&l,r", [entry], dtype=(gl.int64, gl.int64, gl.int64), is_pure=False, pack=1)
 

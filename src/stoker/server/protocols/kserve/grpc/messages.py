@@ -143,7 +143,7 @@ class Encoder:
         return before + _raw_text(response.text)
 
     def streamed(self, response: Response) -> bytes:
-        """The bytes of a ModelStreamInferResponse that contains `response`. Errors are encoded by `stream_error`."""
+        """The response as the bytes of a ModelStreamInferResponse. Errors are encoded by `stream_error`."""
         if response.text is None or self._placements:
             encode = self._with_placements if self._placements else self._without_text
             inner = encode(response, response.parameters | {FINAL: response.final})
