@@ -36,6 +36,7 @@ class Responses:
         self._context = context
         self._find_service = find_service
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of responses in the background, by id
+        context.background.append(lambda: self._stop)
 
     def endpoints(self) -> list[Endpoint]:
         return [
@@ -167,6 +168,11 @@ class Responses:
     def _end_background(self, response_id: str) -> None:
         """Cancel the task of this response, if there is one in this process."""
         if (task := self._tasks.get(response_id)) is not None:
+            task.cancel()
+
+    def _stop(self) -> None:
+        """Cancel all responses in the background. They are failed for clients of a later server."""
+        for task in list(self._tasks.values()):
             task.cancel()
 
     async def _run_background(self, call: ResponseCall, created: int) -> None:
