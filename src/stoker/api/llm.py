@@ -189,7 +189,10 @@ class LLM:
         return GenerationRequest(request_id=str(next(self._numbers)), prompt=prompt, params=params)
 
     async def _complete_all(self, requests: list[GenerationRequest], on_finish: OnFinish | None) -> list[Completion]:
-        """Run all requests at once. The completions in order. The first error cancels the other requests and is raised."""
+        """Run all requests at once, and call `on_finish` with each completion when it ends. Returns the completions in order.
+
+        The first error cancels the other requests and is raised.
+        """
 
         async def one(request: GenerationRequest) -> Completion:
             """Complete one request and report it."""

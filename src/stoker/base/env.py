@@ -132,7 +132,7 @@ def hub_token() -> str | None:
 
 
 def api_key() -> str | None:
-    """The value of STOKER_API_KEY, or None."""
+    """The value of STOKER_API_KEY without white space around it. None if it is unset or empty."""
     return text("STOKER_API_KEY").strip() or None
 
 

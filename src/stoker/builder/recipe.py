@@ -34,7 +34,7 @@ log = get_logger(__name__)
 def choose_recipe(
     settings: BuildConfig, config: EngineConfig, plans: dict[str, TensorPlan], checkpoint: Checkpoint, architecture: Architecture
 ) -> Recipe:
-    """The recipe of the engine `config`, with the calibration settings, and with groups that fit the shards.
+    """The recipe of the engine `config`, with the calibration settings. Groups are made smaller if shards would otherwise cut them.
 
     Raises ConfigError for a quantization that is unknown, or does not apply to the model or the checkpoint.
     """

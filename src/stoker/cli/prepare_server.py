@@ -99,7 +99,7 @@ def check_engine(deployment: Deployment) -> None:
 
 
 def engine_info(path: Path) -> EngineInfo:
-    """The data in an engine's config.json that an export needs. Raises EngineError."""
+    """The data in an engine's config.json that an export to a deployment folder needs. Raises EngineError."""
     config = Engine.open(path).config
     return EngineInfo(
         path=str(path.resolve()), architecture=config.model.architecture, vocab_size=config.model.vocab_size, dtype=config.dtype,

@@ -86,7 +86,10 @@ class LayerwiseModel:
 
     @torch.inference_mode()
     def run_layer(self, loader: Loader, *, discard_output: bool = False) -> None:
-        """Run the next layer with weights from `loader` on all windows. With `discard_output`, the same layer remains the next one."""
+        """Run the next layer with weights from `loader` on all windows, whose hidden states it replaces.
+
+        With `discard_output`, hidden states and next layer stay as they are. This serves to record the inputs of the layer's linears.
+        """
         config, index, tables = self.config.layers[self.layer], self.layer, self.rope_tables(loader.device)
         layer = make_layer(config, loader, f"layers.{index}", self.config.hidden_size, tables)
         cache_fields = load_cache_fields(self.config, index, loader, tables)

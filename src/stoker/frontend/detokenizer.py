@@ -46,6 +46,7 @@ class ByteLevelDetokenizer(Detokenizer):
         self._decode = _Utf8("replace").decode
 
     def push(self, token_ids: Sequence[int]) -> str:
+        """The text that becomes complete with these tokens. The bytes of an incomplete character are kept for the next call."""
         pieces = self._pieces
         return self._decode(b"".join([pieces[token] for token in token_ids]))
 
@@ -66,6 +67,7 @@ class ByteFallbackDetokenizer(Detokenizer):
         self._stripped, self._num_strip = strip  # a character, and how many of it are removed at the start of the text
 
     def push(self, token_ids: Sequence[int]) -> str:
+        """The text that becomes complete with these tokens. A run of byte tokens is kept until it has ended."""
         pieces, run = self._pieces, self._run
         text: list[str] = []
         for token in token_ids:

@@ -21,7 +21,10 @@ class StopChecker:
         self.matched: str | None = None
 
     def push(self, text: str, *, can_match: bool = True) -> str:
-        """The text that can be emitted now; empty after a match (`matched`). Without `can_match`, no match may end inside `text`."""
+        """The text that can be emitted now. The call that finds a match returns the text before or with it, later calls none.
+
+        Without `can_match`, no match may end inside `text`.
+        """
         if self.matched is not None:
             return ""
         num_held = len(self._held)

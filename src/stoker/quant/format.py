@@ -64,7 +64,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
     def quantize(self, weight: Tensor, spec: LinearSpec, stats: Any = None) -> dict[str, Tensor]:
         """Quantize `weight` [(experts,) out, in]. Returns the stored tensors by suffix, as `layout` declares them.
 
-        `stats`: the `InputStats` of its input, or None.
+        `stats`: the `InputStats` of the inputs that the linear `spec` had in calibration, or None.
         """
         raise TypeError(f"{type(self).__name__} cannot quantize")
 

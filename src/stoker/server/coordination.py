@@ -35,7 +35,10 @@ class Coordination(ABC):
 
     @abstractmethod
     async def call(self, action: str, *arguments: Any) -> Any:
-        """Run an action and return its result. Raises UnavailableError if the process that runs actions has ended."""
+        """Run an action and return its result.
+
+        Raises UnavailableError if the process that runs actions has ended, or the action fails there.
+        """
 
     async def put(self, name: str, value: Any) -> bool:
         """Add a value. Returns whether it was added: False if the name has a value."""

@@ -52,7 +52,10 @@ class FieldRow(msgspec.Struct, frozen=True, kw_only=True):
         return self._allowed(self.type.check(value), value)
 
     def parse(self, text: str) -> Any:
-        """The checked value in Stoker's form, from text. Raises InvalidValueError as `check` does."""
+        """The value that `text` stands for, checked, in Stoker's form.
+
+        Raises InvalidValueError also for a rejected field, unless it is harmless.
+        """
         return self._allowed(self.type.parse(text), text)
 
     def _allowed(self, checked: Any, given: Any) -> Any:

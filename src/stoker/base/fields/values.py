@@ -123,6 +123,7 @@ class Text(msgspec.Struct, frozen=True):
     min_chars: int = 0
 
     def check(self, value: Any) -> str:
+        """The text, if it has `min_chars` to `max_chars` characters. Raises InvalidValueError."""
         if type(value) is not str or not self.min_chars <= len(value) <= self.max_chars:
             size = f"{self.min_chars} to {self.max_chars}" if self.min_chars else f"at most {self.max_chars}"
             raise InvalidValueError(value, f"it must be a string of {size} characters")

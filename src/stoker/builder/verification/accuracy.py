@@ -98,9 +98,9 @@ def check_accuracy(
 
 
 def _reason_to_skip(plan: BuildPlan, work: Path, even_if_slow: bool) -> str:
-    """The reason why nothing is measured: random weights, no tokenizer in `work`, or a large model on a CPU. Empty if it can be measured.
+    """Why accuracy is not measured: random weights, no tokenizer in `work`, or a model too large for a CPU unless `even_if_slow`.
 
-    `work` is the directory in which the engine is built.
+    Empty if it is measured. `work` is the directory in which the engine is built.
     """
     if plan.config.weights == "dummy":
         return "the weights are random"

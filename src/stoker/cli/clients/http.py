@@ -117,6 +117,7 @@ class _Response(asyncio.Protocol):
     # Callbacks of asyncio.Protocol and httptools.
 
     def data_received(self, data: bytes) -> None:
+        """asyncio's callback: note the time, and parse the data. Malformed data ends the response."""
         self._at = time.perf_counter()
         try:
             self._parser.feed_data(data)
@@ -124,14 +125,18 @@ class _Response(asyncio.Protocol):
             self.connection_lost(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """asyncio's callback, also used for malformed data: end the body, which then is incomplete."""
         self._chunks.put_nowait(None)
 
     def on_headers_complete(self) -> None:
+        """The parser's callback: note the status."""
         self._status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
+        """The parser's callback: add a part of the body with its time of arrival."""
         self._chunks.put_nowait((self._at, body))
 
     def on_message_complete(self) -> None:
+        """The parser's callback: the response is complete."""
         self._complete = True
         self._chunks.put_nowait(None)

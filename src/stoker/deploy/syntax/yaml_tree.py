@@ -59,7 +59,7 @@ class _Reader:
         self._seen = 0
 
     def read(self, node: yaml.Node) -> Node:
-        """The Node of a YAML node. Raises ConfigError for too many or unsupported nodes."""
+        """The Node of a YAML node. Raises ConfigError for too many or unsupported nodes, duplicate keys, and keys that are not text."""
         self._seen += 1
         line = node.start_mark.line + 1
         if self._seen > MAX_NODES:

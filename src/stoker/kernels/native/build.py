@@ -87,10 +87,7 @@ def _processor() -> bytes:
 
 
 def _cached(folder: Path, key: str) -> Path | None:
-    """The path of the cached library, or None. Its name must end in the digest of its content.
-
-    It must belong to this user, must not be a link, and others must not be allowed to write it (`_is_private`).
-    """
+    """The path of the cached library, or None. It must be private (`_is_private`), and its name must end in the digest of its content."""
     for path in folder.glob(f"{key}-*.so"):
         if _is_private(path) and path.stem.rpartition("-")[2] == _digest(path):
             return path

@@ -83,7 +83,10 @@ def grouped_int8_weight(weight: PackedWeight) -> NativeWeight | None:
 
 
 def int4_weight(weight: PackedWeight) -> NativeWeight | None:
-    """Kernel argument of an int4 weight, uint8 [n, k / 2] with scale, zero and offset [n, ceil(k / group)], or None if not supported."""
+    """The kernel argument for an int4 weight, or None if the kernel does not support it.
+
+    The weight is uint8 [n, k / 2], with scales and, optionally, either zeros or offsets, each [n, ceil(k / group)].
+    """
     native = _grouped_weight(weight)
     return native if native.values.dtype == UINT8 and _has_group_scales(native, 2) else None
 

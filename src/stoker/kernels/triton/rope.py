@@ -152,9 +152,9 @@ def rotate_heads(source_ptr, source_offsets, target_ptr, target_offsets, scale, 
 
 @triton.jit
 def load_features(source_ptr, offsets, inside, BEGIN: tl.constexpr, END: tl.constexpr, WIDTH: tl.constexpr):
-    """Load features BEGIN : END of several heads, as [heads, WIDTH] with zeros from END on.
+    """Load features BEGIN : END of several heads, as [heads, WIDTH] in the dtype of the source, with zeros from END on.
 
-    `offsets` [heads, 1] is the offset of each head. Heads outside of the mask `inside` [heads, 1] are zeros. For features that are not
+    `offsets` [heads, 1] is where each head begins. Heads outside of the mask `inside` [heads, 1] are zeros. For features that are not
     rotated, and for factors and means; `load_pairs` loads the rotated features.
     """
     cols = BEGIN + tl.arange(0, WIDTH)[None, :]

@@ -34,7 +34,7 @@ class Grammars:
     def prepare(self, request: TokenRequest) -> Future[Any]:
         """Start to compile the guide of the request, in a thread. The future's result is the compiled grammar.
 
-        Raises DependencyError if xgrammar is not installed, or RequestError if the request has no id that ends the answer.
+        Raises DependencyError if xgrammar is not installed, or RequestError if no token may end the answer (ignore_eos without stop ids).
         """
         guide = request.params.guide
         assert guide is not None

@@ -233,7 +233,7 @@ def check_address(address: str) -> None:
 
 
 def _check_owner(name: str, request_id: str) -> None:
-    """Raise ValueError unless the request id belongs to the client `name`."""
+    """Raise ValueError unless the request id belongs to the client `name`, with which the ids of its requests begin."""
     if not request_id.startswith(f"{name}:"):
         raise ValueError(f"request id {request_id!r} does not begin with the name of its client")
 

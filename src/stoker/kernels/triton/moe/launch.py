@@ -83,7 +83,10 @@ def expert_up(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile
 
 
 def expert_down(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile | None = None) -> Tensor:
-    """The last projection by each expert, summed per token (`ops.expert_down`). `tile` overrides the choice by rule."""
+    """The last projection by each expert, summed per token (`ops.expert_down`).
+
+    Without `tile`, it chooses one, or the library's GEMM where that is faster.
+    """
     if tile is None and library_gemm.is_faster(x, weight, routing):
         y = library_gemm.expert_linear(x, weight, routing, is_sorted=True)
         return _combine(y, routing, library_gemm.inverse_order(routing))

@@ -22,7 +22,10 @@ def has_bf16x2_arithmetic():
 
 @triton.constexpr_function
 def subtract(pair, result, a, b, is_native):
-    """PTX of result = a - b, for two "bf16x2" or "f16x2" values per register. The operands must not be registers named `c`."""
+    """PTX of result = a - b, for two values per register. `pair` is their type, bf16x2 or f16x2.
+
+    `is_native`: the device has the instruction for bf16x2. The operands must not be registers named `c`.
+    """
     if pair == "f16x2" or is_native:
         return f"sub.rn.{pair} {result}, {a}, {b};"
     return f"{{ .reg .b32 c; mov.b32 c, 0xbf80bf80; fma.rn.{pair} {result}, {b}, c, {a}; }}"  # c: -1.0, twice
@@ -30,7 +33,10 @@ def subtract(pair, result, a, b, is_native):
 
 @triton.constexpr_function
 def multiply(pair, result, a, b, is_native):
-    """PTX of result = a × b, for two "bf16x2" or "f16x2" values per register. The operands must not be registers named `c`."""
+    """PTX of result = a × b, for two values per register. `pair` is their type, bf16x2 or f16x2.
+
+    `is_native`: the device has the instruction for bf16x2. The operands must not be registers named `c`.
+    """
     if pair == "f16x2" or is_native:
         return f"mul.rn.{pair} {result}, {a}, {b};"
     return f"{{ .reg .b32 c; mov.b32 c, 0x80008000; fma.rn.{pair} {result}, {a}, {b}, c; }}"  # c: -0.0, twice

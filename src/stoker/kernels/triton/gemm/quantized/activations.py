@@ -87,10 +87,10 @@ def row_values(x_row_ptr, norm_weight_ptr, cols, k, NORM: tl.constexpr, GATE: tl
 
 @triton.jit
 def quantization_step(squares, largest, input_scale_ptr, k, eps, NORM: tl.constexpr, LIMIT: tl.constexpr):
-    """(factor of the norm, quantization step) of one row.
+    """(factor of the norm, quantization step) of one row of k features. The factor is 1 without NORM.
 
-    `squares` is its sum of squares, `largest` its largest magnitude before the norm's factor. The step is `input_scale` if given. LIMIT is
-    the largest quantized value.
+    `squares` is its sum of squares, `largest` the largest magnitude after the norm's weight and before the norm's factor. The step is
+    `input_scale` if given, but at least a small number. LIMIT is the largest quantized value. A NaN in the row makes the step NaN.
     """
     factor = 1.0
     if NORM:

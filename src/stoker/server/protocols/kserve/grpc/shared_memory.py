@@ -52,13 +52,13 @@ class SharedMemoryMethods:
         return types(regions={name: types.RegionStatus(**region) for name, region in status.items()})
 
     async def register_system(self, request: Any, context: Any) -> Any:
-        """SystemSharedMemoryRegister. Raises TritonError if the region cannot be opened or its name is in use."""
+        """SystemSharedMemoryRegister: open the region in all frontends. Raises TritonError as `SharedMemory.register` does."""
         region = SystemRegion(name=request.name, key=request.key, offset=request.offset, byte_size=request.byte_size)
         await self._memory.register(region)
         return pb.SystemSharedMemoryRegisterResponse()
 
     async def register_cuda(self, request: Any, context: Any) -> Any:
-        """CudaSharedMemoryRegister. Raises TritonError if the region cannot be opened or its name is in use."""
+        """CudaSharedMemoryRegister: open the region in all frontends. Raises TritonError as `SharedMemory.register` does."""
         handle = request.raw_handle
         await self._memory.register(CudaRegion(name=request.name, handle=handle, device_id=request.device_id, byte_size=request.byte_size))
         return pb.CudaSharedMemoryRegisterResponse()

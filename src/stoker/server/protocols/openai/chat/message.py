@@ -9,7 +9,10 @@ from stoker.server.protocols.common.parsers.tools.parser import ToolCall
 
 
 def message_object(parts: AnswerParts, *, reasoning: bool, role: str = "assistant") -> dict[str, Any]:
-    """OpenAI's `message` of a whole answer. With `reasoning`, it has the member reasoning_content even if that is null."""
+    """OpenAI's `message` of a whole answer. It has the member reasoning_content, which may be null, only with `reasoning`.
+
+    `content` is null if it is empty beside calls or reasoning.
+    """
     result: dict[str, Any] = {"role": role, "content": parts.content or (None if parts.calls or parts.reasoning else "")}
     if reasoning:
         result["reasoning_content"] = parts.reasoning or None
