@@ -39,8 +39,8 @@ This page is generated from a test run with `python scripts/compatibility.py`. E
 publisher wrote them, that tests run without changes. Versions of Python packages are those of `constraints.txt`.
 
 *Passed* counts tests. *Skipped* tests need something that the machine of the run did not have, such as a package registry. Intended
-differences are listed on the pages of the protocols: [OpenAI](openai.md), [Triton](triton.md), [LMI and SageMaker](sagemaker.md),
-[Truss](truss.md).
+differences are listed on the pages of the protocols: [OpenAI](openai.md), [Anthropic](anthropic.md), [Ollama](ollama.md),
+[Triton](triton.md), [LMI and SageMaker](sagemaker.md), [Truss](truss.md).
 """
 
 
