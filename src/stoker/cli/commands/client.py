@@ -85,7 +85,7 @@ def client(
 ) -> None:
     """Send one request to a Triton server (Stoker or a real one) and print the answer.
 
-    The option names of the clients of tensorrtllm_backend are accepted.
+    Options have the names that the clients of tensorrtllm_backend use.
 
     Examples:
 
