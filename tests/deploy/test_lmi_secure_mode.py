@@ -74,3 +74,11 @@ def test_incomplete_or_unknown_settings_are_errors(model: Path) -> None:
         load(model, controls="DISALLOW_ALL")
     with pytest.raises(ConfigError, match="is not a directory"):
         load(model, SAGEMAKER_UNTRUSTED_CHANNELS=str(model / "none"))
+
+
+def test_a_linked_folder_cannot_hide_files(model: Path, tmp_path: Path) -> None:
+    (hidden := tmp_path / "elsewhere").mkdir()
+    (hidden / "weights.pt").touch()
+    (model / "linked").symlink_to(hidden, target_is_directory=True)
+    with pytest.raises(ConfigError, match="inner/linked is a linked folder"):
+        load(model)

@@ -117,7 +117,7 @@ class Flag(msgspec.Struct, frozen=True):
 
 
 class Text(msgspec.Struct, frozen=True):
-    """Any text of at most `max_chars` characters, unchanged."""
+    """Text of `min_chars` to `max_chars` characters, unchanged."""
 
     max_chars: int = 1 << 24
     min_chars: int = 0

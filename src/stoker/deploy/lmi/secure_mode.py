@@ -64,8 +64,15 @@ def _check_files(channel: Path, controls: list[str]) -> None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """All files in a folder and its sub-folders."""
-    for parent, _, names in os.walk(folder):
+    """All files in a folder and its sub-folders. Raises ConfigError for a linked or unreadable folder, whose files cannot be checked."""
+
+    def refuse(error: OSError) -> None:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}.", cure="Correct its permissions.") from error
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        for link in (Path(parent) / name for name in sorted(folders)):
+            if link.is_symlink():
+                raise ConfigError(f"{link} is a linked folder: {_CONTROLS} needs its files.", cure="Replace the link by a folder.")
         yield from (Path(parent) / name for name in sorted(names))
 
 

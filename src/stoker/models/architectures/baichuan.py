@@ -39,12 +39,12 @@ def baichuan_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def baichuan_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of Baichuan 1 or 2 that make each engine tensor, by engine name."""
+    """The checkpoint modules of Baichuan 1 or 2 that make each engine module, by engine name; see `TensorNames`."""
     return llama_names(config) | {"layers.{i}.attention.qkv": "model.layers.{i}.self_attn.W_pack"}
 
 
 def baichuan2_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of Baichuan 2 that make each engine tensor, by engine name."""
+    """The checkpoint modules of Baichuan 2 that make each engine module, by engine name; see `TensorNames`."""
     return baichuan_names(config) | {"head": Transformed(("lm_head",), normalize_rows)}
 
 

@@ -35,7 +35,7 @@ def bloom_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def bloom_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of BLOOM that make each engine tensor, by engine name."""
+    """The checkpoint modules of BLOOM that make each engine module, by engine name; see `TensorNames`."""
     layer = "transformer.h.{i}"
     return {
         "embed": "transformer.word_embeddings",

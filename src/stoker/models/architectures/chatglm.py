@@ -65,7 +65,7 @@ def half_rotary(hf: dict[str, Any], dim: int) -> RopeConfig:
 
 
 def chatglm_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of ChatGLM 2, 3 or GLM-4 that make each engine tensor, by engine name."""
+    """The checkpoint modules of ChatGLM 2, 3 or GLM-4 that make each engine module, by engine name; see `TensorNames`."""
     layer = "transformer.encoder.layers.{i}"
     attention = config.layers[0].attention
     fused = f"{layer}.self_attention.query_key_value"
@@ -109,12 +109,12 @@ def glm4_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def glm_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of GLM-4 in transformers' layout that make each engine tensor, by engine name."""
+    """The checkpoint modules of GLM-4 in transformers' layout that make each engine module, by engine name; see `TensorNames`."""
     return llama_names(config) | {"layers.{i}.mlp.up": "model.layers.{i}.mlp.gate_up_proj"}
 
 
 def glm4_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of GLM-4-0414 that make each engine tensor, by engine name."""
+    """The checkpoint modules of GLM-4-0414 that make each engine module, by engine name; see `TensorNames`."""
     return glm_names(config) | {
         "layers.{i}.attention_post_norm": "model.layers.{i}.post_self_attn_layernorm",
         "layers.{i}.mlp_post_norm": "model.layers.{i}.post_mlp_layernorm",

@@ -38,7 +38,7 @@ def cohere2_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def cohere_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of Command-R that make each engine tensor, by engine name."""
+    """The checkpoint modules of Command-R that make each engine module, by engine name; see `TensorNames`."""
     attention = "model.layers.{i}.self_attn"
     return llama_names(config) | {
         "layers.{i}.attention.q_norm": Transformed((f"{attention}.q_norm",), flatten),

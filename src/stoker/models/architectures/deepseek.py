@@ -113,7 +113,7 @@ def latent_attention_config(hf: dict[str, Any], architecture: str) -> ModelConfi
 
 
 def deepseek_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of DeepSeek MoE that make each engine tensor, by engine name."""
+    """The checkpoint modules of DeepSeek MoE that make each engine module, by engine name; see `TensorNames`."""
     mlp = "model.layers.{i}.mlp"
     return llama_names(config) | {
         "layers.{i}.mlp.router": f"{mlp}.gate",
@@ -126,7 +126,7 @@ def deepseek_names(config: ModelConfig) -> TensorNames:
 
 
 def latent_attention_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of DeepSeek V2, V3 or R1 that make each engine tensor, by engine name."""
+    """The checkpoint modules of DeepSeek V2, V3 or R1 that make each engine module, by engine name; see `TensorNames`."""
     attention = "model.layers.{i}.self_attn"
     no_query_rank = config.layers[0].attention.q_rank is None  # type: ignore[union-attr]
     kv_down = f"{attention}.kv_a_proj_with_mqa"

@@ -53,7 +53,7 @@ def falcon_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def falcon_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of Falcon that make each engine tensor, by engine name."""
+    """The checkpoint modules of Falcon that make each engine module, by engine name; see `TensorNames`."""
     layer = "transformer.h.{i}"
     two_norms = config.layers[0].parallel_norms == 2
     return {

@@ -94,12 +94,12 @@ def gemma3_text_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def gemma_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of Gemma 1 that make each engine tensor, by engine name."""
+    """The checkpoint modules of Gemma 1 that make each engine module, by engine name; see `TensorNames`."""
     return _with_one_plus_norms(llama_names(config))
 
 
 def gemma2_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of Gemma 2 that make each engine tensor, by engine name."""
+    """The checkpoint modules of Gemma 2 that make each engine module, by engine name; see `TensorNames`."""
     layer = "model.layers.{i}"
     names = llama_names(config) | {
         "layers.{i}.attention_post_norm": f"{layer}.post_attention_layernorm",

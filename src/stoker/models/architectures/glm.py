@@ -80,7 +80,7 @@ def _layer_fields(hf: dict[str, Any], width: int, **attention: Any) -> dict[str,
 
 
 def glm_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of GLM that make each engine tensor, by engine name."""
+    """The checkpoint modules of GLM that make each engine module, by engine name; see `TensorNames`."""
     layer = "transformer.layers.{i}"
     return {
         "embed": "word_embeddings",
@@ -97,7 +97,7 @@ def glm_names(config: ModelConfig) -> TensorNames:
 
 
 def chatglm1_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of ChatGLM 1 that make each engine tensor, by engine name."""
+    """The checkpoint modules of ChatGLM 1 that make each engine module, by engine name; see `TensorNames`."""
     return glm_names(config) | {
         "embed": "transformer.word_embeddings",
         "head": "lm_head",

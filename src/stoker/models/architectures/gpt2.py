@@ -58,7 +58,7 @@ def santacoder_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def bigcode_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of StarCoder that make each engine tensor, by engine name."""
+    """The checkpoint modules of StarCoder that make each engine module, by engine name; see `TensorNames`."""
     layer = "transformer.h.{i}"
     return {
         "embed": "transformer.wte",
@@ -75,7 +75,7 @@ def bigcode_names(config: ModelConfig) -> TensorNames:
 
 
 def gpt2_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of GPT-2 that make each engine tensor, by engine name."""
+    """The checkpoint modules of GPT-2 that make each engine module, by engine name; see `TensorNames`."""
     layer = "transformer.h.{i}"
     return bigcode_names(config) | {
         "layers.{i}.attention.qkv": Transformed((f"{layer}.attn.c_attn",), transpose_conv1d),
@@ -86,7 +86,7 @@ def gpt2_names(config: ModelConfig) -> TensorNames:
 
 
 def santacoder_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of SantaCoder that make each engine tensor, by engine name."""
+    """The checkpoint modules of SantaCoder that make each engine module, by engine name; see `TensorNames`."""
     attention = "transformer.h.{i}.attn"
     return gpt2_names(config) | {"layers.{i}.attention.qkv": Transformed((f"{attention}.q_attn", f"{attention}.kv_attn"), transpose_conv1d)}
 

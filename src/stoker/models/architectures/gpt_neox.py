@@ -39,7 +39,7 @@ def gpt_neox_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def gpt_neox_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of GPT-NeoX or Pythia that make each engine tensor, by engine name."""
+    """The checkpoint modules of GPT-NeoX or Pythia that make each engine module, by engine name; see `TensorNames`."""
     layer = "gpt_neox.layers.{i}"
     return {
         "embed": "gpt_neox.embed_in",

@@ -38,7 +38,7 @@ def gpt_oss_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def gpt_oss_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of gpt-oss that make each engine tensor, by engine name."""
+    """The checkpoint modules of gpt-oss that make each engine module, by engine name; see `TensorNames`."""
     layer = "model.layers.{i}"
     experts = f"{layer}.mlp.experts"
     return llama_names(config) | {

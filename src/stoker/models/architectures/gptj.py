@@ -36,7 +36,7 @@ def gptj_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def gptj_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of GPT-J that make each engine tensor, by engine name."""
+    """The checkpoint modules of GPT-J that make each engine module, by engine name; see `TensorNames`."""
     layer = "transformer.h.{i}"
     return {
         "embed": "transformer.wte",

@@ -27,7 +27,7 @@ def internlm2_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def internlm2_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of InternLM 2 that make each engine tensor, by engine name."""
+    """The checkpoint modules of InternLM 2 that make each engine module, by engine name; see `TensorNames`."""
     layer = "model.layers.{i}"
     return {
         "embed": "model.tok_embeddings",

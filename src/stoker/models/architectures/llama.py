@@ -50,7 +50,7 @@ def llama_config(hf: dict[str, Any], *, architecture: str = "LlamaForCausalLM", 
 
 
 def llama_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of Llama that make each engine tensor, by engine name."""
+    """The checkpoint modules of Llama that make each engine module, by engine name; see `TensorNames`."""
     attention, mlp = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
     return {
         "embed": "model.embed_tokens",

@@ -32,7 +32,7 @@ def mixtral_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def mixtral_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of Mixtral that make each engine tensor, by engine name."""
+    """The checkpoint modules of Mixtral that make each engine module, by engine name; see `TensorNames`."""
     moe = "model.layers.{i}.block_sparse_moe"
     return llama_names(config) | {
         "layers.{i}.mlp.router": f"{moe}.gate",

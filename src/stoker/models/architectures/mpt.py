@@ -54,7 +54,7 @@ def mpt_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def mpt_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of MPT that make each engine tensor, by engine name."""
+    """The checkpoint modules of MPT that make each engine module, by engine name; see `TensorNames`."""
     layer = "transformer.blocks.{i}"
     return {
         "embed": "transformer.wte",

@@ -18,7 +18,7 @@ def olmo2_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def olmo2_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of OLMo 2 that make each engine tensor, by engine name."""
+    """The checkpoint modules of OLMo 2 that make each engine module, by engine name; see `TensorNames`."""
     return llama_names(config) | {
         "layers.{i}.attention_post_norm": "model.layers.{i}.post_attention_layernorm",
         "layers.{i}.mlp_post_norm": "model.layers.{i}.post_feedforward_layernorm",

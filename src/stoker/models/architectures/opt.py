@@ -41,7 +41,7 @@ def opt_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def opt_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of OPT that make each engine tensor, by engine name."""
+    """The checkpoint modules of OPT that make each engine module, by engine name; see `TensorNames`."""
     decoder, layer = "model.decoder", "model.decoder.layers.{i}"
     return {
         "embed": f"{decoder}.embed_tokens",

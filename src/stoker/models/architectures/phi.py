@@ -30,7 +30,7 @@ def phi_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def phi_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of Phi-1 or 2 that make each engine tensor, by engine name."""
+    """The checkpoint modules of Phi-1 or 2 that make each engine module, by engine name; see `TensorNames`."""
     layer = "model.layers.{i}"
     return llama_names(config) | {
         "norm": "model.final_layernorm",

@@ -22,7 +22,7 @@ def phi3_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def phi3_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of Phi-3 or Phi-4 that make each engine tensor, by engine name."""
+    """The checkpoint modules of Phi-3 or Phi-4 that make each engine module, by engine name; see `TensorNames`."""
     layer = "model.layers.{i}"
     return llama_names(config) | {
         "layers.{i}.attention.qkv": f"{layer}.self_attn.qkv_proj",

@@ -36,7 +36,7 @@ def qwen_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def qwen_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of Qwen 1 that make each engine tensor, by engine name."""
+    """The checkpoint modules of Qwen 1 that make each engine module, by engine name; see `TensorNames`."""
     return {
         "embed": "transformer.wte",
         "norm": "transformer.ln_f",

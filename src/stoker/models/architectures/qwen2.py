@@ -63,7 +63,7 @@ def with_experts(config: ModelConfig, hf: dict[str, Any], *, num_experts: int, *
 
 
 def qwen2_moe_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of Qwen2-MoE that make each engine tensor, by engine name."""
+    """The checkpoint modules of Qwen2-MoE that make each engine module, by engine name; see `TensorNames`."""
     moe = "model.layers.{i}.mlp"
     return llama_names(config) | {
         "layers.{i}.mlp.router": f"{moe}.gate",

@@ -28,7 +28,7 @@ def starcoder2_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def starcoder2_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of StarCoder 2 that make each engine tensor, by engine name."""
+    """The checkpoint modules of StarCoder 2 that make each engine module, by engine name; see `TensorNames`."""
     mlp = "model.layers.{i}.mlp"
     return llama_names(config) | {"layers.{i}.mlp.up": f"{mlp}.c_fc", "layers.{i}.mlp.down": f"{mlp}.c_proj"}
 
