@@ -48,6 +48,7 @@ def check_device(device: str | None, environment: Environment[str, str]) -> None
 
 
 def _has_gpu(environment: Environment[str, str]) -> bool:
+    """Whether the process can use a GPU, without loading a GPU library."""
     return visible_gpus(environment) > 0 or DXG.exists()
 
 

@@ -30,11 +30,11 @@ def resolve(
 ) -> Path:
     """The local directory or GGUF file of `location`, which is downloaded and unpacked if it is not local.
 
-    An existing path takes precedence over a hub id of the same name. `digest` is the sha256 of an archive in hexadecimal, which http(s)
-    addresses require, here or as #sha256=HEX. `token` is the access token for a private hub repository. `progress(name, done, total)` is
-    called with bytes, from several threads. `cache` is the directory for fetched sources, by default in Stoker's cache. Each address is
-    downloaded by one process at a time.
-
+    An existing path takes precedence over a hub id of the same name.
+    digest: the sha256 of an archive in hexadecimal. For http(s) it is required, here or as #sha256=HEX.
+    token: the access token for a private hub repository.
+    progress(name, done, total): called with bytes, from several threads.
+    cache: where fetched directories are stored, by default in Stoker's cache. Each address is downloaded by one process at a time.
     Raises ConfigError for an address that is not supported, CheckpointError for one that is missing, damaged, truncated or too large.
     """
     store = Store(cache or env.cache_dir() / "sources", max_bytes, progress or _no_progress)
