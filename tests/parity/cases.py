@@ -299,6 +299,17 @@ def deepseek_moe() -> Reference:
     return converted(config, model, rename)
 
 
+def refined_web() -> Reference:
+    """Falcon 40B with the keys of its first config.json, in which n_head_kv implies grouped queries and two norms."""
+    model = hf_model("Falcon", **_FALCON, new_decoder_architecture=True, num_kv_heads=2)
+    config = {k: v for k, v in _FALCON.items() if not k.startswith("num_") and k != "max_position_embeddings"}
+    config |= {
+        "architectures": ["RWForCausalLM"], "model_type": "RefinedWeb", "n_layer": 3, "n_head": 6, "n_head_kv": 2, "alibi": False,
+        "apply_residual_connection_post_layernorm": False, "bias": False, "parallel_attn": True,
+    }  # fmt: skip
+    return converted(config, model, lambda w: {name: tensor for name, tensor in w.items() if name != "lm_head.weight"})
+
+
 def gemma3_multimodal() -> Reference:
     """The text model, saved as the language model of a multimodal checkpoint."""
     sizes = GROUPED | {"head_dim": 8, "sliding_window": 9, "sliding_window_pattern": 2, "query_pre_attn_scalar": 10}
@@ -352,6 +363,7 @@ _BLOOM = {
 }
 _MPT = {"vocab_size": VOCAB, "d_model": 48, "n_layers": 3, "max_seq_len": POSITIONS, "bos_token_id": 1, "eos_token_id": 2}
 _HEAD = {"head_dim": 8}
+_LAST_FULL = ["sliding_attention", "sliding_attention", "full_attention"]
 
 # (row of the table, what is special about this checkpoint) → a function that creates its reference.
 CASES: dict[tuple[str, str], Callable[[], Reference]] = {
@@ -364,6 +376,8 @@ CASES: dict[tuple[str, str], Callable[[], Reference]] = {
     ("LlamaForCausalLM", "linear"): partial(
         native, "Llama", **GROUPED, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
     ),
+    ("LlamaForCausalLM", "Xverse"): partial(native, "Llama", architecture="XverseForCausalLM", **LLAMA),
+    ("LlamaForCausalLM", "Aquila"): partial(native, "Llama", architecture="AquilaForCausalLM", **GROUPED),
     ("MistralForCausalLM", "window"): partial(native, "Mistral", **GROUPED, sliding_window=11, **_HEAD),
     ("MixtralForCausalLM", "plain"): partial(native, "Mixtral", **GROUPED, num_local_experts=5, num_experts_per_tok=2),
     ("DeepseekForCausalLM", "plain"): deepseek_moe,
@@ -379,6 +393,7 @@ CASES: dict[tuple[str, str], Callable[[], Reference]] = {
         native, "Falcon", **_FALCON, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1
     ),
     ("FalconForCausalLM", "rw"): partial(native, "Falcon", attention="sdpa", **_FALCON | _RW),
+    ("FalconForCausalLM", "40b as first published"): refined_web,
     ("InternLMForCausalLM", "plain"): internlm,
     ("InternLM2ForCausalLM", "plain"): internlm2,
     ("InternLM3ForCausalLM", "plain"): partial(native, "InternLM3", architecture="InternLM3ForCausalLM", **GROUPED, **_HEAD),
@@ -453,8 +468,113 @@ CASES: dict[tuple[str, str], Callable[[], Reference]] = {
     ("GPTNeoXForCausalLM", "parallel"): partial(native, "GPTNeoX", **_NEOX),
     ("GPTNeoXForCausalLM", "sequential"): partial(native, "GPTNeoX", **_NEOX, use_parallel_residual=False, attention_bias=False),
     ("Olmo2ForCausalLM", "plain"): partial(native, "Olmo2", **GROUPED),
+    ("ArceeForCausalLM", "biased"): partial(native, "Arcee", **GROUPED, attention_bias=True, mlp_bias=True),
+    ("ArceeForCausalLM", "tied, yarn"): partial(native, "Arcee", **GROUPED, tie_word_embeddings=True, rope_parameters=YARN),
+    ("NemotronForCausalLM", "plain"): partial(native, "Nemotron", **GROUPED, **_HEAD),
+    ("NemotronForCausalLM", "biased, a quarter rotated"): partial(
+        native, "Nemotron", **GROUPED, attention_bias=True, mlp_bias=True, head_dim=16, partial_rotary_factor=0.25
+    ),
+    ("NemotronForCausalLM", "tied, linear"): partial(
+        native,
+        "Nemotron",
+        **GROUPED,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    ),
+    ("SeedOssForCausalLM", "plain"): partial(native, "SeedOss", **GROUPED, head_dim=12),
+    ("SeedOssForCausalLM", "all biases"): partial(native, "SeedOss", **GROUPED, **_HEAD, attention_out_bias=True, mlp_bias=True),
+    ("SeedOssForCausalLM", "no biases, tied"): partial(
+        native, "SeedOss", **LLAMA, **_HEAD, attention_bias=False, tie_word_embeddings=True, rope_parameters=YARN
+    ),
+    ("SmolLM3ForCausalLM", "plain"): partial(native, "SmolLM3", **GROUPED, no_rope_layer_interval=3),
+    ("SmolLM3ForCausalLM", "window"): partial(
+        native, "SmolLM3", **GROUPED, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=9, attention_bias=True
+    ),
+    ("SmolLM3ForCausalLM", "layers listed, yarn"): partial(
+        native, "SmolLM3", **GROUPED, no_rope_layers=[0, 1, 0], rope_parameters=YARN, tie_word_embeddings=False, mlp_bias=True
+    ),
+    ("CwmForCausalLM", "plain"): partial(native, "Cwm", **GROUPED, **_HEAD, sliding_window=9, rope_parameters=_LLAMA3),
+    ("CwmForCausalLM", "layers listed, biased"): partial(
+        native,
+        "Cwm",
+        **GROUPED,
+        head_dim=12,
+        sliding_window=13,
+        layer_types=_LAST_FULL,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=YARN,
+    ),
+    ("StableLmForCausalLM", "plain"): partial(native, "StableLm", **GROUPED),
+    ("StableLmForCausalLM", "12b"): partial(native, "StableLm", **GROUPED, qk_layernorm=True, use_parallel_residual=True),
+    ("StableLmForCausalLM", "1.6b"): partial(
+        native, "StableLm", **LLAMA, use_qkv_bias=True, tie_word_embeddings=True, partial_rotary_factor=0.5
+    ),
+    ("OlmoForCausalLM", "plain"): partial(native, "Olmo", **LLAMA),
+    ("OlmoForCausalLM", "clipped"): partial(native, "Olmo", **GROUPED, clip_qkv=0.7, attention_bias=True),
+    ("OlmoForCausalLM", "tied, yarn"): partial(native, "Olmo", **GROUPED, tie_word_embeddings=True, rope_parameters=YARN),
+    ("OlmoeForCausalLM", "plain"): partial(native, "Olmoe", **GROUPED, num_experts=6, num_experts_per_tok=2),
+    ("OlmoeForCausalLM", "weights sum to 1, biased"): partial(
+        native, "Olmoe", **LLAMA, num_experts=5, num_experts_per_tok=3, norm_topk_prob=True, attention_bias=True
+    ),
+    ("Olmo3ForCausalLM", "window"): partial(native, "Olmo3", **GROUPED, sliding_window=9, layer_types=_LAST_FULL),
+    ("Olmo3ForCausalLM", "yarn of full attention"): partial(
+        native, "Olmo3", **GROUPED, sliding_window=9, layer_types=_LAST_FULL, rope_scaling=YARN
+    ),
+    ("Exaone4ForCausalLM", "plain"): partial(native, "Exaone4", **GROUPED, sliding_window=9, sliding_window_pattern=3),
+    ("Exaone4ForCausalLM", "full attention"): partial(
+        native, "Exaone4", **GROUPED, sliding_window=None, layer_types=["full_attention"] * 3, tie_word_embeddings=True
+    ),
+    ("Exaone4ForCausalLM", "llama3, wide heads"): partial(
+        native, "Exaone4", **GROUPED, sliding_window=9, layer_types=_LAST_FULL, head_dim=12, rope_parameters=_LLAMA3
+    ),
+    ("Ernie4_5ForCausalLM", "plain"): partial(native, "Ernie4_5", **GROUPED, **_HEAD),
+    ("Ernie4_5ForCausalLM", "biased, linear"): partial(
+        native,
+        "Ernie4_5",
+        **GROUPED,
+        head_dim=12,
+        use_bias=True,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+    ),
     ("GraniteForCausalLM", "plain"): partial(
         native, "Granite", **GROUPED, embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.6, attention_multiplier=0.2
+    ),
+    ("GraniteMoeForCausalLM", "plain"): partial(
+        native,
+        "GraniteMoe",
+        **GROUPED,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        embedding_multiplier=3.0,
+        logits_scaling=2.0,
+        residual_multiplier=0.6,
+        attention_multiplier=0.2,
+    ),
+    ("GraniteMoeForCausalLM", "tied, biased, yarn"): partial(
+        native, "GraniteMoe", **GROUPED, num_local_experts=4, tie_word_embeddings=True, attention_bias=True, rope_parameters=YARN
+    ),
+    ("MiniMaxM2ForCausalLM", "half rotated"): partial(
+        native, "MiniMaxM2", **GROUPED, **_HEAD, num_local_experts=6, num_experts_per_tok=2, rotary_dim=4
+    ),
+    ("MiniMaxM2ForCausalLM", "wide heads"): partial(
+        native, "MiniMaxM2", **GROUPED, head_dim=12, num_local_experts=4, num_experts_per_tok=3, tie_word_embeddings=True
+    ),
+    ("Glm4MoeForCausalLM", "air"): partial(
+        native, "Glm4Moe", **MOE, head_dim=12, n_routed_experts=5, n_shared_experts=2, first_k_dense_replace=2, norm_topk_prob=False
+    ),
+    ("Glm4MoeForCausalLM", "4.5"): partial(
+        native, "Glm4Moe", **MOE, **_HEAD, n_routed_experts=6, use_qk_norm=True, attention_bias=True, routed_scaling_factor=2.5
+    ),
+    ("Glm4MoeForCausalLM", "groups, linear"): partial(
+        native,
+        "Glm4Moe",
+        **MOE,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4, "partial_rotary_factor": 1.0},
     ),
     ("CohereForCausalLM", "plain"): partial(native, "Cohere", **GROUPED, logit_scale=0.5),
     ("CohereForCausalLM", "q/k norms"): partial(native, "Cohere", **GROUPED, use_qk_norm=True),

@@ -14,14 +14,15 @@ from stoker.models.tensor_transforms import ungroup_qkv
 
 
 @with_defaults(
-    aliases={"n_layer": "num_hidden_layers", "n_head": "num_attention_heads"},
+    aliases={"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_head_kv": "num_kv_heads"},
     vocab_size=65024, hidden_size=4544, num_hidden_layers=32, num_attention_heads=71, layer_norm_epsilon=1e-5, alibi=False,
     new_decoder_architecture=False, multi_query=True, parallel_attn=True, bias=False, activation="gelu", tie_word_embeddings=True,
 )  # fmt: skip
 def falcon_config(hf: dict[str, Any]) -> ModelConfig:
     """The ModelConfig of a Falcon checkpoint, from `hf`, the data of its config.json."""
     require_values(hf, apply_residual_connection_post_layernorm=False)
-    hidden, heads, bias, grouped = hf["hidden_size"], hf["num_attention_heads"], bool(hf["bias"]), hf["new_decoder_architecture"]
+    hidden, heads, bias = hf["hidden_size"], hf["num_attention_heads"], bool(hf["bias"])
+    grouped = hf["new_decoder_architecture"] or hf.get("n_head_kv") is not None  # n_head_kv: the 40B model as first published
     size = hidden // heads
     norm = NormConfig(kind="layer", eps=hf["layer_norm_epsilon"], bias=True)
     attention = AttentionConfig(
@@ -76,7 +77,8 @@ ARCHITECTURES = (
         tensor_names=falcon_names,
         family="Falcon 7B, 40B, 180B, 11B, RW",
         oracle="transformers",
-        model_types=("falcon",),
+        model_types=("falcon", "RefinedWeb", "RefinedWebModel"),
+        aliases=("RWForCausalLM",),
         ignored_tensors=("*.rotary_emb.inv_freq",),
         ignored_keys=(
             "ff_factor",

@@ -72,10 +72,10 @@ ARCHITECTURES = (
         name="LlamaForCausalLM",
         read_config=llama_config,
         tensor_names=llama_names,
-        family="Llama 1, 2, 3.x, DeepSeek LLM, Yi, SmolLM2",
+        family="Llama 1, 2, 3.x, DeepSeek LLM, Yi, SmolLM2, XVERSE, Aquila 1 and 2",
         oracle="transformers",
-        model_types=("llama",),
-        aliases=("LLaMAForCausalLM",),
+        model_types=("llama", "xverse", "aquila"),
+        aliases=("LLaMAForCausalLM", "XverseForCausalLM", "AquilaForCausalLM", "AquilaModel"),
         ignored_tensors=IGNORED,
         ignored_keys=(
             "is_llama_config",
