@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "builder")]
+AREAS = ("builder", "frontend")
+sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / area) for area in AREAS)]
 
 
 @pytest.fixture(scope="session")

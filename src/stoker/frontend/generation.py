@@ -44,7 +44,7 @@ class GenerationService(Service):
         self._chat = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens) if tokenizer.chat_template else None
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
         self._beams: dict[str, BeamDriver] = {}
-        self._num_active = 0
+        self.num_active = 0  # running requests
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -121,6 +121,10 @@ class GenerationService(Service):
         """Reject new requests, and wait until the running ones have ended."""
         self._draining = True
         await self._idle.wait()
+
+    def end_requests(self, error: UnavailableError) -> None:
+        """End all running requests with `error`, and refuse new ones with it. Those that have started end with FinishReason.ERROR."""
+        self._client.end_requests(error)
 
     async def close(self) -> None:
         """Close the connection to the executor, and end the tokenizer threads."""
@@ -230,10 +234,10 @@ class _Active:
     def __enter__(self) -> None:
         if self._service._draining:
             raise UnavailableError(f"{self._service.model_name} is draining.", cure="Retry on another server.")
-        self._service._num_active += 1
+        self._service.num_active += 1
         self._service._idle.clear()
 
     def __exit__(self, *_: object) -> None:
-        self._service._num_active -= 1
-        if not self._service._num_active:
+        self._service.num_active -= 1
+        if not self._service.num_active:
             self._service._idle.set()

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator
 import msgspec
 
 from stoker.base.config import Limits
+from stoker.base.errors import UnavailableError
 from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
 
 
@@ -115,6 +116,10 @@ class ExecutorClient(ABC):
     @abstractmethod
     def alive(self) -> bool:
         """False if the executor has ended or its step loop hangs."""
+
+    @abstractmethod
+    def end_requests(self, error: UnavailableError) -> None:
+        """Cancel all requests, and end their iterators with `error`. Later requests are refused with it, too; `alive` becomes False."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
 
-from stoker.base.errors import StokerError
+from stoker.base.errors import StokerError, UnavailableError
 from stoker.base.logging import get_logger
 from stoker.server.documentation.protocol import Documentation
 from stoker.server.errors import ContentTypeError, RouteError, describe
@@ -86,9 +86,14 @@ class Application:
             await endpoint.handler(http)
         except ConnectionResetError:
             http.disconnected = True
-        except (Exception, asyncio.CancelledError) as error:
-            if http.started or isinstance(error, asyncio.CancelledError):
-                log.error("%s failed after its response had started: %r", endpoint.path, error, exc_info=error)
+        except asyncio.CancelledError:  # the drain time is over, which was logged; a stream that has started is cut
+            if not http.started:
+                await self._refuse(http, protocol, UnavailableError("The server is stopping.", cure="Send the request again."))
+            raise
+        except Exception as error:
+            if http.started:
+                known = isinstance(error, StokerError)
+                log.error("%s failed after its response had started: %r", endpoint.path, error, exc_info=None if known else error)
                 raise
             await self._refuse(http, protocol, error)
         self._context.metrics.count_response(endpoint.path, 499 if http.disconnected else http.status)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from stoker.runtime.client import Cancel, ExecutorInfo, Mailbox, Message, StatsQuery
+from stoker.runtime.client import ExecutorInfo, Mailbox, Message, StatsQuery
 from stoker.runtime.request import ExecutorStats, SequenceOutput
 from stoker.runtime.transport.streams import NAME_CHARS, StreamingClient, new_name
 
@@ -94,10 +94,8 @@ class InProcessClient(StreamingClient):
         return self._failure is None and time.monotonic() - self._mailbox.last_poll_s < self._timeout_s
 
     async def close(self) -> None:
-        for wire_id in self._streams:
-            self._transmit(Cancel(wire_id))
-        self._mailbox.disconnect(self)
         self._fail("this client was closed")
+        self._mailbox.disconnect(self)
 
 
 def split_by_client(outputs: list[SequenceOutput]) -> dict[str, list[SequenceOutput]]:

@@ -76,7 +76,8 @@ class StreamingClient(ExecutorClient):
         self._num_requests = 0
         self._queries: dict[int, asyncio.Future[ExecutorStats]] = {}
         self._num_queries = 0
-        self._failure: UnavailableError | None = None
+        self._failure: UnavailableError | None = None  # why requests are refused; None: they are accepted
+        self._ended = False  # `_failure` is final
 
     @abstractmethod
     def _transmit(self, message: Message) -> None:
@@ -133,7 +134,7 @@ class StreamingClient(ExecutorClient):
     def _close_stream(self, stream: OutputStream) -> None:
         """Forget a request, and cancel it if it has not ended."""
         del self._streams[stream.wire_id], self._wire_ids[stream.request_id]
-        if stream.unfinished > 0 and self._failure is None:
+        if stream.unfinished > 0 and self._failure is None:  # `_fail` has cancelled it otherwise
             self._transmit(Cancel(stream.wire_id))
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
@@ -148,18 +149,27 @@ class StreamingClient(ExecutorClient):
         if (answer := self._queries.get(number)) is not None and not answer.done():
             answer.set_result(stats)
 
+    def end_requests(self, error: UnavailableError) -> None:
+        self._ended = True
+        self._refuse_with(error)
+
     def _fail(self, reason: str) -> None:
-        """End all requests and queries with UnavailableError, because the executor has ended or hangs."""
-        if self._failure is not None:
-            return
-        self._failure = UnavailableError(f"The executor is gone: {reason}.", cure="See its log; restart it.")
-        for stream in self._streams.values():
+        """End all requests and queries with UnavailableError, because the executor has ended, hangs, or is not connected."""
+        if self._failure is None:
+            self._refuse_with(UnavailableError(f"The executor is unavailable: {reason}.", cure="See its log, or retry."))
+
+    def _refuse_with(self, error: UnavailableError) -> None:
+        """End all requests and queries with `error`, and refuse new ones. An executor that continues to run cancels the sequences."""
+        self._failure = error
+        for wire_id, stream in self._streams.items():
+            if stream.unfinished > 0:
+                self._transmit(Cancel(wire_id))
             stream.fail(self._failure)
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_exception(self._failure)
 
     def _require_executor(self) -> None:
-        """Raise UnavailableError if the executor has ended."""
+        """Raise UnavailableError if the executor has ended or is not connected, or `end_requests` was called."""
         if self._failure is not None:
             raise self._failure

@@ -10,7 +10,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from stoker.base.errors import UnavailableError
-from stoker.runtime.client import Cancel, ExecutorInfo, Message
+from stoker.base.logging import get_logger
+from stoker.runtime.client import ExecutorInfo, Message
 from stoker.runtime.transport.streams import StreamingClient, new_name
 from stoker.runtime.transport.zmq_mailbox import (
     HEARTBEAT_S,
@@ -28,6 +29,8 @@ from stoker.runtime.transport.zmq_mailbox import (
     configure,
 )
 
+log = get_logger(__name__)
+
 CONNECT_TIMEOUT_S = 120.0  # timeout of the executor until its step_timeout_s is known
 
 
@@ -44,7 +47,7 @@ class ZmqExecutorClient(StreamingClient):
         self._has_explicit_timeout = timeout_s is not None
         self._timeout_s = CONNECT_TIMEOUT_S if timeout_s is None else timeout_s
         self._heartbeat_s = heartbeat_s
-        self._last_receive_s = time.monotonic()
+        self._last_receive_s = self._last_beat_s = time.monotonic()
         self._outbox: list[ToExecutor] = []
         self._welcome: asyncio.Future[ExecutorInfo] = self._loop.create_future()
         self._encode = msgspec.msgpack.Encoder().encode
@@ -89,11 +92,12 @@ class ZmqExecutorClient(StreamingClient):
         if self._socket.closed:
             return
         self._timer.cancel()
-        if self._failure is None:
-            self._outbox.extend([*(Cancel(wire_id) for wire_id in self._streams), Bye()])
-            self._flush()
-        linger = 0 if self._failure is not None else 500
+        linger = 500 if self._failure is None or self._ended else 0
         self._fail("this client was closed")
+        self._ended = True
+        if linger:
+            self._outbox.append(Bye())
+            self._flush()
         self._loop.remove_reader(self._socket.FD)
         self._loop.remove_reader(self._monitor.FD)
         self._socket.disable_monitor()
@@ -142,21 +146,39 @@ class ZmqExecutorClient(StreamingClient):
                     self._timeout_s = max(info.step_timeout_s, 3 * self._heartbeat_s)
                 if not self._welcome.done():
                     self._welcome.set_result(info)
+                self._restore()
             case Closed(reason):
                 self._fail(reason)
             case Pong():
                 pass
 
+    def _restore(self) -> None:
+        """The executor has answered Hello, so it accepts requests, also if contact with it was lost before."""
+        if self._failure is not None and not self._ended:
+            self._failure = None
+            log.info("the executor answers again; requests are accepted.")
+
     def _watch(self) -> None:
-        """Called when the peer disconnected: its process ended, or did not answer ZeroMQ's heartbeats. Ends all requests."""
+        """Called when the peer disconnected: its process ended, or one of both did not answer ZeroMQ's heartbeats. Ends all requests.
+
+        ZeroMQ connects again by itself, and `_beat` sends Hello until the executor answers.
+        """
         while int(self._monitor.EVENTS) & zmq.POLLIN:
             recv_monitor_message(self._monitor)
             self._receive()  # messages that it sent before
-            self._fail("its process ended")
+            self._fail("the connection was closed, because its process ended, or because this process was suspended")
 
     def _beat(self) -> None:
-        """Send a ping regularly, and end all requests if the executor has not answered for `timeout_s` seconds."""
-        if self._failure is None and time.monotonic() - self._last_receive_s > self._timeout_s:
+        """Send a ping regularly, and end all requests if the executor has not answered for `timeout_s` seconds.
+
+        After that, send Hello regularly, which an executor that continues answers with Welcome.
+        """
+        self._receive()  # messages that arrived while this process was suspended
+        now = time.monotonic()
+        if now - self._last_beat_s > self._timeout_s + self._heartbeat_s:  # suspended: the executor was sent nothing that it could answer
+            self._last_receive_s = now
+        self._last_beat_s = now
+        if self._failure is None and now - self._last_receive_s > self._timeout_s:
             self._fail(f"it did not answer for {self._timeout_s:g} s")
-        self._post(Ping())
+        self._post(Ping() if self._failure is None or self._ended else Hello())
         self._timer = self._loop.call_later(self._heartbeat_s, self._beat)

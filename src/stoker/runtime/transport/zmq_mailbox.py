@@ -101,6 +101,7 @@ class ZmqMailbox(Mailbox):
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # raise if the frontend of a message is not connected
+        self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a frontend that connects again replaces its former connection
         configure(self._socket, client_timeout_s)
         self._socket.bind(address)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")

@@ -123,6 +123,9 @@ class MeteredClient(ExecutorClient):
     def pause(self, paused: bool) -> None:
         self.inner.pause(paused)
 
+    def end_requests(self, error: UnavailableError) -> None:
+        self.inner.end_requests(error)
+
     @property
     def alive(self) -> bool:
         return self.inner.alive

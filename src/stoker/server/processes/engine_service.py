@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from pathlib import Path
 
+from stoker.base.errors import UnavailableError
 from stoker.base.logging import get_logger
 from stoker.frontend.generation import GenerationService
 from stoker.frontend.repository import ModelRepository
@@ -48,6 +49,17 @@ class EngineService:
         if not self._loading.cancelled():
             self._loading.result()
 
+    @property
+    def num_active(self) -> int:
+        """Number of requests of the service that are running."""
+        service = self._generation()
+        return service.num_active if service is not None else 0
+
+    def end_requests(self, error: UnavailableError) -> None:
+        """End all running requests with `error`, and refuse new ones with it."""
+        if (service := self._generation()) is not None:
+            service.end_requests(error)
+
     async def unload(self) -> None:
         """Close the service. Its requests have ended, or have had the time to end."""
         await self.repository.unload(self._name)
@@ -66,12 +78,17 @@ class EngineService:
         if self._place is not None:
             await self.repository.load(self._name)
             return
-        model = self.repository.find(self._name)
-        if isinstance(model.service, MeteredService) and isinstance(model.service.inner, GenerationService):
+        if (service := self._generation()) is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(model.service.inner.drain(), self._settings.drain_timeout_s)
+                await asyncio.wait_for(service.drain(), self._settings.drain_timeout_s)
         await self.repository.unload(self._name)
-        model.reason = changes.get(FAILURE) or "unloaded"
+        self.repository.find(self._name).reason = changes.get(FAILURE) or "unloaded"
+
+    def _generation(self) -> GenerationService | None:
+        """The service of the model, without the wrapper that counts; None while there is no executor."""
+        service = self.repository.find(self._name).service
+        inner = service.inner if isinstance(service, MeteredService) else None
+        return inner if isinstance(inner, GenerationService) else None
 
     async def _load(self) -> Service:
         """Load the tokenizer while the executor loads the engine, then connect to the executor."""

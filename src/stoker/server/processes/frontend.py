@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from stoker.server.http.connection import BoundedProtocol
 from stoker.server.metrics.frontend import FrontendMetrics
 from stoker.server.processes.child import end_with_parent, receive_task
 from stoker.server.processes.coordinator import FrontendCoordination
+from stoker.server.processes.draining import END_S, drain, end_grpc
 from stoker.server.processes.engine_service import EngineService
 from stoker.server.processes.tasks import EXECUTOR, FrontendTask
 from stoker.server.protocol import Context
@@ -29,7 +31,6 @@ from stoker.server.settings import ServerSettings
 log = get_logger(__name__)
 
 KEEP_ALIVE_S = 75  # longer than the 60 s after which load balancers close idle connections, so that none reuses a closed one
-STOP_POLL_S = 0.1
 
 
 class HttpServer(uvicorn.Server):
@@ -73,10 +74,16 @@ async def serve(task: FrontendTask, report_ready: Callable[[], Any]) -> None:
             raise error
         report_ready()
     stops = [start() for start in context.background] if loading.done() else []
-    await asyncio.gather(serving, *([end_grpc(server, grpc, task.settings)] if grpc is not None else []))
+
+    def stop_background() -> None:
+        """End the work that runs beside requests."""
+        for stop in stops:
+            stop()
+
+    timeout_s = task.settings.drain_timeout_s
+    servers = [serving, *([asyncio.create_task(end_grpc(server, grpc, timeout_s))] if grpc is not None else [])]
+    await drain(server, servers, model, timeout_s, stop_background)
     loading.cancel()
-    for stop in stops:
-        stop()
     await model.unload()
     context.cleanup.close()
     await coordination.close()
@@ -104,13 +111,6 @@ async def open_grpc(context: Context, address: str) -> Any:
     return server
 
 
-async def end_grpc(http: HttpServer, grpc: Any, settings: ServerSettings) -> None:
-    """Stop the gRPC server when the HTTP server stops. Requests in flight have drain_timeout_s to end."""
-    while not http.should_exit:
-        await asyncio.sleep(STOP_POLL_S)
-    await grpc.stop(settings.drain_timeout_s)
-
-
 def http_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
     """The configuration of uvicorn with the HTTP parser `BoundedProtocol`, which is derived from a private class of uvicorn."""
     return uvicorn.Config(
@@ -124,7 +124,7 @@ def http_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
+        timeout_graceful_shutdown=math.ceil(settings.drain_timeout_s + END_S),
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,
         backlog=2048,

@@ -30,6 +30,7 @@ from stoker.server.state_directory import StateDirectory
 log = get_logger(__name__)
 
 FAILING_S = 1.0  # after the executor has ended, frontends answer with status 503 for this long before the port closes
+STOP_S = 10.0  # between the end of the drain time and SIGKILL
 BACKLOG = 2048
 
 
@@ -247,7 +248,7 @@ class Supervisor:
         """Stop the children. With `failing`, first leave clients the time to receive error responses."""
         if failing:
             await asyncio.sleep(FAILING_S)
-        grace_s = self._settings.drain_timeout_s + 5.0
+        grace_s = self._settings.drain_timeout_s + STOP_S
         await asyncio.gather(*(frontend.stop(grace_s) for frontend in frontends))
         await self._executor.terminate()
 
