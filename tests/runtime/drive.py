@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from stoker.runtime.client import Message
 from stoker.runtime.executor import Executor
 from stoker.runtime.load import load_executor
 from stoker.runtime.request import ErrorInfo, TokenRequest
+from stoker.runtime.sampling.grammar_client import CompileProcess
+from stoker.runtime.sampling.grammar_compiler import Grammars
 
 END = 2
 _ids = itertools.count()
@@ -47,14 +50,23 @@ def request(
 class Driven:
     """A loaded executor and its outputs so far."""
 
-    def __init__(self, engine: Path, **settings: Any) -> None:
+    def __init__(self, engine: Path, compiler: CompileProcess | None, **settings: Any) -> None:
+        """`compiler` compiles the grammars, so that not every executor starts a process of its own."""
         self.executor: Executor = load_executor(engine, RuntimeConfig(device="cpu", num_threads=1, **settings), SynchronousMailbox)
+        if compiler is not None:
+            self.grammars.process = compiler
         self.answers: dict[tuple[str, int], Answer] = {}
 
     @property
     def mailbox(self) -> SynchronousMailbox:
         assert isinstance(self.executor.mailbox, SynchronousMailbox)
         return self.executor.mailbox
+
+    @property
+    def grammars(self) -> Grammars:
+        grammars = self.executor.runner.sampler.grammars  # type: ignore[attr-defined]
+        assert isinstance(grammars, Grammars)
+        return grammars
 
     @property
     def stats(self) -> Any:
@@ -87,6 +99,8 @@ class Driven:
             if until() if until is not None else all(answer.reason is not None for answer in self.answers.values()):
                 return
             self.turn()
+            if until is None:
+                wait_for_a_grammar(self.executor)
         raise AssertionError("the requests do not end")
 
     def run(self, *requests: TokenRequest) -> list[Answer]:
@@ -100,6 +114,13 @@ class Driven:
         assert stats.num_running == stats.num_waiting == stats.num_paused == 0
         assert stats.num_free_blocks == stats.num_blocks, "blocks leaked"
         assert not self.executor.runner.sampler._users  # type: ignore[attr-defined]
+
+
+def wait_for_a_grammar(executor: Executor) -> None:
+    """Wait until a grammar is compiled, if the executor has no other work."""
+    futures = [future for future, _, _ in executor.admission._preparing.values()]
+    if futures and not executor.scheduler.has_work:
+        wait(futures, timeout=60, return_when=FIRST_COMPLETED)
 
 
 def logits_of(model: Any, tokens: list[int]) -> Tensor:

@@ -96,6 +96,9 @@ class Device:
     def remove(self, seq: Sequence) -> None:
         self.added.discard(seq.seq_id)
 
+    def close(self) -> None:
+        return
+
     def zero_blocks(self, blocks: list[int]) -> None:
         assert not any(set(blocks) & set(used) for used in self._in_flight), "a block of a step in flight is zeroed"
         self.poisoned.difference_update(blocks)

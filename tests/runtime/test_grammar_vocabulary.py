@@ -15,31 +15,31 @@ from small_tokenizers import small
 
 from stoker.base.errors import ConfigError
 from stoker.base.types import Guide
-from stoker.runtime.sampling.grammar_compiler import _compile, make_compiler
+from stoker.runtime.sampling.grammar_source import compile_guide, load_vocabulary
 
 TEXTS = ["the quick brown fox", 'a "quoted"\n\\ line', "é and 日本 🙂"]
 
 
-def compiler_of(kind: str, folder: Path) -> tuple[Any, Any, int]:
+def vocabulary_of(kind: str, folder: Path) -> tuple[Any, Any, int]:
     core = small(kind)
     core.save(str(folder / "tokenizer.json"))
     width = core.get_vocab_size(with_added_tokens=True) + 37  # engines pad their vocabulary
-    return core, make_compiler(folder, width), width
+    return core, load_vocabulary(folder, width), width
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_tokens_of_a_text_match_its_grammar(kind: str, text: str, tmp_path: Path) -> None:
-    core, compiler, _ = compiler_of(kind, tmp_path)
+    core, vocabulary, _ = vocabulary_of(kind, tmp_path)
     literal = "".join(f"\\U{ord(char):08x}" for char in text)
-    matcher = xgrammar.GrammarMatcher(_compile(compiler, Guide("grammar", f'root ::= " "? "{literal}"')), override_stop_tokens=[2])
+    matcher = xgrammar.GrammarMatcher(compile_guide(vocabulary, Guide("grammar", f'root ::= " "? "{literal}"')), override_stop_tokens=[2])
     assert all(matcher.accept_token(token) for token in core.encode(text, add_special_tokens=False).ids)
     assert matcher.is_completed()
 
 
 def test_special_tokens_and_padding_are_never_allowed(tmp_path: Path) -> None:
-    core, compiler, width = compiler_of("byte_level", tmp_path)
-    matcher = xgrammar.GrammarMatcher(_compile(compiler, Guide("regex", "(.|\\n)*")), override_stop_tokens=[2])
+    core, vocabulary, width = vocabulary_of("byte_level", tmp_path)
+    matcher = xgrammar.GrammarMatcher(compile_guide(vocabulary, Guide("regex", "(.|\\n)*")), override_stop_tokens=[2])
     mask = xgrammar.allocate_token_bitmask(1, width)
     matcher.fill_next_token_bitmask(mask, 0)
     special = {token for token, added in core.get_added_tokens_decoder().items() if added.special} - {2}
@@ -50,4 +50,4 @@ def test_special_tokens_and_padding_are_never_allowed(tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_inserts_spaces_is_rejected_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="WordPiece"):
-        compiler_of("wordpiece", tmp_path)
+        vocabulary_of("wordpiece", tmp_path)

@@ -19,8 +19,8 @@ from drive import END, Answer, Driven, request
 
 from stoker import LLM
 from stoker.base.types import FinishReason, Guide, SamplingParams
-from stoker.runtime import admission
 from stoker.runtime.client import Cancel
+from stoker.runtime.sampling.grammar_client import CompileProcess
 from stoker.runtime.sampling.json_schema import check_schema
 
 Make = Callable[..., Driven]
@@ -186,43 +186,39 @@ def test_a_guide_without_xgrammar_is_rejected(drive: Make, prompts: list[list[in
     assert answer.error is not None and answer.error.code == "missing_dependency" and "stoker[guided]" in answer.error.message
 
 
-SLOW = Guide("json_schema", '{"type": "array", "items": ' * 60 + "{}" + "}" * 60)
+# The branches are compared in pairs, which takes several minutes.
+SLOW = Guide("json_schema", json.dumps({"oneOf": [{"const": i} for i in range(9000)]}))
 
 
 def test_compilation_delays_no_other_request_and_ends_with_its_own(
-    drive: Make, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    drive: Make, prompts: list[list[int]], own_compiler: CompileProcess
 ) -> None:
-    driven = drive(max_queue_size=4)
-    driven.run(guided(prompts[0], GUIDES["regex"][0]))  # loads the vocabulary
+    driven = drive(max_queue_size=4, guide_timeout_s=600)
+    driven.grammars.process = own_compiler
     blocked = guided(prompts[0], SLOW, n=2)
     timed = guided(prompts[0], SLOW, timeout_s=0.0)
     again = guided(prompts[0], SLOW, request_id=blocked.request_id)
-    grammars = driven.executor.runner.sampler.grammars  # type: ignore[attr-defined]
-    grammars._lock.acquire()
-    try:
-        driven.submit(blocked, timed)
-        driven.turn()
-        assert driven.stats.num_waiting == 2 and driven.answers[timed.request_id, 0].reason is FinishReason.DEADLINE
-        other = request(prompts[1], max_tokens=5)
-        driven.submit(other)
-        driven.finish(until=lambda: driven.answers[other.request_id, 0].reason is not None)
-        assert driven.answers[other.request_id, 0].reason is FinishReason.LENGTH
-        driven.send(Cancel(blocked.request_id, 0))
-        driven.turn()
-        assert driven.answers[blocked.request_id, 0].reason is FinishReason.CANCELLED and driven.stats.num_waiting == 1
-        with pytest.raises(Exception, match="in flight"):
-            driven.executor.admission.admit(again)
-        driven.send(Cancel(blocked.request_id))
-        driven.turn()
-        assert driven.answers[blocked.request_id, 1].reason is FinishReason.CANCELLED and driven.stats.num_waiting == 0
-        late = guided(prompts[0], SLOW)
-        monkeypatch.setattr(admission, "PREPARE_TIMEOUT_S", 0.0)
-        driven.submit(late)
-        driven.finish()
-        error = driven.answers[late.request_id, 0].error
-        assert error is not None and error.status == 400 and "not compiled" in error.message
-    finally:
-        grammars._lock.release()
+    driven.submit(blocked, timed)
+    driven.turn()
+    assert driven.stats.num_waiting == 2 and driven.answers[timed.request_id, 0].reason is FinishReason.DEADLINE
+    other = request(prompts[1], max_tokens=5)
+    driven.submit(other)
+    driven.finish(until=lambda: driven.answers[other.request_id, 0].reason is not None)
+    assert driven.answers[other.request_id, 0].reason is FinishReason.LENGTH
+    driven.send(Cancel(blocked.request_id, 0))
+    driven.turn()
+    assert driven.answers[blocked.request_id, 0].reason is FinishReason.CANCELLED and driven.stats.num_waiting == 1
+    with pytest.raises(Exception, match="in flight"):
+        driven.executor.admission.admit(again)
+    driven.send(Cancel(blocked.request_id))
+    driven.turn()
+    assert driven.answers[blocked.request_id, 1].reason is FinishReason.CANCELLED and driven.stats.num_waiting == 0
+    late = guided(prompts[0], SLOW)
+    driven.executor.admission.prepare_timeout_s = 0.0
+    driven.submit(late)
+    driven.finish()
+    error = driven.answers[late.request_id, 0].error
+    assert error is not None and error.status == 503 and "for the compilation of others" in error.message
 
 
 def test_a_slow_grammar_ends_only_its_request(drive: Make, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:

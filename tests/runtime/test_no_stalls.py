@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from drive import request
+from drive import request, wait_for_a_grammar
 from no_stalls import META, NoStalls, StallError
 from torch import Tensor
 
@@ -105,6 +105,7 @@ class CheckedExecutor:
         for _ in range(2000):
             with self.checker:  # including the begin and end of sequences
                 self.executor.turn(0.0)
+            wait_for_a_grammar(self.executor)
             for output in self.mailbox.pop_outputs():
                 outputs[output.request_id].append(output)
             if all(found and found[-1].finish_reason for found in outputs.values()):

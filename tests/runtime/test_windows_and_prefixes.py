@@ -74,7 +74,7 @@ def prefix_engine(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> 
 
 
 def test_a_prompt_without_mask_or_start_token_is_rejected_without_effect_on_others(prefix_engine: Path) -> None:
-    driven = Driven(prefix_engine, kv_cache_tokens=512)
+    driven = Driven(prefix_engine, None, kv_cache_tokens=512)
     good = [5, 6, 98, 99]
     no_start, no_mask, too_long, scored, answer = driven.run(
         request([5, 6, 98], max_tokens=4),

@@ -136,6 +136,12 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queue_size: int = 1024
     """Waiting requests. Further requests are refused with status 429."""
 
+    guide_timeout_s: float = 10.0
+    """Seconds for compiling the grammar of a guided request. The compilation is ended then, and the request refused with status 400."""
+
+    guide_queue_size: int = 64
+    """Grammars that wait while others are compiled. Further ones are refused with status 503; those in the cache never wait."""
+
     overlap: bool = True
     """Plan and launch step N + 1 while the device runs step N. GPU only."""
 
@@ -168,6 +174,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
         for index in self.devices or ():
             check_range("devices", index, 0, 1023)
         check_range("max_queue_size", self.max_queue_size, 1, 1 << 24)
+        check_range("guide_queue_size", self.guide_queue_size, 0, 1 << 24)
+        if not 0.1 <= self.guide_timeout_s <= 3600.0:
+            raise ConfigError(f"guide_timeout_s={self.guide_timeout_s} is refused.", cure="Use seconds, from 0.1 to 3600.")
         if self.kv_cache_fraction is not None and not 0.0 < self.kv_cache_fraction <= 1.0:
             raise ConfigError(f"kv_cache_fraction={self.kv_cache_fraction} is outside (0, 1].", cure="Use a fraction such as 0.9.")
         if self.step_timeout_s is not None and not 1.0 <= self.step_timeout_s <= 86400.0:
@@ -189,6 +198,8 @@ class RuntimeSettings(TypedDict, total=False):
     kv_cache_fraction: float | None
     kv_cache_dtype: str | None
     max_queue_size: int
+    guide_timeout_s: float
+    guide_queue_size: int
     overlap: bool
     cuda_graphs: bool
     custom_all_reduce: bool

@@ -56,6 +56,10 @@ class RequestError(StokerError):
         super().__init__(f"{field}={_shorten(value)} is refused: {limit}.", cure=cure)
 
 
+class GuideCostError(RequestError):
+    """The compilation of a request's grammar was ended at its limit of time or memory."""
+
+
 class RequestTypeError(RequestError, TypeError):
     """A field of a request has a value of a wrong type."""
 

@@ -78,4 +78,10 @@ EXECUTOR_METRICS = (
         "num_reused_tokens",
     ),
     Metric("stoker_preemptions_total", "counter", "Preemptions of running sequences.", "num_preemptions"),
+    Metric(
+        "stoker_costly_guides_total",
+        "counter",
+        "Sequences that were refused because compiling their grammar exceeded its time or memory.",
+        "num_costly_guides",
+    ),
 )

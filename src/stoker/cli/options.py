@@ -34,6 +34,8 @@ RUNTIME_HELP = {
     "kv_cache_tokens": "Size of the KV cache in tokens.",
     "kv_cache_fraction": "Size of the KV cache as a fraction of free memory. With --kv-cache-tokens, the smaller size is used.",
     "max_queue_size": "Maximum number of waiting requests; further requests are rejected with status 429.",
+    "guide_timeout_s": "Seconds for compiling the grammar of a guided request, which is refused with status 400 after them.",
+    "guide_queue_size": "Maximum number of grammars that wait for compilation; further ones are rejected with status 503.",
     "overlap": "Schedule the next step while the current one runs. GPU only.",
     "cuda_graphs": "Run decode steps as CUDA graphs. GPU only.",
     "custom_all_reduce": "Sum short messages of several GPUs through peer memory. Without it, all messages go through NCCL.",

@@ -7,12 +7,12 @@ import time
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from stoker.base.errors import QueueFullError, RequestError
+from stoker.base.errors import QueueFullError, RequestError, UnavailableError
 from stoker.base.types import FinishReason
 from stoker.runtime.request import Sequence, Status, TokenRequest
 from stoker.runtime.schedule.scheduler import Scheduler
 
-PREPARE_TIMEOUT_S = 30.0  # for the compilation of a grammar
+QUEUE_TIMEOUT_S = 30.0  # of a grammar in the queue of compilations
 
 
 class SequenceHooks(Protocol):
@@ -34,10 +34,19 @@ class Admission:
     Sequences that are being prepared count as waiting: for max_queue_size, cancellation and deadlines.
     """
 
-    def __init__(self, runner: SequenceHooks, scheduler: Scheduler, max_queue_size: int, *, waits_for_ids: bool = False) -> None:
+    def __init__(
+        self,
+        runner: SequenceHooks,
+        scheduler: Scheduler,
+        max_queue_size: int,
+        *,
+        guide_timeout_s: float = 10.0,
+        waits_for_ids: bool = False,
+    ) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.max_queue_size = max_queue_size
+        self.prepare_timeout_s = QUEUE_TIMEOUT_S + guide_timeout_s
         self.waits_for_ids = waits_for_ids  # set Sequence.waits_for_ids of every sequence
         self._seq_ids = itertools.count()
         self._preparing: dict[str, tuple[Future[Any], float, list[Sequence]]] = {}  # by request: result, start time, sequences
@@ -81,7 +90,7 @@ class Admission:
         """
         failed: list[tuple[Sequence, Exception]] = []
         for request_id, (future, since, sequences) in list(self._preparing.items()):
-            if not future.done() and time.monotonic() - since <= PREPARE_TIMEOUT_S:
+            if not future.done() and time.monotonic() - since <= self.prepare_timeout_s:
                 continue
             del self._preparing[request_id]
             try:
@@ -103,11 +112,12 @@ class Admission:
         return ended
 
     def _begin_prepared(self, sequences: list[Sequence], future: Future[Any]) -> None:
-        """Queue sequences with the grammar in `future`. Raises RequestError if it is not complete: the time-out has passed."""
+        """Queue sequences with the grammar in `future`. Raises UnavailableError if it is not complete: the time-out has passed."""
         if not future.done():
             future.cancel()
-            limit = f"its grammar was not compiled within {PREPARE_TIMEOUT_S:.0f} s"
-            raise RequestError("guide.text", sequences[0].params.guide, limit, cure="Simplify it.")
+            raise UnavailableError(
+                f"the grammar waited {self.prepare_timeout_s:.0f} s, mostly for the compilation of others.", cure="Retry later."
+            )
         for seq in sequences:
             seq.grammar = future.result()
         self._begin(sequences)

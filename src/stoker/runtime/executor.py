@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from stoker.base.config import RuntimeConfig
-from stoker.base.errors import RankError, RequestError, StokerError, UnavailableError
+from stoker.base.errors import GuideCostError, RankError, RequestError, StokerError, UnavailableError
 from stoker.base.logging import get_logger
 from stoker.base.types import FinishReason
 from stoker.runtime.admission import Admission, SequenceHooks
@@ -36,6 +36,9 @@ class Runner(SequenceHooks, Protocol):
 
     def zero_blocks(self, blocks: list[int]) -> None:
         """Fill the keys and values of KV cache blocks with zeros."""
+
+    def close(self) -> None:
+        """End the processes that `prepare` started. May be called repeatedly."""
 
 
 class Handle(Protocol):
@@ -85,7 +88,9 @@ class Executor:
         overlapped = 2 if config.overlap and info.device != "cpu" else 1
         self._depth = self._num_stages if self._num_stages > 1 else overlapped
         # A sequence is in one stage at a time, because the first stage needs the token that the last one samples.
-        self.admission = Admission(runner, scheduler, config.max_queue_size, waits_for_ids=self._num_stages > 1)
+        self.admission = Admission(
+            runner, scheduler, config.max_queue_size, guide_timeout_s=config.guide_timeout_s, waits_for_ids=self._num_stages > 1
+        )
         self.watchdog = Watchdog(info.step_timeout_s)
         self.step_times = StepTimes()
         self._in_flight: deque[tuple[StepPlan, Handle, float]] = deque()
@@ -110,7 +115,8 @@ class Executor:
             self.close()
 
     def close(self) -> None:
-        """End the processes of the follower ranks."""
+        """End the processes of the runner and of the follower ranks."""
+        self.runner.close()
         if self._ranks is not None:
             self._ranks.close()
 
@@ -132,6 +138,7 @@ class Executor:
             self._receive(message)
         now = time.monotonic()
         for seq, error in self.admission.advance():
+            self.stats.num_costly_guides += isinstance(error, GuideCostError)
             self._finish(seq, _info(error))
         for seq in self.admission.expire(now):
             self._finish(seq)

@@ -73,6 +73,7 @@ class ExecutorStats(msgspec.Struct, kw_only=True):
     num_finished: int = 0
     num_cancelled: int = 0
     num_failed: int = 0
+    num_costly_guides: int = 0  # sequences whose grammar exceeded the time or memory of a compilation
     last_step_rows: int = 0
     last_step_tokens: int = 0
     last_step_prefill_tokens: int = 0

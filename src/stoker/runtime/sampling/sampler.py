@@ -133,6 +133,11 @@ class Sampler:
             raise RequestError("guide.kind", request.params.guide.kind, "this executor has no tokenizer")
         return self.grammars.prepare(request)
 
+    def close(self) -> None:
+        """End the compilation of grammars."""
+        if self.grammars is not None:
+            self.grammars.close()
+
     def add(self, seq: Sequence) -> None:
         """Add a sequence before its first step."""
         used = [feature for feature in self.features if feature.applies_to(seq.params)]

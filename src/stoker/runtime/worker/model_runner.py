@@ -128,8 +128,12 @@ class ModelRunner:
             )
 
     def prepare(self, request: TokenRequest) -> Future[Any] | None:
-        """Start to compile the guide of the request in another thread; None without a guide. Raises DependencyError or RequestError."""
+        """Start to compile the guide of the request in another process; None without a guide. Raises DependencyError or RequestError."""
         return self.sampler.prepare(request)
+
+    def close(self) -> None:
+        """End the compilation of grammars."""
+        self.sampler.close()
 
     def add(self, seq: Sequence) -> None:
         """Add a sequence, once, before its first step. Raises RequestError for a feature that the model does not support."""

@@ -107,7 +107,10 @@ class LoadedRank:
     def runner(self, num_blocks: int, publisher: StepPublisher | None = None) -> ModelRunner:
         """Allocate the cache with `num_blocks` blocks, and create the runner."""
         max_seq_len = min(self.capacity.max_seq_len, num_blocks * self.engine.config.limits.tokens_per_block)
-        grammars = Grammars(self.engine.path, self.engine.config.model.vocab_size) if self.world.is_leader else None
+        path, vocab_size, config = self.engine.path, self.engine.config.model.vocab_size, self.config
+        grammars = None
+        if self.world.is_leader:
+            grammars = Grammars(path, vocab_size, timeout_s=config.guide_timeout_s, queue_size=config.guide_queue_size)
         return self._runner(num_blocks, max_seq_len, use_graphs=self._use_graphs, publisher=publisher, grammars=grammars)
 
     @property
