@@ -15,7 +15,8 @@ import xgrammar
 from drive import END, Driven
 from test_guides import GUIDES, SLOW, guided
 
-from stoker.base.errors import GuideCostError, RequestError, UnavailableError
+from stoker.base.config import RuntimeConfig
+from stoker.base.errors import ConfigError, GuideCostError, RequestError, UnavailableError
 from stoker.base.types import FinishReason, Guide
 from stoker.frontend.executor_errors import to_error
 from stoker.runtime.client import Cancel
@@ -158,3 +159,9 @@ def test_a_closed_process_refuses_jobs(own_compiler: CompileProcess) -> None:
     own_compiler.close()
     with pytest.raises(UnavailableError, match="stopping"):
         own_compiler.compile(GUIDES["regex"][0], LONG_S)
+
+
+@pytest.mark.parametrize(("name", "value"), [("guide_timeout_s", 0.0), ("guide_timeout_s", float("nan")), ("guide_queue_size", -1)])
+def test_a_setting_out_of_range_is_rejected(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=name):
+        RuntimeConfig(**{name: value})

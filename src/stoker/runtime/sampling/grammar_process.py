@@ -75,7 +75,8 @@ def _serve(connection: socket.socket, vocabulary: Any) -> None:
 
 
 def _limit(job: Job) -> None:
-    """Limit the time and memory of this process, and disable its core dumps."""
+    """Limit the time and memory of this process, and disable its core dumps and output, which clients could make grow without limit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     size = pages * os.sysconf("SC_PAGE_SIZE") + job.memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
