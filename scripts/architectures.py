@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 
 from stoker.builder.tokenizers.published import TOKENIZERS
 from stoker.models import Architecture, all_architectures
@@ -17,7 +18,8 @@ Every row is tested with a tiny checkpoint of random weights in the layout that 
 float32. All logits must be within 2e-4 of the oracle's and 64 greedy tokens must be equal: with chunked prefill, in a batch with other
 sequences, after a preemption, and with shared prefix blocks. On a GPU the same checkpoints run in float32, bfloat16, INT8 and FP8, eagerly
 and in captured graphs (`tests/gpu/test_gpu_architectures.py`). The rows that existed on 2026-11-22 passed on an H200, except InternLM 3,
-whose oracle was not installed on that machine. The rows that were added since then have run on a CPU only: {since}.
+whose oracle was not installed on that machine. The rows that were added since then have run on a CPU only:
+{since}.
 
 Every architecture can be built with every quantization, because formats apply to linears and all architectures consist of the same linears:
 {recipes}.
@@ -40,9 +42,10 @@ several ranks need is stored on each of them.
 
 # Rows that tests/gpu has not run yet.
 _CPU_ONLY = (
-    "ArceeForCausalLM", "CwmForCausalLM", "Ernie4_5ForCausalLM", "Exaone4ForCausalLM", "Glm4MoeForCausalLM", "GraniteMoeForCausalLM",
-    "MiniMaxM2ForCausalLM", "NemotronForCausalLM", "OlmoForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM", "SeedOssForCausalLM",
-    "SmolLM3ForCausalLM", "StableLmForCausalLM",
+    "ArceeForCausalLM", "CwmForCausalLM", "Ernie4_5_MoeForCausalLM", "Ernie4_5ForCausalLM", "Exaone4ForCausalLM", "ExaoneForCausalLM",
+    "Glm4MoeForCausalLM", "GraniteMoeForCausalLM", "MiniCPMForCausalLM", "MiniMaxM2ForCausalLM", "NemotronForCausalLM",
+    "Olmo3ForCausalLM", "OlmoeForCausalLM", "OlmoForCausalLM", "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration", "SeedOssForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM",
 )  # fmt: skip
 _VERSIONS = """
 ## Model versions in the settings of other systems
@@ -94,7 +97,7 @@ def markdown() -> str:
     versions = [f"| `{option}` | {row.name} |" for row in all_architectures() for option in row.version_options]
     recipes = ", ".join(name for name in RECIPES if name != "NO_QUANT")
     return (
-        _HEAD.format(recipes=recipes, since=", ".join(_CPU_ONLY))
+        _HEAD.format(recipes=recipes, since=textwrap.fill(", ".join(_CPU_ONLY), 140))
         + "\n".join(table)
         + "\n"
         + _VERSIONS

@@ -310,6 +310,57 @@ def refined_web() -> Reference:
     return converted(config, model, lambda w: {name: tensor for name, tensor in w.items() if name != "lm_head.weight"})
 
 
+def exaone3(tied: bool) -> Reference:
+    model = hf_model("Llama", **GROUPED, rope_parameters=_LLAMA3, tie_word_embeddings=tied)
+
+    def rename(w: Tensors) -> Tensors:
+        w = renamed(
+            w, ("self_attn.o_proj", "attn.attention.out_proj"), ("self_attn", "attn.attention"), ("mlp.gate_proj", "mlp.c_fc_0"),
+            ("mlp.up_proj", "mlp.c_fc_1"), ("mlp.down_proj", "mlp.c_proj"), ("input_layernorm", "ln_1"),
+            ("post_attention_layernorm", "ln_2"), ("model.embed_tokens", "transformer.wte"), ("model.norm", "transformer.ln_f"),
+            ("model.layers", "transformer.h"),
+        )  # fmt: skip
+        return {name: tensor for name, tensor in w.items() if not (tied and name == "lm_head.weight")}
+
+    config = {k: v for k, v in GROUPED.items() if k != "num_hidden_layers"} | {
+        "architectures": ["ExaoneForCausalLM"], "model_type": "exaone", "num_layers": 3, "layer_norm_epsilon": 1e-6,
+        "activation_function": "silu", "tie_word_embeddings": tied, "rope_theta": _LLAMA3["rope_theta"],
+        "rope_scaling": {k: v for k, v in _LLAMA3.items() if k != "rope_theta"},
+    }  # fmt: skip
+    return converted(config, model, rename)
+
+
+def minicpm(**more: Any) -> Reference:
+    """Granite with the multipliers that MiniCPM computes from scale_depth and dim_model_base."""
+    model = hf_model(
+        "Granite", **GROUPED, **more, embedding_multiplier=3.0, logits_scaling=48 / 16, residual_multiplier=1.4 / 3**0.5,
+        attention_multiplier=8**-0.5,
+    )  # fmt: skip
+    tied = bool(more.get("tie_word_embeddings"))
+    config = GROUPED | {
+        "architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm", "scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 16,
+        "tie_word_embeddings": tied,
+    }  # fmt: skip
+    return converted(config | more, model, lambda w: {k: t for k, t in w.items() if not (tied and k == "lm_head.weight")})
+
+
+def stablelm_epoch() -> Reference:
+    """StableLM with the names of keys in its first config.json."""
+    model = hf_model("StableLm", **GROUPED, partial_rotary_factor=0.5, layer_norm_eps=1e-3)
+    config = GROUPED | {"architectures": ["StableLMEpochForCausalLM"], "model_type": "stablelm_epoch", "rope_pct": 0.5, "norm_eps": 1e-3}
+    return converted(config, model, lambda w: w)
+
+
+def qwen_vl(name: str, **text: Any) -> Reference:
+    """A multimodal model, of which the engine contains the language model."""
+    vision: dict[str, Any] = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 48,
+    }  # fmt: skip
+    vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]} if name == "Qwen3VL" else {"fullatt_block_indexes": [0]}
+    model = hf_model(name, multimodal=True, text_config=GROUPED | text, vision_config=vision, image_token_id=98, video_token_id=97)
+    return Reference(lambda path: model.save_pretrained(path), hf_logits(model), VOCAB, POSITIONS)
+
+
 def gemma3_multimodal() -> Reference:
     """The text model, saved as the language model of a multimodal checkpoint."""
     sizes = GROUPED | {"head_dim": 8, "sliding_window": 9, "sliding_window_pattern": 2, "query_pre_attn_scalar": 10}
@@ -363,6 +414,7 @@ _BLOOM = {
 }
 _MPT = {"vocab_size": VOCAB, "d_model": 48, "n_layers": 3, "max_seq_len": POSITIONS, "bos_token_id": 1, "eos_token_id": 2}
 _HEAD = {"head_dim": 8}
+_ERNIE_MOE = {"moe_intermediate_size": 24, "moe_num_experts": 6, "moe_k": 3, "moe_num_shared_experts": 2}
 _LAST_FULL = ["sliding_attention", "sliding_attention", "full_attention"]
 
 # (row of the table, what is special about this checkpoint) → a function that creates its reference.
@@ -386,6 +438,9 @@ CASES: dict[tuple[str, str], Callable[[], Reference]] = {
     ),
     ("DeepseekV2ForCausalLM", "lite"): partial(native, "DeepseekV2", **MLA | {"q_lora_rank": None}),
     ("DeepseekV3ForCausalLM", "yarn"): partial(native, "DeepseekV3", **MLA, n_group=4, topk_group=2, rope_parameters=_DEEP_YARN),
+    ("DeepseekV3ForCausalLM", "kimi"): partial(
+        native, "DeepseekV3", **MLA | {"n_shared_experts": 1}, n_group=1, topk_group=1, rope_parameters=YARN | {"mscale": 1.0}
+    ),
     ("DeepseekV3ForCausalLM", "halves"): partial(native, "DeepseekV3", **MLA, n_group=1, topk_group=1, rope_interleave=False),
     ("FalconForCausalLM", "7b"): partial(native, "Falcon", **_FALCON),
     ("FalconForCausalLM", "40b, 180b"): partial(native, "Falcon", **_FALCON, new_decoder_architecture=True, num_kv_heads=2),
@@ -510,6 +565,7 @@ CASES: dict[tuple[str, str], Callable[[], Reference]] = {
     ("StableLmForCausalLM", "1.6b"): partial(
         native, "StableLm", **LLAMA, use_qkv_bias=True, tie_word_embeddings=True, partial_rotary_factor=0.5
     ),
+    ("StableLmForCausalLM", "as first published"): stablelm_epoch,
     ("OlmoForCausalLM", "plain"): partial(native, "Olmo", **LLAMA),
     ("OlmoForCausalLM", "clipped"): partial(native, "Olmo", **GROUPED, clip_qkv=0.7, attention_bias=True),
     ("OlmoForCausalLM", "tied, yarn"): partial(native, "Olmo", **GROUPED, tie_word_embeddings=True, rope_parameters=YARN),
@@ -575,6 +631,41 @@ CASES: dict[tuple[str, str], Callable[[], Reference]] = {
         n_group=4,
         topk_group=2,
         rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    ),
+    ("Ernie4_5_MoeForCausalLM", "plain"): partial(native, "Ernie4_5_Moe", **GROUPED, **_ERNIE_MOE),
+    ("Ernie4_5_MoeForCausalLM", "few layers of experts, not tied"): partial(
+        native,
+        "Ernie4_5_Moe",
+        **GROUPED,
+        **_ERNIE_MOE | {"moe_num_shared_experts": 0, "moe_k": 2},
+        moe_layer_interval=2,
+        moe_layer_end_index=1,
+        tie_word_embeddings=False,
+    ),
+    ("ExaoneForCausalLM", "3.5"): partial(exaone3, False),
+    ("ExaoneForCausalLM", "tied"): partial(exaone3, True),
+    ("MiniCPMForCausalLM", "plain"): minicpm,
+    ("MiniCPMForCausalLM", "tied"): partial(minicpm, tie_word_embeddings=True),
+    ("Qwen2_5_VLForConditionalGeneration", "text"): partial(
+        qwen_vl, "Qwen2_5_VL", rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 2, 1]}
+    ),
+    ("Qwen2_5_VLForConditionalGeneration", "window"): partial(
+        qwen_vl,
+        "Qwen2_5_VL",
+        use_sliding_window=True,
+        sliding_window=9,
+        max_window_layers=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    ),
+    ("Qwen3VLForConditionalGeneration", "text"): partial(
+        qwen_vl, "Qwen3VL", head_dim=8, rope_parameters={"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]}
+    ),
+    ("Qwen3VLForConditionalGeneration", "biased, wide heads"): partial(
+        qwen_vl,
+        "Qwen3VL",
+        head_dim=12,
+        attention_bias=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]},
     ),
     ("CohereForCausalLM", "plain"): partial(native, "Cohere", **GROUPED, logit_scale=0.5),
     ("CohereForCausalLM", "q/k norms"): partial(native, "Cohere", **GROUPED, use_qk_norm=True),

@@ -25,10 +25,14 @@ class Reference:
     positions: int
 
 
-def hf_model(name: str, *, seed: int = 0, attention: str = "eager", **sizes: Any) -> Any:
-    """The model of transformers for configuration class `name`, with random weights, norms, biases and buffers."""
+def hf_model(name: str, *, seed: int = 0, attention: str = "eager", multimodal: bool = False, **sizes: Any) -> Any:
+    """The model of transformers for configuration class `name`, with random weights, norms, biases and buffers.
+
+    `multimodal`: the model with a vision tower instead of the language model.
+    """
     config = getattr(transformers, f"{name}Config")(**sizes)
-    kind = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    auto = transformers.models.auto.modeling_auto
+    kind = (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if multimodal else auto.MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
     model = kind._from_config(config, attn_implementation=attention).eval().float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

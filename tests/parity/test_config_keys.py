@@ -30,7 +30,12 @@ from stoker.builder.config import BuildConfig
 from stoker.models import all_architectures, resolve_architecture
 from stoker.models.config_reader import read_model_config
 
-WITHOUT_CLASS = ("GLMModel", "Gemma3ForConditionalGeneration")  # transformers has no text model for these files
+WITHOUT_CLASS = (  # transformers has no text model for these files
+    "GLMModel",
+    "Gemma3ForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+)
 NATIVE = [
     row.name
     for row in all_architectures()

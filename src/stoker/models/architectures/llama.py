@@ -80,6 +80,7 @@ ARCHITECTURES = (
         ignored_keys=(
             "is_llama_config",
             "activation",
+            "max_tokenizer_truncation",
         ),
     ),
 )

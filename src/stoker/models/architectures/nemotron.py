@@ -8,7 +8,7 @@ from stoker.core.model_config import ModelConfig, NormConfig
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.arcee import names_without_gates, without_gates
 from stoker.models.architectures.llama import IGNORED, llama_config
-from stoker.models.config_fields import read_head_size, read_rope, replace_fields, with_defaults
+from stoker.models.config_fields import read_head_size, read_rope, replace_fields, require_values, value_or, with_defaults
 from stoker.models.tensor_transforms import add_one
 
 
@@ -19,6 +19,7 @@ from stoker.models.tensor_transforms import add_one
 def nemotron_config(hf: dict[str, Any]) -> ModelConfig:
     """The ModelConfig of a Nemotron or Minitron checkpoint, from `hf`, the data of its config.json."""
     norm = NormConfig(kind="layer", eps=hf["norm_eps"], bias=True, wide=True)
+    require_values(hf, rope_percent=value_or(hf, "partial_rotary_factor", 0.5))  # another name of the same fraction
     rope = read_rope(hf, dim=read_head_size(hf), partial=0.5)
     config = without_gates(llama_config(hf, architecture="NemotronForCausalLM", rope=rope))
     return replace_fields(config, layer={"norm": norm}, norm=norm)
