@@ -12,7 +12,7 @@ SOURCE = ROOT / "src" / "stoker"
 
 # Kind of change: what only its example's code contains.
 EXAMPLES = {
-    "architecture": r"Olmo2|olmo2",
+    "architecture": r"Olmo2ForCausalLM",
     "quantization format": r"\bSmoothQuant\b|\bsmoothquant\.py",
     "scheduling policy": r'class MaxUtilization\b|(?m:^POLICIES = \("guaranteed_no_evict", "max_utilization",)',
     "draft proposer": r"\bNoDrafts\b",
