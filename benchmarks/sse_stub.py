@@ -81,7 +81,7 @@ class InstantService(Service):
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])
 
-    def render_chat(self, messages: list[dict[str, Any]], **template_values: Any) -> str:
+    async def render_chat(self, messages: list[dict[str, Any]], **template_values: Any) -> str:
         return messages[0]["content"]
 
     async def stats(self) -> ExecutorStats:

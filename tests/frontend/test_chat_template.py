@@ -10,7 +10,7 @@ from small_tokenizers import REAL, real
 
 from stoker.base.env import cache_dir
 from stoker.base.errors import EngineError, RequestError
-from stoker.frontend.chat_template import ChatTemplate
+from stoker.frontend.chat_template import ChatTemplate, cut_at_mark
 
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
@@ -20,7 +20,13 @@ CHAT = [{"role": "user", "content": 'Hi <&> "you"'}, {"role": "assistant", "cont
 
 
 def render(source: str, messages: Any = CHAT, **values: Any) -> str:
-    return ChatTemplate(source, {"bos_token": "<s>"}).render(messages, **{"max_chars": 10_000, **values})
+    return run(ChatTemplate(source, {"bos_token": "<s>"}), messages, **{"max_chars": 10_000, **values})
+
+
+def run(template: ChatTemplate, messages: Any, **values: Any) -> str:
+    """Render in this process, without limits; test_chat_rendering.py tests the process with limits."""
+    text = template.run(template.variables(messages, **values), values["max_chars"])
+    return cut_at_mark(text) if values.get("continue_final_message") else text
 
 
 def test_chatml() -> None:
@@ -38,7 +44,7 @@ def test_published_templates_equal_transformers(name: str) -> None:
     tool = {"type": "function", "function": {"name": "f", "description": "é", "parameters": {"type": "object", "properties": {}}}}
     for tools in (None, [tool]) if "tools" in config["chat_template"] else (None,):
         want, _ = render_jinja_template([CHAT], chat_template=config["chat_template"], tools=tools, add_generation_prompt=True, **special)
-        assert ChatTemplate(config["chat_template"], special).render(CHAT, max_chars=100_000, tools=tools) == want[0]
+        assert run(ChatTemplate(config["chat_template"], special), CHAT, max_chars=100_000, tools=tools) == want[0]
 
 
 @pytest.mark.parametrize("source", [CHATML, CHATML.replace("message['content']", "(message['content'] | trim)")])
@@ -86,7 +92,7 @@ def test_published_templates_render_the_second_turn_of_a_tool_loop(name: str) ->
     messages = [SECOND_TURN[0], {**SECOND_TURN[1], "tool_calls": [{**CALL, "function": function}]}, SECOND_TURN[2]]
     independent = [{**m, "content": "" if m["content"] is None and name == "qwen3" else m["content"]} for m in messages]
     want, _ = render_jinja_template([independent], chat_template=source, add_generation_prompt=True, **special)
-    assert "f" in want[0] and ChatTemplate(source, special).render(messages, max_chars=100_000) == want[0]
+    assert "f" in want[0] and run(ChatTemplate(source, special), messages, max_chars=100_000) == want[0]
 
 
 def test_tools_need_a_template_that_renders_them() -> None:
@@ -125,22 +131,6 @@ def test_functions_and_extensions_of_templates() -> None:
 def test_messages_are_refused_by_name(messages: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         render(CHATML, messages)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ raise_exception('roles must alternate') }}",
-        "{{ messages.__class__.__mro__ }}",
-        "{{ messages.append(1) }}",
-        "{{ messages[0].content + none }}",
-        "{% for i in range(99999999) %}x{% endfor %}",
-        "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}",
-    ],
-)
-def test_failing_templates_refuse_the_request(source: str) -> None:
-    with pytest.raises(RequestError, match="messages"):
-        render(source)
 
 
 def test_a_template_in_a_request_is_refused() -> None:

@@ -321,6 +321,6 @@ async def test_encode_decode_and_stats(tokenizer: Tokenizer) -> None:
         with pytest.raises(RequestError, match="token_ids"):
             service.decode([10**9])
         with pytest.raises(RequestError, match="no chat template"):
-            service.render_chat([{"role": "user", "content": "x"}])
+            await service.render_chat([{"role": "user", "content": "x"}])
         await service.complete(make_request())
         assert (await service.stats()).num_steps > 0

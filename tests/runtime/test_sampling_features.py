@@ -69,6 +69,20 @@ def test_a_bias_beyond_float32_is_clipped(drive: Make, prompts: list[list[int]])
     assert [answer.tokens for answer in answers] == [[9, 9, 9]] * 2
 
 
+@pytest.mark.parametrize("repetition", [0.01, 100.0])
+def test_the_bounds_of_the_repetition_penalty_with_the_largest_biases(drive: Make, prompts: list[list[int]], repetition: float) -> None:
+    """No logit becomes infinite or NaN, which would end the sequence with an error."""
+    biases = {token: 1e300 if token % 2 else -1e300 for token in prompts[0]}
+    extremes: dict[str, Any] = {"repetition_penalty": repetition, "presence_penalty": -100.0, "frequency_penalty": 100.0, "max_tokens": 4}
+    answers = drive().run(
+        request(prompts[0], **extremes),
+        request(prompts[0], **extremes, temperature=1.0, seed=1, logprobs=5),
+        request(prompts[0], **extremes, temperature=1.0, seed=1, logit_bias=biases, logprobs=5),
+        request(prompts[0], **extremes, logit_bias=biases, logprobs=5),
+    )
+    assert [(len(answer.tokens), answer.error) for answer in answers] == [(4, None)] * 4
+
+
 ALLOWED = (5, 40, 41, 77, 200, 300, 77)
 
 

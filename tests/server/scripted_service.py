@@ -102,7 +102,7 @@ class ScriptedService(Service):
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])
 
-    def render_chat(self, messages: list[dict[str, Any]], /, **template_values: Any) -> str:
+    async def render_chat(self, messages: list[dict[str, Any]], /, **template_values: Any) -> str:
         self.rendered.append((messages, template_values))
         checked = check_messages(messages, max_chars=self.info.limits.max_input_len * 8)
         return "".join(f"<{message['role']}>{message['content']}" for message in checked) + template_values.get("ending", "<assistant>")

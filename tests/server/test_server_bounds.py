@@ -25,7 +25,7 @@ def rows(name: str) -> Iterator[tuple[str, FieldRow]]:
         yield from ((info.name, table[name]) for table in tables if isinstance(table, FieldTable) and name in table)
 
 
-@pytest.mark.parametrize("value", [-1.0, 0.0, 1e-6, 0.005, 1.0, 100.0, 100.1, math.inf, math.nan])
+@pytest.mark.parametrize("value", [-1.0, 0.0, 1e-45, 1e-6, 0.009, 0.01, 1.0, 100.0, 100.1, math.inf, math.nan])
 def test_repetition_penalty(value: float) -> None:
     def accepts(check: Any) -> bool:
         try:
@@ -37,4 +37,4 @@ def test_repetition_penalty(value: float) -> None:
     expected = accepts(lambda number: SamplingParams(repetition_penalty=number))
     found = {module: accepts(row.check) for module, row in rows("repetition_penalty") if row.type is not ANYTHING}
     assert len({module.split(".")[3] for module in found}) >= 4
-    assert set(found.values()) == {expected}
+    assert set(found.values()) == {expected} == {0.01 <= value <= 100}

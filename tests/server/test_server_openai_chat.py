@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -26,6 +27,12 @@ async def post(service: ScriptedService, body: dict[str, Any], **settings: Any) 
         answer = await client.post("/v1/chat/completions", json={"messages": MESSAGES, **body})
         assert answer.status_code == 200, answer.text
         return events(answer.text) if body.get("stream") else answer.json()
+
+
+def rendered(source: str, messages: list[dict[str, Any]]) -> str:
+    """The messages, as they arrive in the process that renders templates, in a template."""
+    template = ChatTemplate(source, {})
+    return template.run(pickle.loads(pickle.dumps(template.variables(messages, max_chars=100))), 100)
 
 
 def joined(chunks: list[Any]) -> list[dict[str, Any]]:
@@ -326,8 +333,8 @@ async def test_the_template_receives_arguments_of_earlier_calls_as_objects() -> 
     await post(service, {"messages": messages})
     calls = service.rendered[0][0][1]["tool_calls"]
     assert [item["function"]["arguments"] for item in calls] == [{"x": 1}, "{"]
-    render = ChatTemplate("{{ '>' + messages[1].tool_calls[0].function.arguments + '<' }}", {}).render
-    assert render(service.rendered[0][0], max_chars=100) == '>{"x": 1}<', "DeepSeek's templates concatenate the arguments"
+    text = rendered("{{ '>' + messages[1].tool_calls[0].function.arguments + '<' }}", service.rendered[0][0])
+    assert text == '>{"x": 1}<', "DeepSeek's templates concatenate the arguments"
 
 
 @pytest.mark.parametrize(
@@ -430,8 +437,7 @@ def test_arguments_of_earlier_calls_print_as_json() -> None:
     """InternLM's template prints them."""
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": true}'}}
     messages = with_parsed_arguments([{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}])
-    render = ChatTemplate("{{ messages[1].tool_calls[0].function.arguments | string }}", {}).render
-    assert render(messages, max_chars=100) == '{"x": true}'
+    assert rendered("{{ messages[1].tool_calls[0].function.arguments | string }}", messages) == '{"x": true}'
 
 
 @pytest.mark.parametrize("settings", [{}, {"tool_parser": "auto"}, {"reasoning_parser": "auto"}])
@@ -453,5 +459,4 @@ def test_templates_receive_the_reasoning_of_earlier_messages(name: str) -> None:
     messages = with_parsed_arguments(
         [{"role": "assistant", name: "hm", "tool_calls": [call]}, {"role": "assistant", name: "so", "content": "x"}]
     )
-    render = ChatTemplate("{% for m in messages %}[{{ m.reasoning_content }} {{ m.thinking or '' }}]{% endfor %}", {}).render
-    assert render(messages, max_chars=100) == "[hm hm][so ]"
+    assert rendered("{% for m in messages %}[{{ m.reasoning_content }} {{ m.thinking or '' }}]{% endfor %}", messages) == "[hm hm][so ]"

@@ -147,7 +147,7 @@ class LLM:
 
     def chat_prompt(self, messages: Conversation, **template_values: Any) -> list[int]:
         """The token ids of a conversation, a prompt for `generate` or `stream`."""
-        text = self.service.render_chat(messages, **template_values)
+        text = self.run(self.service.render_chat(messages, **template_values))
         return self.service.encode(text, add_special_tokens=False)
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:

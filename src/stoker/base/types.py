@@ -55,7 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         top_p: Draw from the smallest set of tokens whose probabilities sum to `top_p`, in (0, 1]. 1: no limit.
         min_p: Tokens of less than `min_p` × the largest probability are excluded.
         seed: The same seed gives the same tokens, whatever else is in the batch. None: a random seed.
-        repetition_penalty: Values above 1 make tokens of the prompt and the output less likely (CTRL, arXiv 1909.05858).
+        repetition_penalty: 0.01 to 100. Values above 1 make tokens of the prompt and the output less likely (CTRL, arXiv 1909.05858).
         presence_penalty: Subtracted once from the logit of each token that was generated.
         frequency_penalty: Subtracted from the logit of a token for each time that it was generated.
         logit_bias: Token id → value that is added to its logit.
@@ -116,7 +116,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check_whole_number(self, "top_k", 0)
         check_number(self, "top_p", 0.0, 1.0, above=True)
         check_number(self, "min_p", 0.0, 1.0)
-        check_number(self, "repetition_penalty", 0.0, 100.0, above=True)
+        check_number(self, "repetition_penalty", 0.01, 100.0)
         check_number(self, "presence_penalty", -100.0, 100.0)
         check_number(self, "frequency_penalty", -100.0, 100.0)
         check_number(self, "length_penalty", -100.0, 100.0)

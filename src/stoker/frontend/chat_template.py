@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -30,8 +31,16 @@ class GenerationBlock(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class PromptTooLongError(Exception):
+    """The rendered text exceeds the limit of characters."""
+
+
 class ChatTemplate:
-    """A compiled template from the engine directory. Requests supply values, never template source."""
+    """A template from the engine directory. Requests supply values, never template source.
+
+    The source is parsed at once. It is compiled when it is first rendered, because compilation evaluates constant expressions, which can
+    take any time. `frontend/rendering/` calls `run` in a process with limits.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
@@ -44,14 +53,14 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
-            tree = environment.parse(source)
-            self._template = environment.from_string(tree)
-        except jinja2.TemplateError as error:
+            self._tree = environment.parse(source)
+        except (jinja2.TemplateError, RecursionError) as error:
             raise EngineError(f"the chat template cannot be compiled: {error}.", cure="Correct tokenizer_config.json.") from None
+        self._environment = environment
         self._special_tokens = dict(special_tokens)
-        self._reads_tools = any(name.name == "tools" and name.ctx == "load" for name in tree.find_all(jinja2.nodes.Name))
+        self._reads_tools = any(name.name == "tools" and name.ctx == "load" for name in self._tree.find_all(jinja2.nodes.Name))
 
-    def render(
+    def variables(
         self,
         messages: list[dict[str, Any]],
         /,
@@ -62,11 +71,11 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         documents: list[dict[str, Any]] | None = None,
         **values: Any,
-    ) -> str:
-        """The text of the prompt for these messages. `values` are variables of the template, such as enable_thinking.
+    ) -> dict[str, Any]:
+        """The variables for `run` that render these messages. `values` are other variables of the template, such as enable_thinking.
 
-        `continue_final_message` leaves the last message open so that the model continues it. Raises RequestError for invalid messages, for
-        a template that fails, for `tools` that the template does not render, and for more than `max_chars` characters.
+        `continue_final_message` marks the end of the last message, so that `cut_at_mark` can leave it open and the model continues it.
+        Raises RequestError for invalid messages, for `tools` that the template does not render, and for more than `max_chars` characters.
         """
         if "chat_template" in values:
             raise RequestError(
@@ -85,26 +94,26 @@ class ChatTemplate:
         messages = check_messages(messages, max_chars=max_chars)
         if continue_final_message:
             _mark_end(messages)
-        context = {**self._special_tokens, **values, "messages": messages, "tools": tools, "documents": documents}
-        text = self._run({**context, "add_generation_prompt": add_generation_prompt}, max_chars)
-        return _cut_at_mark(text) if continue_final_message else text
+        given = {"messages": messages, "tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
+        return {**values, **given}
 
-    def _run(self, context: dict[str, Any], max_chars: int) -> str:
-        """Render the template with these variables. Raises RequestError if it fails or exceeds `max_chars` characters."""
+    def run(self, variables: dict[str, Any], max_chars: int) -> str:
+        """The rendered text. Raises PromptTooLongError if it exceeds `max_chars` characters, and any exception that the template causes.
+
+        Time and memory are not limited here.
+        """
         pieces, size = [], 0
-        try:
-            for piece in self._template.generate(context):
-                size += len(piece)
-                if size > max_chars:
-                    raise RequestError(
-                        "messages", context["messages"], f"the prompt has more than {max_chars} characters", cure="Shorten them."
-                    )
-                pieces.append(piece)
-        except RequestError:
-            raise
-        except Exception as error:  # a template can raise any exception
-            raise RequestError("messages", context["messages"], f"the chat template of the model failed: {error}") from None
+        for piece in self._template.generate({**self._special_tokens, **variables}):
+            size += len(piece)
+            if size > max_chars:
+                raise PromptTooLongError
+            pieces.append(piece)
         return "".join(pieces)
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        """The compiled template. Raises jinja2.TemplateError."""
+        return self._environment.from_string(self._tree)
 
 
 def _mark_end(messages: list[dict[str, Any]]) -> None:
@@ -115,7 +124,7 @@ def _mark_end(messages: list[dict[str, Any]]) -> None:
     last["content"] += CONTINUE_MARK
 
 
-def _cut_at_mark(text: str) -> str:
+def cut_at_mark(text: str) -> str:
     """The rendered text up to the mark. Raises RequestError if the template did not render the last message."""
     if (end := text.rfind(CONTINUE_MARK.rstrip())) < 0:
         raise RequestError("continue_final_message", True, "the output of the chat template does not contain the last message")

@@ -19,9 +19,9 @@ from stoker.frontend.admission import check_ids, check_prompt, check_request, lo
 from stoker.frontend.aggregation import Aggregator
 from stoker.frontend.bad_words import bad_word_ids
 from stoker.frontend.beam_search import BeamDriver, check_beams
-from stoker.frontend.chat_template import ChatTemplate
 from stoker.frontend.executor_errors import raise_refusal
 from stoker.frontend.prompts import INLINE_CHARS, truncate_prompt
+from stoker.frontend.rendering.renderer import ChatRenderer
 from stoker.frontend.service import Completion, Service
 from stoker.frontend.stopwatch import Stopwatch
 from stoker.frontend.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ class GenerationService(Service):
         self.chat_template = tokenizer.chat_template or None
         self._client = client
         self._info = lower_limits(client.info, limits)
-        self._chat = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens) if tokenizer.chat_template else None
+        self._chat = ChatRenderer(tokenizer.chat_template, tokenizer.special_tokens) if tokenizer.chat_template else None
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
         self._beams: dict[str, BeamDriver] = {}
         self.num_active = 0  # running requests
@@ -107,12 +107,12 @@ class GenerationService(Service):
         """The UTF-8 bytes of one token, which may be only a part of a character; empty for an unknown id."""
         return self.tokenizer.token_bytes(token_id)
 
-    def render_chat(self, messages: list[dict[str, Any]], /, **template_values: Any) -> str:
+    async def render_chat(self, messages: list[dict[str, Any]], /, **template_values: Any) -> str:
         """The prompt of a conversation. Raises RequestError if the model has no chat template, or the template refuses the messages."""
         if self._chat is None:
             raise RequestError("messages", messages, f"{self.model_name} has no chat template", cure="Send a prompt instead.")
         max_chars = self.info.limits.max_input_len * self.tokenizer.max_token_chars
-        return self._chat.render(messages, max_chars=max_chars, **template_values)
+        return await self._chat.render(messages, max_chars=max_chars, **template_values)
 
     async def stats(self) -> ExecutorStats:
         return await self._client.stats()
@@ -127,8 +127,10 @@ class GenerationService(Service):
         self._client.end_requests(error)
 
     async def close(self) -> None:
-        """Close the connection to the executor, and end the tokenizer threads."""
+        """Close the connection to the executor, and end the tokenizer threads and the process that renders chat templates."""
         self._draining = True
+        if self._chat is not None:
+            await self._chat.close()
         await self._client.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 

@@ -100,10 +100,12 @@ class Service(ABC):
         """The UTF-8 bytes of one token, for log-probabilities. They may be only a part of a character."""
 
     @abstractmethod
-    def render_chat(self, messages: list[dict[str, Any]], /, **template_values: Any) -> str:
-        """The prompt for these messages, by the chat template; by default with the generation prompt. Raises RequestError.
+    async def render_chat(self, messages: list[dict[str, Any]], /, **template_values: Any) -> str:
+        """The prompt for these messages, by the chat template; by default with the generation prompt.
 
-        `template_values` are options and variables of `ChatTemplate.render`.
+        Raises RequestError, also for a template that exceeds its limits of time and memory.
+
+        `template_values` are options and variables of `ChatTemplate.variables`.
         """
 
     @abstractmethod

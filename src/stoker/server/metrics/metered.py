@@ -61,8 +61,8 @@ class MeteredService(Service):
     def token_bytes(self, token_id: int) -> bytes:
         return self.inner.token_bytes(token_id)
 
-    def render_chat(self, messages: list[dict[str, Any]], /, **template_values: Any) -> str:
-        return self.inner.render_chat(messages, **template_values)
+    async def render_chat(self, messages: list[dict[str, Any]], /, **template_values: Any) -> str:
+        return await self.inner.render_chat(messages, **template_values)
 
     async def stats(self) -> ExecutorStats:
         return await self.inner.stats()

@@ -42,7 +42,7 @@ GENERATION: tuple[FieldRow, ...] = (
 EXTENSIONS: tuple[FieldRow, ...] = (
     accepted("min_p", Real(0, 1), "default 0", "min_p"),
     accepted("seed", Whole(-(2**63), 2**64 - 1), "equal seeds give equal tokens", "seed"),
-    accepted("repetition_penalty", Real(0, 100, above=True), "default 1", "repetition_penalty"),
+    accepted("repetition_penalty", Real(0.01, 100), "default 1", "repetition_penalty"),
     accepted("chat_template_kwargs", OBJECT, "switches of the chat template"),
     accepted("priority", Whole(-(1 << 31), 1 << 31), "lower values are served first; default 0"),
     accepted("timeout_s", Real(0.001, 86400), "deadline; a partial answer has the stop reason max_tokens"),

@@ -42,7 +42,7 @@ BOTH: tuple[FieldRow, ...] = (
     accepted("n", Whole(1, MAX_CHOICES), "choices per prompt; default 1", "n"),
     accepted("presence_penalty", Real(-2, 2), "default 0", "presence_penalty"),
     accepted("frequency_penalty", Real(-2, 2), "default 0", "frequency_penalty"),
-    accepted("repetition_penalty", Real(0, 100, above=True), "default 1", "repetition_penalty"),
+    accepted("repetition_penalty", Real(0.01, 100), "default 1", "repetition_penalty"),
     accepted("logit_bias", _TOKEN_BIASES, "token id → a number from -100 to 100", "logit_bias"),
     accepted("allowed_token_ids", _ALLOWED_IDS, "the only token ids that are generated; end ids among them", "allowed_token_ids"),
     accepted("stop", _STOP_STRINGS, "strings that end the answer", "stop"),

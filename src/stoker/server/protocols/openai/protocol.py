@@ -112,7 +112,7 @@ class OpenAI(Protocol):
         if not isinstance(values.get("prompt"), str) and "messages" not in values:
             raise RequestError("prompt", values.get("prompt"), "it must be text, or the request must have messages")
         is_chat = "prompt" not in values
-        text = service.render_chat(values["messages"], **_template_values(values)) if is_chat else values["prompt"]
+        text = await service.render_chat(values["messages"], **_template_values(values)) if is_chat else values["prompt"]
         ids = await asyncio.to_thread(service.encode, text, add_special_tokens=values.get("add_special_tokens", not is_chat))
         response: dict[str, Any] = {"count": len(ids), "max_model_len": service.max_seq_len, "tokens": ids}
         if values.get("return_token_strs"):

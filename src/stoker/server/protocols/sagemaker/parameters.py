@@ -32,7 +32,7 @@ TABLE = FieldTable(
         accepted("top_k", Whole(-1, MAX_TOKENS), "0 and -1 disable it"),
         accepted("top_p", Real(0, 1), "0 and 1 disable it"),
         accepted("min_p", Real(0, 1), "0 disables it", "min_p"),
-        accepted("repetition_penalty", Real(0, 100, above=True), "default 1", "repetition_penalty"),
+        accepted("repetition_penalty", Real(0.01, 100), "default 1", "repetition_penalty"),
         accepted("presence_penalty", Real(-100, 100), "default 0", "presence_penalty"),
         accepted("frequency_penalty", Real(-100, 100), "default 0", "frequency_penalty"),
         accepted("num_beams", Whole(1, 64), "beam search, up to the engine's max_beam_width; not with stream; default 1", "beam_width"),

@@ -30,9 +30,7 @@ TABLE = FieldTable(
         accepted("bad_words_list", _WORDS, "words that are never generated, alone or after a space; empty ones are ignored; default []"),
         accepted("stop_words_list", _STOP_WORDS, "words that end the answer and are not part of it; empty ones are ignored; default []"),
         accepted("stop", _STOP_WORDS, "the same as stop_words_list; both may be given"),
-        accepted(
-            "repetition_penalty", Real(0, 100, above=True), "values above 1 discourage repeated tokens; default 1.0", "repetition_penalty"
-        ),
+        accepted("repetition_penalty", Real(0.01, 100), "values above 1 discourage repeated tokens; default 1.0", "repetition_penalty"),
         accepted("ignore_eos", _FLAG, "the model's end token does not end the answer; default false", "ignore_eos"),
         accepted("stream", _FLAG, 'true: plain text as it is generated; false: {"text": …}; default true'),
         accepted("temperature", Real(0, 100), "0 is greedy; default: 1 if top_k or top_p is given, otherwise greedy"),

@@ -47,7 +47,8 @@ async def _prompt(values: dict[str, Any], service: Service, settings: ServerSett
     if "prompt" in values and "messages" in values:
         raise RequestError("messages", "…", "a prompt is given too", cure="Send one of them.")
     if "messages" in values:
-        return await encode_prompt(service, service.render_chat(list(values["messages"])), add_special_tokens=False)
+        prompt = await service.render_chat(list(values["messages"]))
+        return await encode_prompt(service, prompt, add_special_tokens=False)
     if "prompt" not in values:
         raise RequestError("prompt", None, "it is missing")
     return await encode_prompt(service, values["prompt"], add_special_tokens=settings.add_special_tokens)

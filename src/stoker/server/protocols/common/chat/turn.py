@@ -57,7 +57,7 @@ async def prepare_turn(
     `request` has add_special_tokens. Raises RequestError.
     """
     settings = with_parsers(settings, service)
-    prompt = service.render_chat(messages, **template_values, tools=tools.tools or None)
+    prompt = await service.render_chat(messages, **template_values, tools=tools.tools or None)
     ids = await encode_prompt(service, prompt, add_special_tokens=request.add_special_tokens)
     request.prompt = ids = truncate_prompt(ids, request.truncate_prompt_tokens, request.truncation_side)
     changed: dict[str, Any] = {"max_tokens": max_tokens if max_tokens is not None else _default_max_tokens(len(ids), service, settings)}
