@@ -165,6 +165,34 @@ async def test_counters_of_two_frontends_and_the_second_signal(engine: Path, tmp
         assert not any(is_running(pid) for pid in children)
 
 
+async def test_one_of_two_frontends_is_started_again(engine: Path, tmp_path: Path) -> None:
+    """A suspended frontend accepts no connections, so the test decides which one serves."""
+    module = "stoker.server.processes.frontend_entry"
+    async with serve(engine, tmp_path, num_frontends=2) as served:
+        failing, lasting = served.children(module)
+        os.kill(failing, signal.SIGSTOP)
+        async with httpx.AsyncClient(base_url=served.url, timeout=30) as client:
+            body = {**LONG, "n": 4, "prompt": [LONG["prompt"]] * 8, "stream": True}
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                lines = answer.aiter_lines()
+                await anext(lines)
+                os.kill(failing, signal.SIGKILL)
+                rest = [line async for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and "error" not in "".join(rest), "requests of the other frontend continue"
+        async with asyncio.timeout(30):
+            while not any("the new frontend" in line for line in served.lines()):
+                await asyncio.sleep(0.01)
+        (replacement,) = set(served.children(module)) - {lasting}
+        os.kill(lasting, signal.SIGSTOP)
+        async with httpx.AsyncClient(base_url=served.url, timeout=30) as client:
+            assert (await client.post("/v1/completions", json={**LONG, "max_tokens": 2})).status_code == 200
+        os.kill(lasting, signal.SIGCONT)
+        served.process.terminate()
+        assert await served.ended() == 0
+        assert not is_running(replacement)
+        assert any(f"(process {failing}) was killed by SIGKILL; it is started again" in line for line in served.lines())
+
+
 async def test_children_end_with_their_parent(engine: Path, tmp_path: Path) -> None:
     async with serve(engine, tmp_path) as served:
         children = served.children("stoker.server")

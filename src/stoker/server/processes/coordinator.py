@@ -55,8 +55,10 @@ class SupervisorCoordinator(Coordinator):
 
     async def _send(self, writer: asyncio.StreamWriter, changes: Values) -> None:
         """Send changed values to one frontend, and wait until it has applied them or has ended."""
+        if (pending := self._frontends.get(writer)) is None:  # it has ended
+            return
         number, applied = next(self._numbers), asyncio.Event()
-        self._frontends[writer][number] = applied
+        pending[number] = applied
         _write(writer, ("change", number, changes))
         await applied.wait()
 

@@ -8,7 +8,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from stoker.server.http.tls import check_tls
 from stoker.server.processes.child import Child
 from stoker.server.processes.coordinator import SupervisorCoordinator
 from stoker.server.processes.executor_control import ExecutorControl, ReadAgain
+from stoker.server.processes.frontend_group import FrontendGroup
 from stoker.server.processes.running import registered
 from stoker.server.processes.tasks import FrontendTask, ServedEngine
 from stoker.server.protocols.kserve.model_config import TritonOptions
@@ -46,7 +47,8 @@ def serve(
 ) -> int:
     """Serve the engine directory until SIGINT or SIGTERM. Returns the exit status: 0 after a signal, 1 if a child process ended by itself.
 
-    After the first signal no new connections are accepted, and requests in flight have drain_timeout_s to end. The second signal stops
+    One of several frontends that ends is started again instead. After the first signal no new connections are accepted, and requests in
+    flight have drain_timeout_s to end, and are then answered with an error. The second signal stops
     the server at once. `tokenizer` is a directory whose tokenizer replaces the engine's own. `listeners` are the sockets of `listen` if
     they are open already. `read_again` returns what to serve after a reload. `announce` is called with one line that contains the URL
     when the server is ready. Raises ConfigError if an address, the certificate or the state directory cannot be used.
@@ -136,6 +138,7 @@ class Supervisor:
         self._children: list[Child] = []  # those whose end stops the server
         self._ended: asyncio.Queue[Child] = asyncio.Queue()
         self._coordinator = SupervisorCoordinator()
+        self._frontends = self._frontend_group()
         self._executor = ExecutorControl(served, run_dir, self._coordinator, read_again, self._attach, self._detach)
 
     async def run(self) -> int:
@@ -149,17 +152,17 @@ class Supervisor:
             await self._executor.publish()
             if self._settings.exit_on_error:
                 self._attach(executor)
-        frontends = await asyncio.gather(*self._frontends())
-        for child in frontends:
+        await self._frontends.start()
+        for child in self._frontends.children:
             self._attach(child)
-        for listener in self._listeners:
-            listener.close()
-        ready = asyncio.gather(self._executor_ready(executor), *(child.ready() for child in frontends))
+        if not self._frontends.restarts:
+            self._close_listeners()
+        ready = asyncio.gather(self._executor_ready(executor), *(child.ready() for child in self._frontends.children))
         with registered(self.url, self._name, self._served.engine):
             failed = await self._watch(ready, started)
         if failed is not None:
             log.error("the %s %s; the server stops.", failed.name, failed.ending)
-        await self._end(frontends, failing=failed is not None and failed not in frontends and ready.done())
+        await self._end(failing=failed is not None and failed not in self._frontends.children and ready.done())
         socket.close()
         await self._coordinator.close()
         ready.cancel()
@@ -204,6 +207,10 @@ class Supervisor:
         await asyncio.wait({*ends, ready}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             self._log_addresses()
+            if self._frontends.restarts:
+                for child in self._frontends.children:
+                    self._detach(child)
+                self._frontends.keep_running()
             self._announce(f"{self._name} is served at {self.url} (ready after {time.monotonic() - started:.1f} s)")
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         results = [task.result() for task in ends if task.done()]
@@ -231,31 +238,33 @@ class Supervisor:
         if len(self._addresses) > 1:
             log.info("Started Metrics Service at %s", self._addresses[1])
 
-    def _frontends(self) -> list[Coroutine[Any, Any, Child]]:
-        """Coroutines that start the frontends."""
+    def _frontend_group(self) -> FrontendGroup:
+        """The frontends, which are not started yet."""
         self._port = self._listeners[0].getsockname()[1]
         self._addresses = [_address(listener) for listener in self._listeners]
         fds = [listener.fileno() for listener in self._listeners]
         settings = with_metrics_port(self._settings, self._listeners)
         task = FrontendTask(self._name, settings, fds, self._grpc_address, str(self._run_dir))
-        count = self._settings.num_frontends
-        # prometheus-client sums the counters of several frontends through files in this directory.
-        shared = {"PROMETHEUS_MULTIPROC_DIR": str(self._run_dir)} if count > 1 else {}
-        frontend = "stoker.server.processes.frontend_entry"
-        return [Child.start("frontend", frontend, task, pass_fds=fds, environment=shared) for _ in range(count)]
+        return FrontendGroup(task, self._settings.num_frontends, self._attach)
 
-    async def _end(self, frontends: list[Child], *, failing: bool) -> None:
+    def _close_listeners(self) -> None:
+        """Close this process's copies of the listening sockets, so that no connection waits when the frontends have closed theirs."""
+        for listener in self._listeners:
+            listener.close()
+
+    async def _end(self, *, failing: bool) -> None:
         """Stop the children. With `failing`, first leave clients the time to receive error responses."""
+        self._close_listeners()
         if failing:
             await asyncio.sleep(FAILING_S)
         grace_s = self._settings.drain_timeout_s + STOP_S
-        await asyncio.gather(*(frontend.stop(grace_s) for frontend in frontends))
+        await self._frontends.stop(grace_s)
         await self._executor.terminate()
 
     def _on_signal(self) -> None:
         """Stop after the first signal, and kill the children after the second."""
         if self._stop.is_set():
-            for child in self._children:
+            for child in {*self._children, *self._frontends.children}:
                 child.signal(signal.SIGKILL)
         elif self._settings.drain_timeout_s:
             log.info(
