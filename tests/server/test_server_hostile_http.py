@@ -166,6 +166,12 @@ async def test_upgrades_are_declined_and_bodies_are_read(framing: bytes, size: i
     (b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", b"400"),
     (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", b"4"),
     (b"GET /" + b"a" * 70_000, b"431"),
+    (b"GET /health/live HTTP/1.1\r\n\r\n", b"400"),
+    (b"GET /health/live HTTP/1.1\r\nhost: x\r\nHost: y\r\n\r\n", b"400"),
+    (b"GET /health/live HTTP/1.0\r\nhost: x\r\nhost: x\r\n\r\n", b"400"),
+    (b"GET /health/live HTTP/1.0\r\n\r\n", b"200"),
+    (CHUNKED.replace(b"chunked", b"gzip, chunked") + b"0\r\n\r\n", b"501"),
+    (CHUNKED.replace(b"chunked", b"unknown, chunked") + b"0\r\n\r\n", b"501"),
 ])  # fmt: skip
 async def test_invalid_requests(request_: bytes, status: bytes) -> None:
     async with connected() as (reader, writer):
@@ -211,7 +217,7 @@ async def test_a_client_that_does_not_read_pauses_its_stream(disconnects: bool) 
     async with live_server(service) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]), limit=1 << 12)
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             % len(body)
             + body
         )

@@ -21,6 +21,8 @@ MAX_HEAD_BYTES = 64 << 10  # request line and headers, or trailers; the parser i
 MAX_PIPELINED = 256  # pipelined requests of one connection
 HEAD_S = 75.0  # limit for a complete head, from the connection or from the first byte of the request
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_BAD_HOST = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_UNKNOWN_CODING = b"HTTP/1.1 501 Not Implemented\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -33,6 +35,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_repeated_head = False  # the parser reads the head that `_decline_upgrade` repeats
         self._idle_bytes = 0  # received since the last part of the present message's body
         self._head_timer: asyncio.TimerHandle | None = None
+        self._refusal = b""  # the response to a head that HTTP does not allow
         self._answered: Cycle | None = None  # the request being answered; `cycle` may be a later, pipelined one
 
     def connection_made(self, transport: Any) -> None:
@@ -47,6 +50,9 @@ class BoundedProtocol(HttpToolsProtocol):
         try:
             self._feed(data)
         except httptools.HttpParserError:
+            if self._refusal:
+                self._close(self._refusal)
+                return
             self.send_400_response("Invalid HTTP request received.")
             return
         if self._idle_bytes > MAX_HEAD_BYTES:
@@ -101,6 +107,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+        self._check_head()
         self._complete_scope()
         before = self.cycle
         cycle = Cycle(
@@ -126,6 +133,22 @@ class BoundedProtocol(HttpToolsProtocol):
                 raise RuntimeError(f"more than {MAX_PIPELINED} pipelined requests")
             self.flow.pause_reading()
             self.pipeline.appendleft((cycle, self.app))
+
+    def _check_head(self) -> None:
+        """Refuse a head without exactly one Host (RFC 9112, 3.2), or with a transfer coding other than chunked (6.1).
+
+        Raises RuntimeError, at which the parser ends, and `data_received` sends the refusal and closes the connection.
+        """
+        hosts = 0
+        for name, value in self.headers:
+            if name == b"host":
+                hosts += 1
+            elif name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+                self._refusal = _UNKNOWN_CODING
+        if hosts > 1 or (hosts == 0 and self.parser.get_http_version() == "1.1"):
+            self._refusal = _BAD_HOST
+        if self._refusal:
+            raise RuntimeError("the head of the request is refused")
 
     def on_message_complete(self) -> None:
         """The parser's callback at the end of a request."""
