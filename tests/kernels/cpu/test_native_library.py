@@ -64,7 +64,7 @@ def test_without_pytorchs_openmp_runtime(fresh: Path, monkeypatch: pytest.Monkey
     def nothing() -> int:
         raise build.KernelsUnavailable("PyTorch's OpenMP runtime was not found")
 
-    monkeypatch.setattr(library, "_fork", nothing)
+    monkeypatch.setattr(library, "_gomp_parallel_address", nothing)
     assert "OpenMP" in str(library.kernels()) and works()
 
 
