@@ -72,9 +72,17 @@ def deepseek2_config(hf: dict[str, Any]) -> ModelConfig:
 )  # fmt: skip
 def deepseek3_config(hf: dict[str, Any]) -> ModelConfig:
     """The ModelConfig of a DeepSeek V3 or R1 checkpoint, from `hf`, the data of its config.json."""
+    return with_corrected_experts(latent_attention_config(hf, "DeepseekV3ForCausalLM"), hf)
+
+
+def with_corrected_experts(config: ModelConfig, hf: dict[str, Any]) -> ModelConfig:
+    """`with_experts` and the routing of DeepSeek V3: sigmoid scores with a correction bias, and groups by their two best experts.
+
+    Raises CheckpointError for another routing.
+    """
     require_values(hf, scoring_func="sigmoid", topk_method="noaux_tc")
     return with_experts(
-        latent_attention_config(hf, "DeepseekV3ForCausalLM"),
+        config,
         hf,
         score="sigmoid",
         renormalize=bool(hf["norm_topk_prob"]),

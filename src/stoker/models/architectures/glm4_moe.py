@@ -6,7 +6,7 @@ from typing import Any
 
 from stoker.core.model_config import ModelConfig, NormConfig
 from stoker.models.architecture import Architecture
-from stoker.models.architectures.deepseek import deepseek_names, with_experts
+from stoker.models.architectures.deepseek import deepseek_names, with_corrected_experts
 from stoker.models.architectures.llama import IGNORED, llama_config
 from stoker.models.config_fields import read_head_size, read_rope, require_values, with_defaults
 
@@ -19,7 +19,7 @@ from stoker.models.config_fields import read_head_size, read_rope, require_value
 )  # fmt: skip
 def glm4_moe_config(hf: dict[str, Any]) -> ModelConfig:
     """The ModelConfig of a GLM-4.5 or 4.6 checkpoint, from `hf`, the data of its config.json."""
-    require_values(hf, mlp_bias=False, moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
+    require_values(hf, mlp_bias=False, moe_layer_freq=1)
     config = llama_config(
         hf,
         architecture="Glm4MoeForCausalLM",
@@ -27,17 +27,7 @@ def glm4_moe_config(hf: dict[str, Any]) -> ModelConfig:
         qk_norm=NormConfig(eps=hf["rms_norm_eps"]) if hf["use_qk_norm"] else None,
         out_bias=False,
     )
-    return with_experts(
-        config,
-        hf,
-        score="sigmoid",
-        renormalize=bool(hf["norm_topk_prob"]),
-        scale=float(hf["routed_scaling_factor"]),
-        correction_bias=True,
-        num_groups=hf["n_group"],
-        top_groups=hf["topk_group"],
-        group_score="top2",
-    )
+    return with_corrected_experts(config, hf)
 
 
 ARCHITECTURES = (
