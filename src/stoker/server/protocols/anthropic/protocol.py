@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
 from typing import Any
 
 import msgspec
 
-from stoker.base.errors import RequestError, StokerError
+from stoker.base.errors import RequestError
 from stoker.frontend.service import Service
 from stoker.server.errors import Failure, describe
 from stoker.server.http.request_context import REQUEST_ID, RequestContext
@@ -15,8 +14,9 @@ from stoker.server.protocol import Endpoint, Protocol
 from stoker.server.protocols.anthropic.fields import COUNT_TABLE, TABLE
 from stoker.server.protocols.anthropic.openapi import ERROR, OPERATIONS
 from stoker.server.protocols.anthropic.request import MessageCall, read_message_call
-from stoker.server.protocols.anthropic.response import MessageEvents, encode_event, message_object
+from stoker.server.protocols.anthropic.response import MessageEvents, message_object
 from stoker.server.protocols.common.chat.answer import Answer
+from stoker.server.protocols.common.chat.send_answer import encode_events, send_answer
 from stoker.server.protocols.common.client_names import with_client_name, without_truncation
 
 ERROR_TYPES = {
@@ -100,18 +100,6 @@ async def _stream(http: RequestContext, call: MessageCall) -> None:
     """Generate the answer, and stream its events. An error after the first event becomes the last event."""
     answer = Answer(call.turn)
     events = MessageEvents(call, answer)
-    try:
-        async with aclosing(answer.stream()) as batches:
-            async for batch in batches:
-                new = [] if http.started else events.start()
-                if not http.started:
-                    await http.open_stream()
-                if new := [*new, *events.push(batch)]:
-                    await http.send(b"".join(map(encode_event, new)))
-        last = events.finish()
-    except StokerError as error:
-        if not http.started:
-            raise
-        last = [failure_object(describe(error))]
-    await http.send(b"".join(map(encode_event, last)))
+    error = await send_answer(http, answer, lambda: encode_events(events.start()), lambda batch: encode_events(events.push(batch)))
+    await http.send(encode_events(events.finish() if error is None else [failure_object(describe(error))]))
     await http.close_stream()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
-
 from stoker.base.types import FinishReason
 from stoker.server.protocols.anthropic.request import MessageCall
 from stoker.server.protocols.common.chat.answer import Answer
@@ -72,11 +70,6 @@ class MessageEvents:
 
 
 SIGNATURE = "none"  # thinking is not signed; clients send the block back only if the signature is not empty
-
-
-def encode_event(event: Event) -> bytes:
-    """The event as a server-sent event, whose name is its type and whose data is its JSON."""
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
 
 
 def _is_shown(call: MessageCall, block: Block) -> bool:

@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from stoker.base.errors import StokerError
 from stoker.base.types import FinishReason, TokenLogprobs
 from stoker.server.errors import describe
 from stoker.server.http.request_context import RequestContext
 from stoker.server.protocols.common.chat.answer import Answer
 from stoker.server.protocols.common.chat.blocks import Block, BlockEvent
+from stoker.server.protocols.common.chat.send_answer import send_answer
 from stoker.server.protocols.common.logprobs import scored_token
 from stoker.server.protocols.ollama.request import OllamaCall
 
@@ -75,20 +75,15 @@ class _Run:
 
     async def stream(self, http: RequestContext) -> None:
         """Send a line for new parts of the answer, and a last one with the counts. An error after the first line is a line, too."""
-        try:
-            async with aclosing(self._answer.stream()) as batches:
-                async for batch in batches:
-                    self._note_time()
-                    if not http.started:
-                        await http.open_stream(LINES)
-                    if lines := b"".join([self._line(event) for event in batch]):
-                        await http.send(lines)
-            await http.send(encode({**_head(self._call), **self._shape({}), **self._ending()}) + b"\n")
-        except StokerError as error:
-            if not http.started:
-                raise
-            await http.send(encode({"error": describe(error).message}) + b"\n")
+        error = await send_answer(http, self._answer, lambda: b"", self._lines, LINES)
+        last = {**_head(self._call), **self._shape({}), **self._ending()} if error is None else {"error": describe(error).message}
+        await http.send(encode(last) + b"\n")
         await http.close_stream()
+
+    def _lines(self, events: list[BlockEvent]) -> bytes:
+        """The lines of events that arrived together."""
+        self._note_time()
+        return b"".join([self._line(event) for event in events])
 
     def _line(self, event: BlockEvent) -> bytes:
         """The line of an event; empty for one that adds nothing. A call is one line when it is complete."""

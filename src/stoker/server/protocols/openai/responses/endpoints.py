@@ -8,16 +8,17 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
-from stoker.base.errors import QueueFullError, RequestError, StokerError
+from stoker.base.errors import QueueFullError, RequestError
 from stoker.frontend.service import Service
 from stoker.server.errors import describe
 from stoker.server.http.request_context import RequestContext
 from stoker.server.protocol import Context, Endpoint
 from stoker.server.protocols.common.chat.answer import Answer
+from stoker.server.protocols.common.chat.send_answer import encode_events, send_answer
 from stoker.server.protocols.common.client_names import with_client_name
 from stoker.server.protocols.openai import response_json as wire
 from stoker.server.protocols.openai.lists import list_page, read_query
-from stoker.server.protocols.openai.responses.events import ResponseEvents, encode_event
+from stoker.server.protocols.openai.responses.events import ResponseEvents
 from stoker.server.protocols.openai.responses.fields import COUNT_TABLE, TABLE
 from stoker.server.protocols.openai.responses.objects import response_object
 from stoker.server.protocols.openai.responses.request import ResponseCall, read_response_call
@@ -132,21 +133,10 @@ class Responses:
     async def _stream(self, http: RequestContext, call: ResponseCall) -> None:
         """Generate the answer and send its events. An error after the first event becomes an event."""
         events, answer = ResponseEvents(call, unix_time()), Answer(call.turn)
-        try:
-            async with aclosing(answer.stream()) as batches:
-                async for batch in batches:
-                    new = [] if http.started else events.start()
-                    if not http.started:
-                        await http.open_stream()
-                    if new := [*new, *events.push(batch)]:
-                        await http.send(b"".join(map(encode_event, new)))
-            last = events.finish(answer)
-        except StokerError as error:
-            if not http.started:
-                raise
-            last = events.fail(describe(error))
+        error = await send_answer(http, answer, lambda: encode_events(events.start()), lambda batch: encode_events(events.push(batch)))
+        last = events.finish(answer) if error is None else events.fail(describe(error))
         self._save(call, events.response)
-        await http.send(b"".join(map(encode_event, last)))
+        await http.send(encode_events(last))
         await http.close_stream()
 
     def _save(self, call: ResponseCall, body: dict[str, Any]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from stoker.server.errors import Failure
 from stoker.server.protocols.common.chat.answer import Answer
 from stoker.server.protocols.common.chat.blocks import Block, BlockEvent
@@ -110,8 +108,3 @@ class ResponseEvents:
         event = {"type": kind, "sequence_number": self._num_events, **members}
         self._num_events += 1
         return event
-
-
-def encode_event(event: Event) -> bytes:
-    """The event as a server-sent event, whose name is its type and whose data is its JSON."""
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
