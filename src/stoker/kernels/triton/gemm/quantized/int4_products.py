@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from stoker.kernels.triton.gemm.quantized.group_scales import load_pair_scales, scale_and_offset
-from stoker.kernels.triton.gemm.quantized.operand_tiles import combine_digits, load_tile, x_columns
+from stoker.kernels.triton.gemm.quantized.operand_tiles import combine_digits, load_tile, weight_rows, x_columns
 from stoker.kernels.triton.ptx.unpack import dequantize_16bit, int4_bias, unpack_int4, unpack_int4_biased
 
 # int4 × 16-bit activations: the sums of groups of at least SCALED_SUMS_MIN_GROUP are scaled instead of the values, for at most
@@ -55,10 +55,7 @@ def multiply_int4(
     acc = tl.zeros([BLOCK_N, TOKENS], tl.float32)
     acc_up = acc
     x_cols_ptr = x_columns(x, tokens, sizes)
-    weight_rows_ptr = weight.values_ptr + rows.load_row * sizes.stride_weight
-    up_rows_ptr = weight_rows_ptr
-    if GATED:
-        up_rows_ptr = weight.values_ptr + (rows.load_row + sizes.n) * sizes.stride_weight
+    weight_rows_ptr, up_rows_ptr = weight_rows(weight, rows, sizes, GATED)
     last = sizes.k - BLOCK_K
     scale_ptr, zero_ptr = weight.scale_ptr, weight.zero_ptr
     if PREFETCH:

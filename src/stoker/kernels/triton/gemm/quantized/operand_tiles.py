@@ -25,6 +25,17 @@ def x_columns(x, tokens, sizes):
 
 
 @triton.jit
+def weight_rows(weight, rows, sizes, GATED: tl.constexpr):
+    """(pointers to this tile's weight rows, pointers to the rows that they gate), [BLOCK_N] each; without a gate both are the same."""
+    rows_ptr = weight.values_ptr + rows.load_row * sizes.stride_weight
+    if GATED:
+        up_rows_ptr = weight.values_ptr + (rows.load_row + sizes.n) * sizes.stride_weight
+    else:
+        up_rows_ptr = rows_ptr
+    return rows_ptr, up_rows_ptr
+
+
+@triton.jit
 def combine_digits(acc):
     """254 × coarse + fine: [BLOCK_N, TOKENS] from acc [BLOCK_N, 2 × TOKENS]. The sums over one group fit int32."""
     coarse, fine = tl.split(tl.reshape(acc, (acc.shape[0], acc.shape[1] // 2, 2)))

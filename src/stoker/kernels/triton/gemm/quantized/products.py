@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from stoker.kernels.triton.gemm.quantized.int4_products import multiply_int4
-from stoker.kernels.triton.gemm.quantized.operand_tiles import combine_digits, load_tile, x_columns
+from stoker.kernels.triton.gemm.quantized.operand_tiles import combine_digits, load_tile, weight_rows, x_columns
 from stoker.kernels.triton.ptx.unpack import unpack_8bit
 
 
@@ -77,10 +77,7 @@ def multiply_bytes(
     acc = tl.zeros([BLOCK_N, COLUMNS], tl.int32 if IS_INT8 else tl.float32)
     acc_up = acc
     x_cols_ptr = x_columns(x, tokens, sizes)
-    weight_rows_ptr = weight.values_ptr + rows.load_row * sizes.stride_weight  # [BLOCK_N]
-    up_rows_ptr = weight_rows_ptr
-    if GATED:
-        up_rows_ptr = weight.values_ptr + (rows.load_row + sizes.n) * sizes.stride_weight
+    weight_rows_ptr, up_rows_ptr = weight_rows(weight, rows, sizes, GATED)
     for start in range(begin, end, BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K)
         x_tile = load_tile(x_cols_ptr + cols[:, None], (cols < sizes.k)[:, None], not PRODUCT.even_k)  # [BLOCK_K, COLUMNS]
