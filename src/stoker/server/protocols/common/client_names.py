@@ -29,7 +29,10 @@ def without_truncation(error: RequestError) -> RequestError:
 
 
 def _value(error: RequestError, sent: str, body: Mapping[str, Any]) -> Any:
-    """The value of the field `sent` in the body. If the error is about a part of it, such as one of several token ids, that part."""
+    """The value that the client sent in the field `sent` of `body`.
+
+    If the error concerns one element of it, such as one of several token ids, that element.
+    """
     value: Any = body
     for key in sent.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None

@@ -27,7 +27,7 @@ _ECHOED = (
 
 
 def response_object(call: ResponseCall, status: str, created: int) -> dict[str, Any]:
-    """The response without output, as in the first events of a stream."""
+    """The API's response object without output, as in the first events of a stream. `created`: Unix time in seconds."""
     values, params = call.values, call.turn.request.params
     return {
         "id": call.id,

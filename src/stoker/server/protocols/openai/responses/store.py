@@ -91,7 +91,7 @@ class ResponseStore:
         return True
 
     def get(self, response_id: str) -> StoredResponse:
-        """The response. One whose process has ended before it was complete is failed. Raises UnknownResponseError."""
+        """The stored response. If its process ended before it was complete, its status is failed. Raises UnknownResponseError."""
         query = "SELECT body, input, context, owner FROM responses WHERE id = ?"
         row = self._database.execute(query, (response_id,)).fetchone()
         if row is None:
