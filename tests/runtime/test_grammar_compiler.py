@@ -58,6 +58,8 @@ def test_expensive_grammars_delay_no_cached_grammar(drive: Make, prompts: list[l
     assert driven.answers[again.request_id, 0].tokens == before.tokens
     assert driven.stats.num_waiting == 3
 
+    while own_compiler.num_started < 3:  # the cached one and the two expensive ones
+        driven.turn()
     parent = own_compiler.pid
     assert parent is not None
     ended = os.pidfd_open(parent)
@@ -104,8 +106,10 @@ def test_a_compilation_is_killed_at_its_time_limit(drive: Make, prompts: list[li
     (answer,) = driven.run(guided(prompts[0], SLOW))
     assert answer.error is not None and answer.error.status == 400 and "not compiled within 0.5 s" in answer.error.message
     assert driven.stats.num_costly_guides == 1
-    assert compiler.pid is not None and children_of(compiler.pid) == []
-    (answer,) = driven.run(guided(prompts[0], GUIDES["regex"][0]))
+    assert compiler.pid is not None
+    while children_of(compiler.pid):  # the kernel removes the killed child after its connection
+        driven.turn()
+    (answer,) = drive(guide_timeout_s=LONG_S).run(guided(prompts[0], GUIDES["regex"][0]))
     assert answer.reason is FinishReason.STOP
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import subprocess
 import sys
@@ -26,7 +27,10 @@ log = get_logger(__name__)
 MAX_MEMORY_BYTES = 2 << 30  # for one compilation
 START_TIMEOUT_S = 120.0  # for the import of xgrammar and the vocabulary, in the first compilation
 _GRACE_S = 5.0  # by which an answer may arrive after the time limit
-_END_S = 0.1  # a compilation that ends without an answer ended with its process if that ends in this time
+
+
+class _NotStartedError(Exception):
+    """The compile process ended before it started a job."""
 
 
 class CompileProcess:
@@ -37,6 +41,7 @@ class CompileProcess:
         self._lock = threading.Lock()
         self._running: _Running | None = None
         self._is_closed = False
+        self.num_started = 0  # compilations
 
     @property
     def pid(self) -> int | None:
@@ -49,17 +54,16 @@ class CompileProcess:
         Raises RequestError for an invalid guide, GuideCostError if its compilation was killed at a limit, or UnavailableError if no process
         could be started.
         """
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs:
-                process = self._send(theirs)
+        job = Job(guide, timeout_s, memory_bytes)
+        try:
+            return self._run(job)
+        except _NotStartedError:  # the process was ending
             try:
-                return _run_job(ours, Job(guide, timeout_s, memory_bytes))
-            except GuideCostError:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_END_S)
-                    raise UnavailableError("the process that compiles grammars has ended.", cure="Retry.") from None
-                raise
+                return self._run(job)
+            except _NotStartedError:
+                raise UnavailableError(
+                    "the process that compiles grammars does not start.", cure="Read the executor's log, and retry."
+                ) from None
 
     def close(self) -> None:
         """Kill the process, and with it the compilations that run in it. Pending and later calls of `compile` raise UnavailableError."""
@@ -69,22 +73,40 @@ class CompileProcess:
                 self._running.close()
                 self._running = None
 
-    def _send(self, connection: socket.socket) -> subprocess.Popen[bytes]:
-        """Send a socket to the process, which is started if it does not run, and return the process. Raises UnavailableError."""
+    def _run(self, job: Job) -> str:
+        """Run a job. Raises the errors of `compile`, and _NotStartedError if the process ended before it started the job."""
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                running = self._send(theirs)
+            _start_job(ours, job)
+            with self._lock:
+                self.num_started += 1
+            try:
+                return _finish_job(ours, job)
+            except GuideCostError:
+                if running.has_ended():
+                    raise UnavailableError("the process that compiles grammars has ended.", cure="Retry.") from None
+                raise
+
+    def _send(self, connection: socket.socket) -> _Running:
+        """Send a socket to the process, which is started if it does not run, and return the process.
+
+        Raises UnavailableError after `close`, and _NotStartedError if a new process ends at once.
+        """
         with self._lock:
             if self._is_closed:
                 raise UnavailableError("the executor is stopping.")
-            if self._running is not None and self._running.process.poll() is not None:
-                log.error("the compile process ended with status %d: %s", self._running.process.returncode, self._running.last_line())
+            if self._running is not None and self._running.send(connection):
+                return self._running
+            if self._running is not None:
+                self._running.process.kill()  # it has ended, or is ending
+                log.error("the compile process ended with status %d: %s", self._running.process.wait(), self._running.last_line())
                 self._running.close()
-                self._running = None
-            if self._running is None:
-                self._running = _Running(self._engine, self._vocab_size)
-            try:
-                socket.send_fds(self._running.control, [b"j"], [connection.fileno()])
-            except OSError as error:
-                raise UnavailableError(f"the process that compiles grammars does not run: {error}.", cure="Retry.") from None
-            return self._running.process
+            self._running = _Running(self._engine, self._vocab_size)
+            if not self._running.send(connection):
+                raise _NotStartedError
+            return self._running
 
 
 class _Running:
@@ -102,6 +124,20 @@ class _Running:
         self.process: subprocess.Popen[bytes] = process
         self.close = weakref.finalize(self, _end, process, self.control, self._errors)
 
+    def has_ended(self) -> bool:
+        """Whether the process has ended or is ending. Its end of the control socket is then closed; it never writes to that socket."""
+        return self.control.fileno() < 0 or bool(select.select([self.control], [], [], 0)[0])
+
+    def send(self, connection: socket.socket) -> bool:
+        """Send a socket to the process. Returns False if the process has ended or is ending."""
+        if self.has_ended():
+            return False
+        try:
+            socket.send_fds(self.control, [b"j"], [connection.fileno()])
+        except OSError:
+            return False
+        return True
+
     def last_line(self) -> str:
         """The last line of the process's output."""
         self._errors.seek(0)
@@ -116,16 +152,24 @@ def _end(process: subprocess.Popen[bytes], control: socket.socket, errors: IO[by
     errors.close()
 
 
-def _run_job(connection: socket.socket, job: Job) -> str:
-    """Send a job and return the serialized grammar. Raises RequestError, GuideCostError or UnavailableError."""
-    guide = job.guide
+def _start_job(connection: socket.socket, job: Job) -> None:
+    """Send a job, and wait until its compilation starts. Raises _NotStartedError, or UnavailableError after START_TIMEOUT_S."""
+    deadline = time.monotonic() + START_TIMEOUT_S
     connection.settimeout(START_TIMEOUT_S)
     # A process that ends closes the connection, which the next `recv` returns.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.sendall(msgspec.msgpack.encode(job))
         connection.shutdown(socket.SHUT_WR)
-    if _receive(connection, 1) != STARTED:
-        raise UnavailableError("the process that compiles grammars does not start.", cure="Read the executor's log, and retry.")
+    if _receive(connection, 1) == STARTED:
+        return
+    if time.monotonic() < deadline:
+        raise _NotStartedError
+    raise UnavailableError(f"a compilation of a grammar did not start in {START_TIMEOUT_S:g} s.", cure="Retry.")
+
+
+def _finish_job(connection: socket.socket, job: Job) -> str:
+    """The serialized grammar of a job that has started. Raises RequestError or GuideCostError."""
+    guide = job.guide
     started = time.monotonic()
     connection.settimeout(job.timeout_s + _GRACE_S)
     answer = _receive(connection, MAX_COMPILED_BYTES + 1)
