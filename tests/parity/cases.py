@@ -612,7 +612,14 @@ CASES: dict[tuple[str, str], Callable[[], Reference]] = {
         native, "GraniteMoe", **GROUPED, num_local_experts=4, tie_word_embeddings=True, attention_bias=True, rope_parameters=YARN
     ),
     ("MiniMaxM2ForCausalLM", "half rotated"): partial(
-        native, "MiniMaxM2", **GROUPED, **_HEAD, num_local_experts=6, num_experts_per_tok=2, rotary_dim=4
+        native,
+        "MiniMaxM2",
+        **GROUPED,
+        **_HEAD,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        rotary_dim=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},  # what transformers 5.17 reads
     ),
     ("MiniMaxM2ForCausalLM", "wide heads"): partial(
         native, "MiniMaxM2", **GROUPED, head_dim=12, num_local_experts=4, num_experts_per_tok=3, tie_word_embeddings=True
