@@ -1,9 +1,10 @@
 """Measures the Python time of the executor per step, with a model that takes no time: plan, inputs, commit and outputs.
 
-    PYTHONPATH=src python benchmarks/executor_overhead.py [--followers 7]
+    PYTHONPATH=src python benchmarks/executor_overhead.py [--followers 7 | --events]
 
 With followers, each step is also published to that number of followers, and the work of a follower, from the record to the tensors of
-its step, is timed separately.
+its step, is timed separately. With --events, the executor publishes block events to a subscriber in another process, and prompts of 512
+tokens arrive all the time, so that steps store blocks; each row is also measured without events.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import time
 
 import torch
@@ -20,6 +23,8 @@ from stoker.profiling.batch_run import random_requests
 from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.client import ExecutorInfo
 from stoker.runtime.executor import Executor
+from stoker.runtime.kv.events.log import BlockEventLog
+from stoker.runtime.kv.events.publisher import EventPublisher
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
@@ -66,13 +71,73 @@ class StubRunner:
         self.others_s = time.thread_time() - published
 
 
+def make_executor(runner: StubRunner, rows: int, info: ExecutorInfo, blocks: int, events: EventPublisher | None = None) -> Executor:
+    scheduler = Scheduler(
+        num_blocks=blocks,
+        tokens_per_block=64,
+        max_batch_size=rows,
+        max_num_tokens=1 << 16,
+        max_seq_len=1024,
+        event_log=BlockEventLog() if events is not None else None,
+    )
+    config = RuntimeConfig(max_queue_size=1 << 16)
+    return Executor(runner, scheduler, SynchronousMailbox(info), info, config, events=events)
+
+
+SUBSCRIBER = """
+import sys, zmq
+socket = zmq.Context().socket(zmq.SUB)
+socket.connect(sys.argv[1])
+socket.subscribe(b"")
+while True:
+    socket.recv_multipart()
+"""
+
+
+def measure_events(rows: int, steps: int = 400) -> dict[str, float]:
+    """The median time of a step with and without events, for requests of 512 prompt tokens and 32 new ones that follow one another."""
+    limits = Limits(max_batch_size=rows, max_input_len=512, max_output_len=512, max_num_tokens=1 << 16)
+    blocks = rows * 16
+    info = ExecutorInfo(limits=limits, max_seq_len=1024, vocab_size=1000, device="cpu", kv_cache_tokens=blocks * 64, model="stub")
+    publisher = EventPublisher("tcp://127.0.0.1:*", None, "", 64)
+    subscriber = subprocess.Popen([sys.executable, "-c", SUBSCRIBER, publisher.address.endpoint])
+    executors = {
+        with_events: make_executor(StubRunner(rows, 16, 64, 1 << 16, 0), rows, info, blocks, publisher if with_events else None)
+        for with_events in (False, True)
+    }
+    cpu: dict[bool, list[float]] = {False: [], True: []}
+    wall: dict[bool, list[float]] = {False: [], True: []}
+    for step in range(steps):
+        for with_events, executor in executors.items():  # alternately, so that other processes disturb both equally
+            mailbox = executor.mailbox
+            assert isinstance(mailbox, SynchronousMailbox)
+            mailbox.submit(random_requests(max(1, rows // 32), 512, 32, 1000))
+            for message in mailbox.messages:
+                message.request.request_id = f"{step}/{message.request.request_id}"
+            time.sleep(0.002)  # the device computes
+            started, started_cpu = time.perf_counter(), time.thread_time()
+            executor.turn(0.0)
+            cpu[with_events].append(time.thread_time() - started_cpu)
+            wall[with_events].append(time.perf_counter() - started)
+            mailbox.pop_outputs()
+    subscriber.kill()
+    subscriber.wait()
+    executors[True].close()
+    row: dict[str, float] = {"rows": rows, "prompts_per_step": max(1, rows // 32)}
+    for name, times in (("cpu", cpu), ("wall", wall)):
+        row |= {
+            f"{name}_median_ms": statistics.median(times[False]) * 1e3,
+            f"{name}_median_with_events_ms": statistics.median(times[True]) * 1e3,
+        }
+    return row
+
+
 def measure(rows: int, followers: int = 0, steps: int = 300, input_len: int = 200) -> dict[str, float]:
     limits = Limits(max_batch_size=rows, max_input_len=512, max_output_len=512, max_num_tokens=1 << 16)
     blocks = rows * 16
     info = ExecutorInfo(limits=limits, max_seq_len=1024, vocab_size=1000, device="cpu", kv_cache_tokens=blocks * 64, model="stub")
-    scheduler = Scheduler(num_blocks=blocks, tokens_per_block=64, max_batch_size=rows, max_num_tokens=1 << 16, max_seq_len=1024)
     runner = StubRunner(rows, 16, 64, 1 << 16, followers)
-    executor = Executor(runner, scheduler, SynchronousMailbox(info), info, RuntimeConfig(max_queue_size=1 << 16))
+    executor = make_executor(runner, rows, info, blocks)
     mailbox = executor.mailbox
     assert isinstance(mailbox, SynchronousMailbox)
     mailbox.submit(random_requests(rows, input_len, steps + 20, 1000))
@@ -97,11 +162,16 @@ def measure(rows: int, followers: int = 0, steps: int = 300, input_len: int = 20
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--followers", type=int, default=0, help="number of other ranks: 7 for eight ranks")
+    parser.add_argument("--events", action="store_true", help="publish block events")
     parser.add_argument("--json")
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = []
     for rows in (1, 16, 64, 256, 1024):
+        if args.events:
+            results.append(row := measure_events(rows))
+            print("  ".join(f"{name} {value:.3f}" for name, value in row.items()))
+            continue
         row = measure(rows, args.followers)
         if args.followers:
             row["alone_median_ms"] = measure(rows)["median_ms"]

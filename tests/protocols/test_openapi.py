@@ -34,6 +34,7 @@ EXCHANGES: list[tuple[str, str, Any]] = [
     ("GET", "/health", None),
     ("GET", "/health/ready", None),
     ("GET", "/health/live", None),
+    ("GET", "/health/replica", None),
     ("GET", "/version", None),
     ("GET", "/metrics", None),
     ("GET", "/openapi.json", None),

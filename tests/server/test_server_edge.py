@@ -313,3 +313,15 @@ def test_invalid_settings(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         ServerSettings(**settings)
     assert "short" not in str(caught.value)
+
+
+async def test_a_server_reports_its_load_and_models_to_routers() -> None:
+    service = ScriptedService()
+    async with asgi_client(service, api_keys=("secret-key",), grpc_port=8001, add_special_tokens=False) as client:
+        assert (await client.get("/health/replica")).status_code == 401
+        headers = {"Authorization": "Bearer secret-key"}
+        report = (await client.get("/health/replica", headers=headers)).json()
+        assert (report["models"], report["max_batch_size"], report["grpc_port"]) == (["tiny"], 4, 8001)
+        assert (report["add_special_tokens"], report["num_running"], report["info"]["vocab_size"]) == (False, 0, 256)
+        service.is_ready = False
+        assert (await client.get("/health/replica", headers=headers)).json()["models"] == []

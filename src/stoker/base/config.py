@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, TypedDict, get_args, get_origin
 
 import msgspec
@@ -13,6 +14,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("cpu", "cuda")
 TOKENS_PER_BLOCK = (16, 32, 64, 128)
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static")  # modules of runtime.schedule.policies
+_EVENT_ADDRESS = re.compile(r"tcp://[^\s/]+:(\d{1,5}|\*)|ipc://\S{1,107}")
 _NOUNS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", tuple: "a list of whole numbers"}
 
 
@@ -160,6 +162,16 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout_s: float | None = None
     """Seconds after which a step counts as hung: the server is not ready, and its state is logged. None: 30 on a GPU, 120 on a CPU."""
 
+    kv_events: str | None = None
+    """ZeroMQ address on which events about KV cache blocks are published in vLLM's format, such as tcp://*:5557. They contain the
+    token ids of prompts and answers. None: no events."""
+
+    kv_events_replay: str | None = None
+    """ZeroMQ address from which subscribers request events that they missed, such as tcp://*:5558. None: no replay."""
+
+    kv_events_topic: str = ""
+    """Topic of the events: the first frame of each message."""
+
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):
             typed_value(field.name, getattr(self, field.name), field.type)
@@ -181,6 +193,22 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"kv_cache_fraction={self.kv_cache_fraction} is outside (0, 1].", cure="Use a fraction such as 0.9.")
         if self.step_timeout_s is not None and not 1.0 <= self.step_timeout_s <= 86400.0:
             raise ConfigError(f"step_timeout_s={self.step_timeout_s} is refused.", cure="Use seconds, from 1 to 86400.")
+        self._check_events()
+
+    def _check_events(self) -> None:
+        """Raise ConfigError for addresses of events that are malformed, or that have no effect."""
+        for name in ("kv_events", "kv_events_replay"):
+            if (address := getattr(self, name)) is not None and not _EVENT_ADDRESS.fullmatch(address):
+                raise ConfigError(f"{name}={address!r} is refused.", cure="Use tcp://HOST:PORT, such as tcp://*:5557, or ipc://PATH.")
+        if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_topic):
+            name = "kv_events_topic" if self.kv_events_replay is None else "kv_events_replay"
+            raise ConfigError(
+                f"{name}={getattr(self, name)!r} has no effect without kv_events.", cure="Set kv_events, such as tcp://*:5557."
+            )
+        if self.kv_events is not None and not self.prefix_reuse:
+            raise ConfigError("kv_events needs prefix_reuse: without it there are no events.", cure="Leave out one of them.")
+        if len(self.kv_events_topic) > 256:
+            raise ConfigError("kv_events_topic is longer than 256 characters.", cure="Shorten it.")
 
 
 class RuntimeSettings(TypedDict, total=False):
@@ -206,6 +234,9 @@ class RuntimeSettings(TypedDict, total=False):
     attention_window: int | None
     num_threads: int | None
     step_timeout_s: float | None
+    kv_events: str | None
+    kv_events_replay: str | None
+    kv_events_topic: str
 
 
 def check_within_limits(limits: Limits, runtime: RuntimeConfig) -> None:

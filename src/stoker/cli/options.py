@@ -41,6 +41,9 @@ RUNTIME_HELP = {
     "custom_all_reduce": "Sum short messages of several GPUs through peer memory. Without it, all messages go through NCCL.",
     "attention_window": "Maximum number of previous tokens that attention reads.",
     "step_timeout_s": "Seconds after which a step counts as hung and the server as not ready. Default: 30 on a GPU, 120 on a CPU.",
+    "kv_events": "ZeroMQ address for events about KV cache blocks, such as tcp://*:5557, which routers read. They contain prompts.",
+    "kv_events_replay": "ZeroMQ address for requests to repeat those events, such as tcp://*:5558.",
+    "kv_events_topic": "Topic of those events. Default: empty.",
     "num_threads": "Number of CPU threads for computation. Default: all cores.",
 }
 # Field of SamplingParams: help text of its option.

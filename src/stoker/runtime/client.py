@@ -13,6 +13,7 @@ import msgspec
 
 from stoker.base.config import Limits
 from stoker.base.errors import UnavailableError
+from stoker.runtime.kv.events.wire import EventAddress
 from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
 
 
@@ -26,6 +27,7 @@ class ExecutorInfo(msgspec.Struct, kw_only=True):
     kv_cache_tokens: int
     model: str  # architecture name
     step_timeout_s: float = 120.0  # a loop that does not answer for this time counts as hung
+    kv_events: EventAddress | None = None  # where events about KV cache blocks are published
 
 
 class Submit(msgspec.Struct, tag=True, array_like=True):

@@ -14,6 +14,7 @@ from stoker.base.logging import get_logger
 from stoker.base.types import FinishReason
 from stoker.runtime.admission import Admission, SequenceHooks
 from stoker.runtime.client import Cancel, ExecutorInfo, Mailbox, Message, Pause, Shutdown, StatsQuery, Submit
+from stoker.runtime.kv.events.publisher import EventPublisher
 from stoker.runtime.request import ErrorInfo, ExecutorStats, Sequence, SequenceOutput, TokenRequest
 from stoker.runtime.schedule.plan import StepOutcome, StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
@@ -71,7 +72,7 @@ class Executor:
 
     def __init__(
         self, runner: Runner, scheduler: Scheduler, mailbox: Mailbox, info: ExecutorInfo, config: RuntimeConfig,
-        ranks: FollowerRanks | None = None,
+        ranks: FollowerRanks | None = None, events: EventPublisher | None = None,
     ) -> None:  # fmt: skip
         self.runner = runner
         self.scheduler = scheduler
@@ -84,6 +85,7 @@ class Executor:
             max_batch_size=config.max_batch_size or info.limits.max_batch_size,
         )
         self._ranks = ranks
+        self._events = events
         self._num_stages = ranks.num_stages if ranks is not None else 1
         overlapped = 2 if config.overlap and info.device != "cpu" else 1
         self._depth = self._num_stages if self._num_stages > 1 else overlapped
@@ -115,8 +117,10 @@ class Executor:
             self.close()
 
     def close(self) -> None:
-        """End the processes of the runner and of the follower ranks."""
+        """End the processes of the runner and of the follower ranks, and the threads that publish block events."""
         self.runner.close()
+        if self._events is not None:
+            self._events.close()
         if self._ranks is not None:
             self._ranks.close()
 
@@ -148,6 +152,8 @@ class Executor:
         if self._outputs:
             self.mailbox.send(self._outputs)
             self._outputs = []
+        if self._events is not None and (changes := self.scheduler.kv_cache.event_log) is not None:
+            self._events.publish(changes.pop())
         self.stats.heartbeat_s = time.monotonic()
 
     # Messages.

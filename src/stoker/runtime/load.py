@@ -15,6 +15,8 @@ from stoker.distributed.world import ALONE_WORLD, leader
 from stoker.engine.reader import Engine
 from stoker.runtime.client import ExecutorInfo, Mailbox
 from stoker.runtime.executor import Executor
+from stoker.runtime.kv.events.log import BlockEventLog
+from stoker.runtime.kv.events.publisher import EventPublisher
 from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.worker.rank import Capacity, load_rank, use_device
 from stoker.runtime.worker_group.leader import WorkerGroup, rank_devices
@@ -34,10 +36,14 @@ def load_executor(path: str | Path, config: RuntimeConfig, make_mailbox: Callabl
     engine = Engine.open(path)
     devices = check_start(engine, config)
     capacity = Capacity.of(engine.config.limits, engine.config.model.max_positions, config)
-    ranks = WorkerGroup(engine, config, capacity, devices) if len(devices) > 1 else None
+    events = _open_events(engine, config)
+    ranks = None
     try:
-        executor = _load(engine, config, devices[leader(engine.config.mapping)], ranks, make_mailbox)
+        ranks = WorkerGroup(engine, config, capacity, devices) if len(devices) > 1 else None
+        executor = _load(engine, config, devices[leader(engine.config.mapping)], ranks, events, make_mailbox)
     except BaseException as error:
+        if events is not None:
+            events.close()
         if ranks is not None:
             _close_after_error(ranks, error)
         raise
@@ -75,12 +81,28 @@ def _check(engine: Engine, config: RuntimeConfig) -> None:
     if config.kv_cache_dtype not in (None, "auto", built):
         dtype = config.kv_cache_dtype
         raise ConfigError(f"kv_cache_dtype={dtype} is refused: the engine stores {built}.", cure=f"Build it with --kv-cache-dtype {dtype}.")
+    if config.kv_events is not None and engine.config.model.requires_whole_prompt:
+        raise ConfigError(
+            f"kv_events={config.kv_events!r} is refused: this model reuses no prefixes, so there are no events.", cure="Leave it out."
+        )
     for rank in range(engine.world_size):
         engine.check_rank(rank)
 
 
+def _open_events(engine: Engine, config: RuntimeConfig) -> EventPublisher | None:
+    """The publisher of block events, if the settings have one. Its ports are bound before anything is loaded. Raises ConfigError."""
+    if config.kv_events is None:
+        return None
+    return EventPublisher(config.kv_events, config.kv_events_replay, config.kv_events_topic, engine.config.limits.tokens_per_block)
+
+
 def _load(
-    engine: Engine, config: RuntimeConfig, device: torch.device, ranks: WorkerGroup | None, make_mailbox: Callable[[ExecutorInfo], Mailbox]
+    engine: Engine,
+    config: RuntimeConfig,
+    device: torch.device,
+    ranks: WorkerGroup | None,
+    events: EventPublisher | None,
+    make_mailbox: Callable[[ExecutorInfo], Mailbox],
 ) -> Executor:
     """Load this rank's weights, allocate the KV cache, and create the executor."""
     model_config, limits = engine.config.model, engine.config.limits
@@ -106,6 +128,7 @@ def _load(
         chunked_prefill=config.chunked_prefill and not requires_whole_prompt,
         prefix_reuse=config.prefix_reuse and not requires_whole_prompt,
         num_stages=world.stage.num_stages,
+        event_log=BlockEventLog() if events is not None else None,
     )
     runner = loaded.runner(num_blocks, ranks)
     budget = loaded.budget(num_blocks, runner.warm_up())
@@ -120,8 +143,9 @@ def _load(
         kv_cache_tokens=num_blocks * size,
         model=model_config.architecture,
         step_timeout_s=config.step_timeout_s or STEP_TIMEOUT_S[device.type],
+        kv_events=events.address if events is not None else None,
     )
-    executor = Executor(runner, scheduler, make_mailbox(info), info, config, ranks)
+    executor = Executor(runner, scheduler, make_mailbox(info), info, config, ranks, events)
     executor.stats.weight_bytes, executor.stats.kv_bytes = loaded.weights, budget.kv
     return executor
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from stoker.runtime.kv.block_pool import BlockPool
+from stoker.runtime.kv.events.log import BlockEventLog
 from stoker.runtime.kv.prefix_index import Key, PrefixIndex, PrefixNode, child_digest, pack
 from stoker.runtime.kv.tiers import NO_TRANSFERS, BlockTransfer, HostTier, Tier
 from stoker.runtime.request import PrefixRoot, Sequence
@@ -40,12 +41,23 @@ class KVCacheManager:
     With a host tier, evicted contents are offered to it, and a prefix can continue there. `pending_transfers` collects the transfers for
     the next step plan; each is passed to `end_transfers` when the plan is committed or has failed. A loaded block enters the prefix index
     with the commit of the sequence's step, like a computed one. Until then the transfer holds a reference to it.
+
+    `event_log` collects which blocks enter and leave the prefix index.
     """
 
-    def __init__(self, num_blocks: int, tokens_per_block: int, *, prefix_reuse: bool, host_tier: HostTier | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        tokens_per_block: int,
+        *,
+        prefix_reuse: bool,
+        host_tier: HostTier | None = None,
+        event_log: BlockEventLog | None = None,
+    ) -> None:
         self.tokens_per_block = tokens_per_block
         self.index = PrefixIndex(num_blocks) if prefix_reuse else None
         self.host_tier = host_tier if prefix_reuse else None
+        self.event_log = event_log
         self.pool = BlockPool(num_blocks, self._evict if self.index is not None else None)
         self.num_reserved = 0
         self.pending_transfers: list[BlockTransfer] = []
@@ -156,6 +168,8 @@ class KVCacheManager:
             seq.prefix = self.index.add((seq.prefix, chunks[i * size * 4 : (i + 1) * size * 4]), block)
             if seq.prefix.block == block:
                 self.pool.mark_reusable(block)
+                if self.event_log is not None:
+                    self.event_log.store(seq.prefix)
         seq.num_hashed = last
         if seq.announced_key is not None:  # it is in its prefill and has not retired
             self._announce_next_block(seq)
@@ -177,8 +191,7 @@ class KVCacheManager:
     def poison(self, blocks: list[int]) -> None:
         """Mark blocks in use that may contain NaN. No other sequence shares them, and `pop_poisoned` returns them once they are free."""
         for block in blocks:
-            if self.index is not None:
-                self.index.forget(block)
+            self._forget(block)
             self.pool.unmark_reusable(block)
             self._poisoned_in_use.add(block)
 
@@ -250,4 +263,12 @@ class KVCacheManager:
             target = self.host_tier.begin_store(node.digest)
             if target >= 0:
                 self.pending_transfers.append(BlockTransfer(Tier.DEVICE, block, Tier.HOST, target))
+        self._forget(block)
+
+    def _forget(self, block: int) -> None:
+        """Remove a block from the prefix index, if it is there."""
+        if self.index is None or (node := self.index.node_of(block)) is None:
+            return
         self.index.forget(block)
+        if self.event_log is not None:
+            self.event_log.remove(node)

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 
 from stoker.base.errors import RequestError
 from stoker.base.types import FinishReason
+from stoker.runtime.kv.events.log import BlockEventLog
 from stoker.runtime.kv.manager import KVCacheManager
 from stoker.runtime.kv.tiers import HostTier
 from stoker.runtime.request import NO_ADAPTER, Sequence, Status, TokenRequest
@@ -48,8 +49,9 @@ class Scheduler:
         proposer: str = "none",
         num_adapters: int = 0,
         host_tier: HostTier | None = None,
+        event_log: BlockEventLog | None = None,
     ) -> None:
-        self.kv_cache = KVCacheManager(num_blocks, tokens_per_block, prefix_reuse=prefix_reuse, host_tier=host_tier)
+        self.kv_cache = KVCacheManager(num_blocks, tokens_per_block, prefix_reuse=prefix_reuse, host_tier=host_tier, event_log=event_log)
         self.max_num_tokens = max_num_tokens
         self.max_seq_len = max_seq_len
         self.chunked_prefill = chunked_prefill

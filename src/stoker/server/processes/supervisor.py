@@ -244,6 +244,8 @@ class Supervisor:
         self._addresses = [_address(listener) for listener in self._listeners]
         fds = [listener.fileno() for listener in self._listeners]
         settings = with_metrics_port(self._settings, self._listeners)
+        if self._grpc_address is not None:  # the actual port, also if grpc_port is 0
+            settings = msgspec.structs.replace(settings, grpc_port=int(self._grpc_address.rpartition(":")[2]))
         task = FrontendTask(self._name, settings, fds, self._grpc_address, str(self._run_dir))
         return FrontendGroup(task, self._settings.num_frontends, self._attach)
 

@@ -9,21 +9,25 @@ import msgspec
 from stoker.server.errors import Failure
 from stoker.server.http.request_context import PLAIN, RequestContext
 from stoker.server.metrics.frontend import CONTENT_TYPE
-from stoker.server.operation import STRING, TEXT_TYPE, Operation, list_of, record
+from stoker.server.operation import OBJECT, STRING, TEXT_TYPE, Operation, list_of, record
 from stoker.server.protocol import Endpoint, Protocol
+from stoker.server.replica_report import make_report
 
 _STATE = record({"model": STRING, "state": STRING, "reason": STRING})
 _NOT_READY = record({"error": STRING, "models?": list_of(_STATE)}, "NotReady")
 
 
 class Health(Protocol):
-    """/health/live: the process is running. /health, /health/ready: every model is ready. /metrics: Prometheus' text format."""
+    """/health/live: the process is running. /health, /health/ready: every model is ready. /health/replica: the report for routers.
+    /metrics: Prometheus' text format.
+    """
 
     prefixes = ("/health", "/metrics", "/version")
     operations = {
         ("GET", "/health"): Operation(summary="Readiness: status 200 or 503", error=_NOT_READY),
         ("GET", "/health/ready"): Operation(summary="Readiness: status 200 or 503", error=_NOT_READY),
         ("GET", "/health/live"): Operation(summary="Liveness: status 200"),
+        ("GET", "/health/replica"): Operation(summary="Models, load and properties of this server, for routers", response=OBJECT),
         ("GET", "/version"): Operation(summary="The version of Stoker", response=record({"version": STRING})),
         ("GET", "/metrics"): Operation(summary="Metrics in the text format of Prometheus", response=STRING, response_type=TEXT_TYPE),
     }
@@ -34,6 +38,7 @@ class Health(Protocol):
             Endpoint("GET", "/health", self.ready, open=True),
             Endpoint("GET", "/health/ready", self.ready, open=True),
             Endpoint("GET", "/health/live", self.live, open=True),
+            Endpoint("GET", "/health/replica", self.replica),
             Endpoint("GET", "/version", self.version, open=True),
             Endpoint("GET", "/metrics", self.metrics),
         ]
@@ -54,6 +59,10 @@ class Health(Protocol):
             if not m.ready
         ]
         await http.respond(503, msgspec.json.encode({"error": "not ready", "models": states}))
+
+    async def replica(self, http: RequestContext) -> None:
+        """GET /health/replica: the report of this server for routers."""
+        await http.respond(200, msgspec.json.encode(await make_report(self.context.repository, self.context.settings)))
 
     async def version(self, http: RequestContext) -> None:
         """GET /version: the version of Stoker."""

@@ -1,0 +1,90 @@
+"""The messages of vLLM's KV event stream, as Dynamo, llm-d and `stoker route` read them.
+
+A message has three frames: the topic, a sequence number (8 bytes, big-endian) and a batch in msgpack. A batch is an array, and its events
+are maps with the key `type`, as vLLM publishes them since its pull request 42892; `decode_batch` reads this form only. A subscriber that
+missed batches sends the number of the first one to the replay address, from a REQ socket or with an empty frame in front, and receives
+(empty frame, number, batch) for each batch that is still in memory, then the number END with an empty batch.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from stoker.runtime.kv.prefix_index import PrefixNode
+from stoker.runtime.request import PrefixRoot
+
+DEVICE_MEDIUM = "GPU"  # vLLM's name for the memory in which steps read blocks, also used on a CPU
+END = (-1).to_bytes(8, "big", signed=True)  # sequence number of the last message of a replay
+MAX_BATCH_BYTES = 64 << 20
+
+
+class EventAddress(msgspec.Struct, frozen=True):
+    """Where the events of an executor are published: ZeroMQ addresses with the actual ports."""
+
+    endpoint: str
+    replay: str | None
+    topic: str
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
+    """Consecutive blocks of one prefix that can be reused from now on. `token_ids` has `block_size` ids for each hash."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None  # of the block before the first one; None at the start of a prompt
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None  # index of the adapter
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[list[str] | None] | None = None  # per block; the first block of a prompt has its cache salt
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
+    """Blocks that cannot be reused any more."""
+
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True):
+    """No block can be reused any more: the first event of an executor."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    """The events of one step."""
+
+    ts: float  # seconds since 1970
+    events: list[Event]
+    data_parallel_rank: int | None = None
+
+
+encode_batch = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(EventBatch).decode
+
+
+def decode_batch(payload: bytes) -> EventBatch:
+    """The batch of a message. Raises ValueError for a malformed one."""
+    if len(payload) > MAX_BATCH_BYTES:
+        raise ValueError(f"a batch of {len(payload)} bytes exceeds the limit of {MAX_BATCH_BYTES}")
+    try:
+        return _decode(payload)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"a batch is malformed: {error}") from None
+
+
+def hash_of_digest(digest: bytes) -> int:
+    """The block hash for a digest of the prefix index: its last eight bytes as an unsigned number, as vLLM shortens its hashes."""
+    return int.from_bytes(digest[-8:], "big")
+
+
+def block_hash(node: PrefixNode) -> int:
+    """The hash of a block, which covers its adapter, its cache salt, and all tokens up to its end."""
+    return hash_of_digest(node.digest)
+
+
+def adapter_and_salt(root: PrefixRoot) -> tuple[int | None, str]:
+    """(index of the adapter or None, cache salt) of a prefix root."""
+    return (None, root) if isinstance(root, str) else root
