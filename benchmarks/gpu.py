@@ -57,9 +57,9 @@ def burst(executor: Executor, count: int, isl: int, osl: int) -> dict[str, objec
     """Requests that arrive together at an idle executor: the steps of each kind, as the executor measures them."""
     vocab = executor.info.vocab_size
     run_batch(executor, random_requests(count, isl, osl, vocab, seed=60), osl)  # warm up all shapes
-    executor.step_times.recent.clear()
+    first = executor.step_history.num_steps
     run_batch(executor, random_requests(count, isl, osl, vocab, seed=61), osl)
-    steps = list(executor.step_times.recent)
+    steps = list(executor.step_history.steps(first))
     row: dict[str, object] = {"requests": count, "isl": isl, "osl": osl, "all": ratio_to_median([s.duration_s for s in steps])}
     for kind, is_decode in (("decode", True), ("prefill", False)):
         row[kind] = ratio_to_median([s.duration_s for s in steps if s.is_decode is is_decode])

@@ -28,6 +28,7 @@ from stoker.base.types import Delta, FinishReason, GenerationRequest, Usage
 from stoker.frontend.repository import ModelRepository
 from stoker.frontend.service import Completion, Service
 from stoker.runtime.client import ExecutorInfo
+from stoker.runtime.live_state import LiveState
 from stoker.runtime.request import ExecutorStats
 from stoker.server.application import make_app
 from stoker.server.metrics.frontend import FrontendMetrics
@@ -86,6 +87,9 @@ class InstantService(Service):
 
     async def stats(self) -> ExecutorStats:
         return ExecutorStats()
+
+    async def live(self, first_step: int | None = None) -> LiveState:
+        return LiveState(await self.stats(), 0.0, [], [], [], [], 0, {})
 
     @property
     def info(self) -> ExecutorInfo:

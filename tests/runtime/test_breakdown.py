@@ -127,7 +127,7 @@ def test_a_cpu_has_no_breakdown(tiny_engine: Path) -> None:
 def test_steps_are_timed(tiny_engine: Path) -> None:
     executor = load_executor(tiny_engine, RuntimeConfig(kv_cache_tokens=512), SynchronousMailbox)
     result = run_batch(executor, random_requests(3, 20, 6, executor.info.vocab_size), 6)
-    times = list(executor.step_times.recent)
+    times = list(executor.step_history.steps())
     assert len(times) == executor.stats.num_steps
     assert [step.is_decode for step in times] == [False, *[True] * 5] and times[0].tokens == 60
     assert sum(step.duration_s for step in times) == pytest.approx(executor.snapshot().busy_time_s)

@@ -14,6 +14,7 @@ from stoker.frontend.chat_messages import check_messages
 from stoker.frontend.repository import ModelRepository
 from stoker.frontend.service import Choice, Completion, Service
 from stoker.runtime.client import ExecutorInfo
+from stoker.runtime.live_state import LiveState
 from stoker.runtime.request import ExecutorStats
 from stoker.server.application import make_app
 from stoker.server.metrics.frontend import FrontendMetrics
@@ -109,6 +110,9 @@ class ScriptedService(Service):
 
     async def stats(self) -> ExecutorStats:
         return ExecutorStats(num_running=self.num_streaming, num_blocks=10, num_free_blocks=7, max_batch_size=4, num_steps=5, row_steps=10)
+
+    async def live(self, first_step: int | None = None) -> LiveState:
+        return LiveState(await self.stats(), 0.0, [], [], [], [], 0, {})
 
     @property
     def info(self) -> ExecutorInfo:

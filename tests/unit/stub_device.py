@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from stoker.base.types import FinishReason
-from stoker.runtime.kv.tiers import BlockTransfer, HostTier, Tier
+from stoker.runtime.kv.tiers import BlockTransfer, HostTier, Tier, TierOccupancy
 from stoker.runtime.request import PrefixRoot, Sequence
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.proposers.proposer import Proposer
@@ -102,6 +102,14 @@ class StubHostTier(HostTier):
     @property
     def is_idle(self) -> bool:
         return not self.stores and not +self.loads
+
+    def occupancy(self, num_cells: int) -> TierOccupancy:
+        size = max(1, -(-len(self.digests) // num_cells))
+        starts = range(0, len(self.digests), size)
+        busy = [block in self.stores or self.loads[block] > 0 for block in range(len(self.digests))]
+        cached = [digest is not None and not busy[block] for block, digest in enumerate(self.digests)]
+        used, held = ([sum(flags[start : start + size]) for start in starts] for flags in (busy, cached))
+        return TierOccupancy("host", len(self.digests), size, used, [0] * len(used), held)
 
     def find(self, digest: bytes) -> int:
         return self.digests.index(digest) if digest in self.digests else -1

@@ -26,6 +26,7 @@ from stoker.frontend.service import Completion, Service
 from stoker.frontend.stopwatch import Stopwatch
 from stoker.frontend.tokenizer import Tokenizer
 from stoker.runtime.client import ExecutorClient, ExecutorInfo
+from stoker.runtime.live_state import LiveState
 from stoker.runtime.request import ExecutorStats, TokenRequest
 
 TOKENIZER_THREADS = 4
@@ -116,6 +117,9 @@ class GenerationService(Service):
 
     async def stats(self) -> ExecutorStats:
         return await self._client.stats()
+
+    async def live(self, first_step: int | None = None) -> LiveState:
+        return await self._client.live(first_step)
 
     async def drain(self) -> None:
         """Reject new requests, and wait until the running ones have ended."""

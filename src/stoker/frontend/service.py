@@ -10,6 +10,7 @@ import msgspec
 
 from stoker.base.types import AdmissionRecord, Delta, FinishReason, GenerationRequest, Timings, TokenLogprobs, Usage
 from stoker.runtime.client import ExecutorInfo
+from stoker.runtime.live_state import LiveState
 from stoker.runtime.request import ExecutorStats
 
 
@@ -111,6 +112,10 @@ class Service(ABC):
     @abstractmethod
     async def stats(self) -> ExecutorStats:
         """The current statistics of the executor. Raises UnavailableError."""
+
+    @abstractmethod
+    async def live(self, first_step: int | None = None) -> LiveState:
+        """The executor's sequences, KV blocks, and steps from number `first_step` on (None: no steps). Raises UnavailableError."""
 
     @property
     @abstractmethod

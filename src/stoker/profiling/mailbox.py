@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from stoker.runtime.client import ExecutorInfo, Mailbox, Message, StatsQuery, Submit
+from stoker.runtime.live_state import LiveQuery, LiveState
 from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
 
 
@@ -29,6 +30,10 @@ class SynchronousMailbox(Mailbox):
     def reply_stats(self, query: StatsQuery, stats: ExecutorStats) -> None:
         """Not supported: raises TypeError. Use `Executor.snapshot`."""
         raise TypeError("call Executor.snapshot instead")
+
+    def reply_live(self, query: LiveQuery, state: LiveState) -> None:
+        """Not supported: raises TypeError."""
+        raise TypeError("the mailbox of benchmarks has no queries")
 
     def close(self, reason: str = "the executor stopped") -> None:
         """Does nothing."""

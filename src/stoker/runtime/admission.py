@@ -56,6 +56,10 @@ class Admission:
         """The number of sequences whose grammar is not compiled yet."""
         return sum(len(sequences) for _, _, sequences in self._preparing.values())
 
+    def preparing(self) -> list[Sequence]:
+        """The sequences whose grammar is not compiled yet."""
+        return [seq for _, _, sequences in self._preparing.values() for seq in sequences]
+
     @property
     def num_waiting(self) -> int:
         """The number of sequences without blocks: those in the waiting queue and those being prepared."""

@@ -14,6 +14,7 @@ import msgspec
 from stoker.base.config import Limits
 from stoker.base.errors import UnavailableError
 from stoker.runtime.kv.events.wire import EventAddress
+from stoker.runtime.live_state import LiveQuery, LiveState
 from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
 
 
@@ -26,6 +27,7 @@ class ExecutorInfo(msgspec.Struct, kw_only=True):
     device: str
     kv_cache_tokens: int
     model: str  # architecture name
+    memory: dict[str, int] = {}  # the memory budget of the leader's device: bytes by purpose
     step_timeout_s: float = 120.0  # a loop that does not answer for this time counts as hung
     kv_events: EventAddress | None = None  # where events about KV cache blocks are published
 
@@ -62,7 +64,7 @@ class Shutdown(msgspec.Struct, tag=True, array_like=True):
     drain: bool = True
 
 
-Message = Submit | Cancel | Pause | StatsQuery | Shutdown
+Message = Submit | Cancel | Pause | StatsQuery | LiveQuery | Shutdown
 
 
 class Mailbox(ABC):
@@ -83,6 +85,10 @@ class Mailbox(ABC):
     @abstractmethod
     def reply_stats(self, query: StatsQuery, stats: ExecutorStats) -> None:
         """Send `stats` as the answer to `query`."""
+
+    @abstractmethod
+    def reply_live(self, query: LiveQuery, state: LiveState) -> None:
+        """Send `state` as the answer to `query`."""
 
     @abstractmethod
     def close(self, reason: str = "the executor stopped") -> None:
@@ -109,6 +115,10 @@ class ExecutorClient(ABC):
     @abstractmethod
     async def stats(self) -> ExecutorStats:
         """The executor's current statistics. Raises UnavailableError if it has ended or does not answer."""
+
+    @abstractmethod
+    async def live(self, first_step: int | None = None) -> LiveState:
+        """The executor's sequences, blocks and steps from number `first_step` on (None: no steps). Raises UnavailableError."""
 
     @abstractmethod
     def pause(self, paused: bool) -> None:

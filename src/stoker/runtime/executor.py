@@ -15,10 +15,11 @@ from stoker.base.types import FinishReason
 from stoker.runtime.admission import Admission, SequenceHooks
 from stoker.runtime.client import Cancel, ExecutorInfo, Mailbox, Message, Pause, Shutdown, StatsQuery, Submit
 from stoker.runtime.kv.events.publisher import EventPublisher
+from stoker.runtime.live_state import EndedSequences, LiveQuery, live_state
 from stoker.runtime.request import ErrorInfo, ExecutorStats, Sequence, SequenceOutput, TokenRequest
 from stoker.runtime.schedule.plan import StepOutcome, StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
-from stoker.runtime.step_times import StepTimes
+from stoker.runtime.step_history import StepHistory
 from stoker.runtime.watchdog import Watchdog
 from stoker.runtime.worker.model_runner import StepResult
 
@@ -94,7 +95,8 @@ class Executor:
             runner, scheduler, config.max_queue_size, guide_timeout_s=config.guide_timeout_s, waits_for_ids=self._num_stages > 1
         )
         self.watchdog = Watchdog(info.step_timeout_s)
-        self.step_times = StepTimes()
+        self.step_history = StepHistory()
+        self.ended = EndedSequences()
         self._in_flight: deque[tuple[StepPlan, Handle, float]] = deque()
         self._outputs: list[SequenceOutput] = []
         self._announced: set[int] = set()  # seq_ids whose first output, which has cached_tokens and admission, was queued
@@ -170,6 +172,10 @@ class Executor:
                 self.scheduler.pause(paused)
             case StatsQuery():
                 self.mailbox.reply_stats(message, self.snapshot())
+            case LiveQuery(first_step=first_step):
+                preparing = self.admission.preparing()
+                state = live_state(self.snapshot(), self.scheduler, preparing, self.step_history, self.ended, first_step)
+                self.mailbox.reply_live(message, state)
             case Shutdown():
                 self._shutdown = message
                 if not message.drain:
@@ -228,7 +234,7 @@ class Executor:
         except Exception as error:
             self._fail(plan, error)
             return
-        self.stats.last_step_time_s = self.step_times.record(launched, len(plan), plan.num_tokens)
+        self.stats.last_step_time_s = self.step_history.record(launched, plan)
         outcome = self.scheduler.commit(plan, self._tokens(plan, result))
         self._emit(outcome, result)
         for seq in outcome.finished:
@@ -293,6 +299,7 @@ class Executor:
         """Remove the state of an ended sequence, and count it."""
         self.runner.remove(seq)
         self._announced.discard(seq.seq_id)
+        self.ended.add(seq)
         match seq.finish_reason:
             case FinishReason.CANCELLED | FinishReason.DEADLINE:
                 self.stats.num_cancelled += 1
@@ -323,7 +330,7 @@ class Executor:
         stats.num_free_blocks = scheduler.kv_cache.pool.num_free
         stats.num_cached_blocks = scheduler.kv_cache.pool.num_cached
         stats.num_reused_tokens = scheduler.num_reused_tokens
-        stats.busy_time_s = self.step_times.total_s
+        stats.busy_time_s = self.step_history.total_s
         stats.num_preemptions = scheduler.num_preemptions
         return msgspec.structs.replace(stats)
 

@@ -142,6 +142,7 @@ def _load(
         device=device.type,
         kv_cache_tokens=num_blocks * size,
         model=model_config.architecture,
+        memory=budget.purposes,
         step_timeout_s=config.step_timeout_s or STEP_TIMEOUT_S[device.type],
         kv_events=events.address if events is not None else None,
     )

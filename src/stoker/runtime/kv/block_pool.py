@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Callable
 
 from stoker.base.errors import ConfigError
+from stoker.runtime.kv.tiers import TierOccupancy
 
 
 class BlockPool:
@@ -77,6 +79,18 @@ class BlockPool:
                 self._cached[block] = None
             else:
                 self._empty.append(block)
+
+    def occupancy(self, num_cells: int) -> TierOccupancy:
+        """What the blocks hold, in at most `num_cells` cells. Takes about 40 ns per block."""
+        size = max(1, -(-self.num_blocks // num_cells))
+        occupancy = TierOccupancy("device", self.num_blocks, size, [], [], [])
+        for start in range(0, self.num_blocks, size):
+            refs, reusable = self.refs[start : start + size], self._is_reusable[start : start + size]
+            num_used = len(refs) - refs.count(0)
+            occupancy.used.append(num_used)
+            occupancy.shared.append(num_used - refs.count(1))
+            occupancy.cached.append(sum(map(operator.gt, reusable, refs)))  # 1 > 0: reusable and unreferenced
+        return occupancy
 
     def _evict(self) -> int:
         """Remove the least recently released cached block from the cache, and return it."""

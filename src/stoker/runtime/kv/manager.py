@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from stoker.runtime.kv.block_pool import BlockPool
 from stoker.runtime.kv.events.log import BlockEventLog
 from stoker.runtime.kv.prefix_index import Key, PrefixIndex, PrefixNode, child_digest, pack
-from stoker.runtime.kv.tiers import NO_TRANSFERS, BlockTransfer, HostTier, Tier
+from stoker.runtime.kv.tiers import NO_TRANSFERS, BlockTransfer, HostTier, Tier, TierOccupancy
 from stoker.runtime.request import PrefixRoot, Sequence
 
 
@@ -68,6 +68,11 @@ class KVCacheManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         """The number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.tokens_per_block)
+
+    def occupancy(self, num_cells: int) -> list[TierOccupancy]:
+        """What the blocks of each tier hold, in at most `num_cells` cells per tier."""
+        tiers = [self.pool.occupancy(num_cells)]
+        return tiers if self.host_tier is None else [*tiers, self.host_tier.occupancy(num_cells)]
 
     def match(self, seq: Sequence) -> Match:
         """Find the cached blocks that `seq` can reuse. At least one token remains to be computed, because its logits are needed.

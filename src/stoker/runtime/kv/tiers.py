@@ -17,6 +17,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+import msgspec
+
 
 class Tier(enum.IntEnum):
     DEVICE = 0
@@ -32,11 +34,26 @@ class BlockTransfer(NamedTuple):
     target_block: int
 
 
+class TierOccupancy(msgspec.Struct):
+    """How many blocks of one tier hold what, in cells of `blocks_per_cell` consecutive blocks; the last cell may have fewer."""
+
+    name: str
+    num_blocks: int
+    blocks_per_cell: int
+    used: list[int]  # blocks of each cell that sequences reference; of the host tier: that a transfer reads or writes
+    shared: list[int]  # of those, blocks that several sequences reference
+    cached: list[int]  # unreferenced blocks whose contents can be reused
+
+
 NO_TRANSFERS: Seq[BlockTransfer] = ()
 
 
 class HostTier(ABC):
     """The blocks in host memory. It manages which contents they hold, for the KV cache manager; it does not copy."""
+
+    @abstractmethod
+    def occupancy(self, num_cells: int) -> TierOccupancy:
+        """What the blocks hold, in at most `num_cells` cells."""
 
     @abstractmethod
     def find(self, digest: bytes) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, nsmallest
 from typing import Any
 
 from stoker.runtime.request import Sequence, Status
@@ -44,6 +44,13 @@ class WaitingQueue:
             self._pop_times.clear()
         elif not seq.num_preemptions:
             self._pop_times.append(now)
+
+    def first(self, count: int) -> list[Sequence]:
+        """The first `count` waiting sequences in order, parked ones included."""
+        entries = [entry for heap in (self._new, self._preempted) for entry in heap]
+        entries += [(self._key(seq), seq) for parked in self._parked.values() for _, seq in parked]
+        waiting = [entry for entry in entries if entry[1].status is Status.WAITING]
+        return [seq for _, seq in nsmallest(count, waiting, key=lambda entry: entry[0])]
 
     def retry_after_s(self, now: float) -> float:
         """The mean time between recent pops in seconds, within 1 to 60: the time after which a new request probably finds room."""

@@ -110,6 +110,14 @@ class Scheduler:
         """A lower bound of the next deadline in monotonic seconds; infinity if no sequence has a deadline."""
         return self._next_deadline
 
+    def running(self) -> list[Sequence]:
+        """The running sequences, in the order in which the next step selects them."""
+        return list(self._running_set.running.values())
+
+    def waiting(self, count: int) -> list[Sequence]:
+        """The first `count` waiting sequences, new and preempted ones, in the order in which they are admitted."""
+        return self._running_set.queue.first(count)
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 

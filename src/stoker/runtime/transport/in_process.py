@@ -11,6 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from stoker.runtime.client import ExecutorInfo, Mailbox, Message, StatsQuery
+from stoker.runtime.live_state import LiveQuery, LiveState
 from stoker.runtime.request import ExecutorStats, SequenceOutput
 from stoker.runtime.transport.streams import NAME_CHARS, StreamingClient, new_name
 
@@ -46,6 +47,10 @@ class InProcessMailbox(Mailbox):
     def reply_stats(self, query: StatsQuery, stats: ExecutorStats) -> None:
         if (client := self._clients.get(query.client)) is not None:
             client.call_soon(client._answer, query.number, stats)
+
+    def reply_live(self, query: LiveQuery, state: LiveState) -> None:
+        if (client := self._clients.get(query.client)) is not None:
+            client.call_soon(client._answer, query.number, state)
 
     def close(self, reason: str = "the executor stopped") -> None:
         self.closed_reason = self.closed_reason or reason

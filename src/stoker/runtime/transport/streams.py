@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import uuid
 from abc import abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 import msgspec
 
 from stoker.base.errors import RequestError, UnavailableError
 from stoker.runtime.client import Cancel, ExecutorClient, ExecutorInfo, Message, Pause, Shutdown, StatsQuery, Submit
+from stoker.runtime.live_state import LiveQuery, LiveState
 from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
 
 NAME_CHARS = 12  # length of the name of a client, with which every request id begins on the wire
@@ -74,7 +76,7 @@ class StreamingClient(ExecutorClient):
         self._streams: dict[str, OutputStream] = {}  # by the id on the wire
         self._wire_ids: dict[str, str] = {}  # by the request's own id
         self._num_requests = 0
-        self._queries: dict[int, asyncio.Future[ExecutorStats]] = {}
+        self._queries: dict[int, asyncio.Future[Any]] = {}
         self._num_queries = 0
         self._failure: UnavailableError | None = None  # why requests are refused; None: they are accepted
         self._ended = False  # `_failure` is final
@@ -97,9 +99,18 @@ class StreamingClient(ExecutorClient):
             self._transmit(Cancel(wire_id, index))
 
     async def stats(self) -> ExecutorStats:
+        stats: ExecutorStats = await self._query(lambda number: StatsQuery(self.name, number))
+        return stats
+
+    async def live(self, first_step: int | None = None) -> LiveState:
+        state: LiveState = await self._query(lambda number: LiveQuery(self.name, number, first_step))
+        return state
+
+    async def _query(self, make_query: Callable[[int], StatsQuery | LiveQuery]) -> Any:
+        """The answer to the query that `make_query` returns for its number. Raises UnavailableError if none arrives in time."""
         self._require_executor()
         self._num_queries += 1
-        query = StatsQuery(self.name, self._num_queries)
+        query = make_query(self._num_queries)
         self._queries[query.number] = answer = asyncio.get_running_loop().create_future()
         self._transmit(query)
         try:
@@ -144,10 +155,10 @@ class StreamingClient(ExecutorClient):
                 output.request_id = stream.request_id
                 stream.put(output)
 
-    def _answer(self, number: int, stats: ExecutorStats) -> None:
-        """Pass statistics to the call of `stats` with this number."""
+    def _answer(self, number: int, result: ExecutorStats | LiveState) -> None:
+        """Pass the answer to the query with this number to its caller."""
         if (answer := self._queries.get(number)) is not None and not answer.done():
-            answer.set_result(stats)
+            answer.set_result(result)
 
     def end_requests(self, error: UnavailableError) -> None:
         self._ended = True

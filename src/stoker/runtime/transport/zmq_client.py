@@ -18,6 +18,7 @@ from stoker.runtime.transport.zmq_mailbox import (
     Bye,
     Closed,
     Hello,
+    LiveReply,
     Outputs,
     Ping,
     Pong,
@@ -141,6 +142,8 @@ class ZmqExecutorClient(StreamingClient):
                 self._deliver(outputs)
             case StatsReply(number, stats):
                 self._answer(number, stats)
+            case LiveReply(number, state):
+                self._answer(number, state)
             case Welcome(info):
                 if not self._has_explicit_timeout:
                     self._timeout_s = max(info.step_timeout_s, 3 * self._heartbeat_s)

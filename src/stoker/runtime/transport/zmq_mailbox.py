@@ -15,6 +15,7 @@ import zmq
 from stoker.base.errors import ConfigError, StokerError
 from stoker.base.logging import get_logger
 from stoker.runtime.client import Cancel, ExecutorInfo, Mailbox, Message, Pause, Shutdown, StatsQuery, Submit
+from stoker.runtime.live_state import LiveQuery, LiveState
 from stoker.runtime.request import ExecutorStats, SequenceOutput
 from stoker.runtime.transport.in_process import split_by_client
 from stoker.runtime.transport.streams import NAME_CHARS
@@ -63,14 +64,21 @@ class StatsReply(msgspec.Struct, tag=True, array_like=True):
     stats: ExecutorStats
 
 
+class LiveReply(msgspec.Struct, tag=True, array_like=True):
+    """The answer to LiveQuery."""
+
+    number: int
+    state: LiveState
+
+
 class Closed(msgspec.Struct, tag=True, array_like=True):
     """The executor has closed the connection."""
 
     reason: str
 
 
-ToExecutor = Submit | Cancel | Pause | StatsQuery | Shutdown | Hello | Ping | Bye
-ToClient = Outputs | Pong | StatsReply | Welcome | Closed
+ToExecutor = Submit | Cancel | Pause | StatsQuery | LiveQuery | Shutdown | Hello | Ping | Bye
+ToClient = Outputs | Pong | StatsReply | LiveReply | Welcome | Closed
 
 
 class _Peer:
@@ -126,6 +134,9 @@ class ZmqMailbox(Mailbox):
 
     def reply_stats(self, query: StatsQuery, stats: ExecutorStats) -> None:
         self._send(query.client, StatsReply(query.number, stats))
+
+    def reply_live(self, query: LiveQuery, state: LiveState) -> None:
+        self._send(query.client, LiveReply(query.number, state))
 
     def close(self, reason: str = "the executor stopped") -> None:
         if self._socket.closed:
@@ -184,6 +195,8 @@ class ZmqMailbox(Mailbox):
                 self._messages.append(message)
             case StatsQuery(_, number):
                 self._messages.append(StatsQuery(name, number))
+            case LiveQuery(_, number, first_step):
+                self._messages.append(LiveQuery(name, number, first_step))
             case Pause() | Shutdown():
                 self._messages.append(message)
 

@@ -37,19 +37,28 @@ class MemoryBudget:
         """The bytes that remain unused."""
         return self.free - (self.activations or 0) - self.graphs - self.kv
 
+    @property
+    def purposes(self) -> dict[str, int]:
+        """The total, and the bytes of each purpose; these sum up to the total."""
+        return {
+            "total": self.total,
+            "others": max(self.total - self.free - self.weights, 0),
+            "weights": self.weights,
+            "activations": self.activations or 0,
+            "graphs": self.graphs,
+            "KV cache": self.kv,
+            "left over": self.left_over,
+        }
+
     def table(self) -> str:
         """The budget as a table for the log."""
         tokens = self.num_blocks * self.tokens_per_block
-        rows = (
-            ("total", self.total, ""),
-            ("others", max(self.total - self.free - self.weights, 0), "libraries, other processes"),
-            ("weights", self.weights, ""),
-            ("activations", self.activations or 0, "not measured on this device" if self.activations is None else "largest step"),
-            ("graphs", self.graphs, ""),
-            ("KV cache", self.kv, f"{self.num_blocks} blocks of {self.tokens_per_block} = {tokens} tokens"),
-            ("left over", self.left_over, ""),
-        )
-        lines = [f"  {name:<12} {size / 2**30:9.3f} GiB  {note}".rstrip() for name, size, note in rows]
+        notes = {
+            "others": "libraries, other processes",
+            "activations": "not measured on this device" if self.activations is None else "largest step",
+            "KV cache": f"{self.num_blocks} blocks of {self.tokens_per_block} = {tokens} tokens",
+        }
+        lines = [f"  {name:<12} {size / 2**30:9.3f} GiB  {notes.get(name, '')}".rstrip() for name, size in self.purposes.items()]
         return "\n".join([f"memory of {self.device}:", *lines])
 
 

@@ -12,6 +12,7 @@ from stoker.base.errors import QueueFullError, RequestError, UnavailableError
 from stoker.base.types import Delta, FinishReason, GenerationRequest, Usage
 from stoker.frontend.service import Completion, Service
 from stoker.runtime.client import ExecutorClient, ExecutorInfo
+from stoker.runtime.live_state import LiveState
 from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
 from stoker.server.metrics.counters import BufferedHistogram
 from stoker.server.metrics.frontend import FrontendMetrics
@@ -67,6 +68,9 @@ class MeteredService(Service):
     async def stats(self) -> ExecutorStats:
         return await self.inner.stats()
 
+    async def live(self, first_step: int | None = None) -> LiveState:
+        return await self.inner.live(first_step)
+
     @property
     def info(self) -> ExecutorInfo:
         return self.inner.info
@@ -119,6 +123,9 @@ class MeteredClient(ExecutorClient):
 
     async def stats(self) -> ExecutorStats:
         return await self.inner.stats()
+
+    async def live(self, first_step: int | None = None) -> LiveState:
+        return await self.inner.live(first_step)
 
     def pause(self, paused: bool) -> None:
         self.inner.pause(paused)
