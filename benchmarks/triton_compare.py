@@ -43,7 +43,7 @@ sys.path.insert(0, str(HERE.parent / "scripts"))
 from real_triton import RealTriton  # noqa: E402
 
 from stoker.server.processes.child import Child  # noqa: E402
-from stoker.server.processes.supervisor import bind  # noqa: E402
+from stoker.server.processes.listeners import bind  # noqa: E402
 from stoker.server.processes.tasks import ExecutorPlace, FrontendTask  # noqa: E402
 from stoker.server.settings import ServerSettings  # noqa: E402
 

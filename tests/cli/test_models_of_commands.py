@@ -23,7 +23,7 @@ from stoker.deploy.build_settings import BuildSettings
 from stoker.deploy.local_engine import find_engine
 from stoker.deploy.model_name import model_name_of
 from stoker.engine.reader import Engine
-from stoker.server.processes.supervisor import bind
+from stoker.server.processes.listeners import bind
 
 ANSWER = ["--max-tokens", "8", "--ignore-eos"]
 

@@ -148,7 +148,18 @@ def test_stopping_takes_longer_than_draining(check_deploy: ModuleType) -> None:
         pod["terminationGracePeriodSeconds"],
     ]
     assert all(time >= drain_s + 10 for time in times)
-    assert options_of(pod["containers"][0]["args"])["drain_timeout_s"] == drain_s
+    (container,) = pod["containers"]
+    command, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert options_of(container["args"])["drain_timeout_s"] == drain_s
+    assert command == "sleep" and times[-1] >= int(seconds) + drain_s + 10, "preStop counts towards the grace period"
+
+
+def test_the_unit_uses_what_the_server_reports() -> None:
+    """The notifications themselves are tested in tests/server/test_executor_restarts.py."""
+    unit = dict(line.split("=", 1) for line in UNIT.splitlines() if "=" in line and not line.startswith("#"))
+    assert unit["Type"] == "notify" and unit["NotifyAccess"] == "main" and unit["Restart"] == "on-failure"
+    assert unit["TimeoutStartSec"] == "infinity", "a download and a build take longer than the default of 90 s"
+    assert int(unit["WatchdogSec"]) >= 30
 
 
 def test_environment_variables_are_documented(check_deploy: ModuleType) -> None:

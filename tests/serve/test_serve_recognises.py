@@ -122,7 +122,8 @@ def test_the_environment_alone(checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 def test_other_folders_listen_on_loopback(checkpoint: Path, tmp_path: Path) -> None:
     served = folder(tmp_path / "lmi", "serving.properties", PROPERTIES.format(checkpoint))
     assert read_deployment(served, {}).server.host == "127.0.0.1"
-    assert read_deployment(served, {"SAGEMAKER_BIND_TO_PORT": "9001"}).server.host == "0.0.0.0"
+    in_container = read_deployment(served, {"SAGEMAKER_BIND_TO_PORT": "9001"}).server
+    assert in_container.host == "0.0.0.0" and in_container.drain_timeout_s == 20.0
 
 
 def test_dry_run_reports_settings_and_origins(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

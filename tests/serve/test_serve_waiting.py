@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 
 from stoker.base import env
+from stoker.server.processes.listeners import bind, listen
 from stoker.server.processes.loading import LoadingServer
-from stoker.server.processes.supervisor import bind, listen
 from stoker.server.protocols.sagemaker.options import LMIOptions
 from stoker.server.settings import ServerSettings
 

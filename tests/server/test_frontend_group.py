@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.server.processes import frontend_group
+from stoker.server.processes import frontend_group, restart_policy
 from stoker.server.processes.child import Child
 from stoker.server.processes.frontend_group import MAX_RESTARTS, FrontendGroup
 from stoker.server.processes.tasks import FrontendTask
@@ -16,7 +16,7 @@ from stoker.server.settings import ServerSettings
 
 async def test_a_frontend_that_ends_at_each_start_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(frontend_group, "MODULE", "this")  # a module of Python that ends with status 0
-    monkeypatch.setattr(frontend_group, "FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(restart_policy, "FIRST_DELAY_S", 0.0)
     given_up: asyncio.Queue[Child] = asyncio.Queue()
     group = FrontendGroup(FrontendTask("tiny", ServerSettings(), [], run_dir=str(tmp_path)), 2, given_up.put_nowait)
     started = []

@@ -21,7 +21,7 @@ from live_http import events, until
 
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
-from stoker.server.processes.supervisor import bind, reserve
+from stoker.server.processes.listeners import bind, reserve
 from stoker.server.processes.supervisor import serve as run
 from stoker.server.processes.tasks import ExecutorTask
 from stoker.server.settings import ServerSettings
@@ -59,10 +59,14 @@ class ServerProcess:
 
 
 @contextlib.asynccontextmanager
-async def serve(engine: Path, errors: Path, **settings: Any) -> AsyncIterator[ServerProcess]:
+async def serve(
+    engine: Path, errors: Path, *, executor: str | None = None, environment: dict[str, str] | None = None, **settings: Any
+) -> AsyncIterator[ServerProcess]:
+    """A server, with the executor of another module and further environment variables if they are given."""
     with (errors / "stderr").open("w") as stderr:
-        command = [sys.executable, PROGRAM, str(engine), json.dumps(settings)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        command = [sys.executable, PROGRAM, str(engine), json.dumps(settings), *([executor] if executor is not None else [])]
+        variables = {**os.environ, **(environment or {})}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=variables)
     served = ServerProcess(process, errors / "stderr")
     try:
         assert process.stdout is not None

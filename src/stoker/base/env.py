@@ -50,6 +50,9 @@ VARIABLES = {
         Variable("MPI_LOCALNRANKS", "", "The same; set by MPICH and Intel MPI."),
         Variable("SLURM_NNODES", "", "Set by Slurm: the number of hosts, which must be 1."),
         Variable("PROMETHEUS_MULTIPROC_DIR", "", "Set by Stoker for servers with several frontend processes: files of shared metrics."),
+        Variable("NOTIFY_SOCKET", "", "Set by systemd for a unit with Type=notify: the socket that receives the state of a server."),
+        Variable("WATCHDOG_USEC", "", "Set by systemd for a unit with WatchdogSec=: the microseconds within which a server reports."),
+        Variable("WATCHDOG_PID", "", "Set by systemd: the process that reports to the watchdog."),
     )
 }
 
@@ -161,5 +164,8 @@ def _parse_threads(name: str, value: str) -> int:
 
 
 def child_environment(**extra: str) -> dict[str, str]:
-    """A copy of this process's environment with `extra` variables, for a child process."""
-    return {**os.environ, **extra}
+    """A copy of this process's environment with `extra` variables, for a child process, which does not report to systemd."""
+    return {**{name: value for name, value in os.environ.items() if name not in _SYSTEMD}, **extra}
+
+
+_SYSTEMD = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")

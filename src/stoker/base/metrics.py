@@ -43,10 +43,17 @@ REQUESTS = Metric(
     labels=("model", "outcome"),
 )  # fmt: skip
 RESPONSES = Metric("stoker_http_responses_total", "counter", "HTTP responses by route and status.", labels=("route", "status"))
+RETRIED_REQUESTS = Metric(
+    "stoker_retried_requests_total", "counter", "Requests that ran again, because the executor failed before anything was sent."
+)
+# Counted by the supervisor, which sends the number to all frontends.
+PROCESS_RESTARTS = Metric(
+    "stoker_process_restarts_total", "counter", "Processes that failed and were started again: executor or frontend.", labels=("process",)
+)
 
 FRONTEND_METRICS = (
     TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY, REQUEST_DURATION, PROMPT_LENGTH, OUTPUT_LENGTH, PROMPT_TOKENS, OUTPUT_TOKENS,
-    REQUESTS, RESPONSES,
+    REQUESTS, RESPONSES, RETRIED_REQUESTS,
 )  # fmt: skip
 
 EXECUTOR_METRICS = (

@@ -10,8 +10,9 @@ from stoker.cli.serve_arguments import ServeArguments
 from stoker.deploy.deployment import Deployment
 from stoker.deploy.model_name import model_name_of
 from stoker.deploy.prepare import Progress
+from stoker.server.processes.listeners import listen
 from stoker.server.processes.loading import LoadingServer
-from stoker.server.processes.supervisor import listen
+from stoker.server.processes.systemd import ServiceManager
 from stoker.server.settings import ServerSettings
 
 
@@ -45,9 +46,16 @@ def _read(arguments: ServeArguments, progress: Progress) -> tuple[Deployment, li
 
 
 def _report_to(loading_server: LoadingServer, progress: Progress) -> Progress:
+    """A function that reports progress to `progress`, to clients of the loading server, and to systemd."""
+    systemd, reported = ServiceManager(), ""
+
     def report(stage: str, done: int, total: int | None) -> None:
+        nonlocal reported
         progress(stage, done, total)
-        loading_server.report_progress(stage, done, total)
+        status = loading_server.report_progress(stage, done, total)
+        if status != reported:
+            systemd.report(f"Preparing the engine: {status}")
+            reported = status
 
     return report
 

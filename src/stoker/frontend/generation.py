@@ -22,6 +22,7 @@ from stoker.frontend.beam_search import BeamDriver, check_beams
 from stoker.frontend.executor_errors import raise_refusal
 from stoker.frontend.prompts import INLINE_CHARS, truncate_prompt
 from stoker.frontend.rendering.renderer import ChatRenderer
+from stoker.frontend.retry import Retry
 from stoker.frontend.service import Completion, Service
 from stoker.frontend.stopwatch import Stopwatch
 from stoker.frontend.tokenizer import Tokenizer
@@ -33,15 +34,28 @@ TOKENIZER_THREADS = 4
 
 
 class GenerationService(Service):
-    """One model: a tokenizer and the executor that runs the engine. Use it from one event loop only."""
+    """One model: a tokenizer and the executor that runs the engine. Use it from one event loop only.
 
-    def __init__(self, model_name: str, tokenizer: Tokenizer, client: ExecutorClient, limits: RequestLimits = RequestLimits()) -> None:
+    With `retry_unstarted`, requests of a failed executor run again on the next one, unless something was sent to their clients.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        tokenizer: Tokenizer,
+        client: ExecutorClient,
+        limits: RequestLimits = RequestLimits(),
+        *,
+        retry_unstarted: bool = False,
+    ) -> None:
         self.model_name = model_name
         self.tokenizer = tokenizer
         self.end_ids, self.pad_id = tokenizer.end_ids, tokenizer.pad_id
         self.chat_template = tokenizer.chat_template or None
         self._client = client
-        self._info = lower_limits(client.info, limits)
+        self._limits = limits
+        self._retry_unstarted = retry_unstarted
+        self._executor_info, self._info = client.info, lower_limits(client.info, limits)
         self._chat = ChatRenderer(tokenizer.chat_template, tokenizer.special_tokens) if tokenizer.chat_template else None
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
         self._beams: dict[str, BeamDriver] = {}
@@ -52,6 +66,8 @@ class GenerationService(Service):
 
     @property
     def info(self) -> ExecutorInfo:
+        if self._client.info is not self._executor_info:  # the executor was started again
+            self._executor_info, self._info = self._client.info, lower_limits(self._client.info, self._limits)
         return self._info
 
     @property
@@ -185,50 +201,70 @@ class GenerationService(Service):
 
     async def _deltas(self, task: TokenRequest, stopwatch: Stopwatch) -> AsyncGenerator[list[Delta], None]:
         """Run a checked request on the executor, and yield its deltas."""
-        request = ActiveRequest(task, self.tokenizer, self._client, stopwatch)
-        try:
-            async with aclosing(self._client.generate(task)) as batches:
-                async for outputs in batches:
-                    if not request.started:
-                        raise_refusal(outputs)
-                    if deltas := request.push(outputs):
-                        yield deltas
-                    if request.finished:
-                        return
-        except UnavailableError as error:
-            if not request.started:
-                raise
-            yield request.fail(error)
+        retry = self._retry(task)
+        while True:
+            request = ActiveRequest(retry.task, self.tokenizer, self._client, stopwatch)
+            try:
+                async with aclosing(self._client.generate(retry.task)) as batches:
+                    async for outputs in batches:
+                        if not request.started:
+                            raise_refusal(outputs)
+                        if deltas := request.push(outputs):
+                            yield deltas
+                        if request.finished:
+                            return
+                return
+            except UnavailableError as error:
+                if request.started:
+                    yield request.fail(error)
+                    return
+                await retry.wait(error)
 
     async def _join(self, task: TokenRequest, stopwatch: Stopwatch) -> Completion:
         """Run a checked request on the executor, and return its completion.
 
         It is equal to the combined `_deltas`, and avoids the cost of that generator.
         """
-        request, aggregator = ActiveRequest(task, self.tokenizer, self._client, stopwatch), Aggregator(task)
-        try:
-            async with aclosing(self._client.generate(task)) as batches:
-                async for outputs in batches:
+        retry = self._retry(task)
+        while True:
+            request, aggregator = ActiveRequest(retry.task, self.tokenizer, self._client, stopwatch), Aggregator(task)
+            try:
+                async with aclosing(self._client.generate(retry.task)) as batches:
+                    async for outputs in batches:
+                        if not request.started:
+                            raise_refusal(outputs)
+                        aggregator.add(request.push(outputs))
+                        if request.finished:
+                            break
+                return aggregator.completion()
+            except UnavailableError as failure:
+                try:
+                    await retry.wait(failure)
+                except UnavailableError as error:
                     if not request.started:
-                        raise_refusal(outputs)
-                    aggregator.add(request.push(outputs))
-                    if request.finished:
-                        break
-        except UnavailableError as error:
-            if not request.started:
-                raise
-            aggregator.add(request.fail(error))
-        return aggregator.completion()
+                        raise
+                    aggregator.add(request.fail(error))
+                    return aggregator.completion()
+                stopwatch.forget_token()
 
     async def _search_beams(self, task: TokenRequest, stopwatch: Stopwatch) -> Completion:
         """Run a checked request with beam search. Raises RequestError for an id in flight."""
-        if task.request_id in self._beams:
-            raise RequestError("request_id", task.request_id, "a request with this id is in flight", cure="Use a new id.")
-        driver = self._beams[task.request_id] = BeamDriver(task, self._client, self.tokenizer, stopwatch)
-        try:
-            return await driver.run()
-        finally:
-            del self._beams[task.request_id]
+        retry = self._retry(task)
+        while True:
+            if task.request_id in self._beams:
+                raise RequestError("request_id", task.request_id, "a request with this id is in flight", cure="Use a new id.")
+            driver = self._beams[task.request_id] = BeamDriver(retry.task, self._client, self.tokenizer, stopwatch)
+            try:
+                return await driver.run()
+            except UnavailableError as error:
+                await retry.wait(error)
+                stopwatch.forget_token()
+            finally:
+                del self._beams[task.request_id]
+
+    def _retry(self, task: TokenRequest) -> Retry:
+        """The runs of a checked request."""
+        return Retry(self._client, task, enabled=self._retry_unstarted)
 
 
 class _Active:

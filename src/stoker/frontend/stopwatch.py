@@ -21,6 +21,10 @@ class Stopwatch:
             self._first = time.monotonic()
             self._queue_s = admission.queue_s if admission is not None else 0.0
 
+    def forget_token(self) -> None:
+        """The request runs again: the next call of `token` counts."""
+        self._first = None
+
     def timings(self, lengths: list[int]) -> Timings:
         """The timings of a request that ends now. `lengths` are the numbers of generated tokens of its sequences."""
         total_s = time.monotonic() - self.started

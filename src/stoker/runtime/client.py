@@ -130,6 +130,10 @@ class ExecutorClient(ABC):
         """False if the executor has ended or its step loop hangs."""
 
     @abstractmethod
+    async def recovery(self) -> None:
+        """Return when the executor accepts requests, which may be after a restart. Raises UnavailableError if this client has ended."""
+
+    @abstractmethod
     def end_requests(self, error: UnavailableError) -> None:
         """Cancel all requests, and end their iterators with `error`. Later requests are refused with it, too; `alive` becomes False."""
 

@@ -10,6 +10,7 @@ from stoker.base.errors import ConfigError
 MIN_KEY_CHARS = 8
 MAX_TIMEOUT_S = 1 << 24
 MAX_FRONTENDS = 256
+MAX_RESTARTS = 1 << 20
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +42,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_stored_bytes: int = 1 << 30  # of stored responses, and of files; each
     shared_memory: tuple[str, ...] = ()  # regions that KServe clients may register: patterns of keys such as /input_*, or of cuda:0
     exit_on_error: bool = True  # False: the server stays without its model if the executor cannot start
+    restarts: int = 0  # in a row, of an executor that failed after it was ready; and of the only frontend if above 0
+    retry_unstarted: bool = False  # requests of a failed executor run again if nothing was sent to their clients
     test_models: bool = False  # serve the models of tritonclient's examples, too
     options: msgspec.Struct | None = None  # TritonOptions, LMIOptions or TrussOptions
 
@@ -49,6 +52,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), 0, 65535)
         check_range("num_frontends", self.num_frontends, 1, MAX_FRONTENDS)
+        check_range("restarts", self.restarts, 0, MAX_RESTARTS)
+        if self.retry_unstarted and not self.restarts:
+            raise ConfigError("retry_unstarted=True is refused: a failed executor is not started again.", cure="Set --restarts, too.")
         check_range("max_request_bytes", self.max_request_bytes, 1 << 10, 1 << 32)
         check_range("max_stored_bytes", self.max_stored_bytes, 1 << 20, 1 << 50)
         if self.default_max_tokens is not None:

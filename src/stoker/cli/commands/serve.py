@@ -45,6 +45,9 @@ SERVER_HELP = {
     "state_dir": "Directory for stored responses, files and batches. Default: a temporary one, which is deleted when the server stops.",
     "max_stored_bytes": "Maximum size of stored responses, whose oldest ones are then deleted, and of files, which are then rejected.",
     "exit_on_error": "End the server if its executor cannot start. Otherwise it stays and answers with status 503.",
+    "restarts": "Number of times in a row that a failed executor, or the only frontend, is started again. A minute without a failure "
+    "resets the count. 0: the server ends.",
+    "retry_unstarted": "With --restarts: run the requests of a failed executor once more if nothing was sent to their clients.",
     "shared_memory": "Shared memory that KServe clients may register: a pattern of keys such as /input_*, or cuda:0. Repeatable.",
     "test_models": "Also serve the models of tritonclient's examples: simple, simple_identity, mock_llm and others.",
     "cors_origins": "Allow web pages of this origin to send requests; * allows all. Repeatable.",

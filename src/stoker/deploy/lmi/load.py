@@ -22,6 +22,7 @@ from stoker.server.protocols.sagemaker.options import LMIOptions
 from stoker.server.settings import ServerSettings
 
 FILE = "serving.properties"
+SAGEMAKER_DRAIN_S = 20.0  # SageMaker sends SIGKILL 30 s after SIGTERM
 CONTAINER = Path("/opt/ml/model")  # where SageMaker unpacks a model in a container
 
 
@@ -90,6 +91,7 @@ def _set_server_defaults(settings: CollectedSettings, folder: Path, environment:
     settings.set_default("server.max_request_bytes", 6553500)  # of the DJL server
     if folder.is_relative_to(CONTAINER) or environment.get("SAGEMAKER_BIND_TO_PORT"):
         settings.set("server.host", "0.0.0.0", Origin("SageMaker's container contract"))
+        settings.set_default("server.drain_timeout_s", SAGEMAKER_DRAIN_S)
     _set_rolling_batch(settings)
     streaming = settings.pop("streaming")
     if streaming and streaming.value:

@@ -98,6 +98,9 @@ class InProcessClient(StreamingClient):
         """Whether the executor has polled its mailbox within the timeout, and has not closed it."""
         return self._failure is None and time.monotonic() - self._mailbox.last_poll_s < self._timeout_s
 
+    async def recovery(self) -> None:
+        self._require_executor()  # an executor that has ended is not started again
+
     async def close(self) -> None:
         self._fail("this client was closed")
         self._mailbox.disconnect(self)

@@ -80,6 +80,7 @@ class StreamingClient(ExecutorClient):
         self._num_queries = 0
         self._failure: UnavailableError | None = None  # why requests are refused; None: they are accepted
         self._ended = False  # `_failure` is final
+        self._changed = asyncio.Event()  # set when `_failure` or `_ended` changes
 
     @abstractmethod
     def _transmit(self, message: Message) -> None:
@@ -160,6 +161,13 @@ class StreamingClient(ExecutorClient):
         if (answer := self._queries.get(number)) is not None and not answer.done():
             answer.set_result(result)
 
+    async def recovery(self) -> None:
+        while self._failure is not None:
+            if self._ended:
+                raise self._failure
+            self._changed.clear()
+            await self._changed.wait()
+
     def end_requests(self, error: UnavailableError) -> None:
         self._ended = True
         self._refuse_with(error)
@@ -172,6 +180,7 @@ class StreamingClient(ExecutorClient):
     def _refuse_with(self, error: UnavailableError) -> None:
         """End all requests and queries with `error`, and refuse new ones. An executor that continues to run cancels the sequences."""
         self._failure = error
+        self._changed.set()
         for wire_id, stream in self._streams.items():
             if stream.unfinished > 0:
                 self._transmit(Cancel(wire_id))

@@ -96,6 +96,7 @@ class ZmqExecutorClient(StreamingClient):
         linger = 500 if self._failure is None or self._ended else 0
         self._fail("this client was closed")
         self._ended = True
+        self._changed.set()
         if linger:
             self._outbox.append(Bye())
             self._flush()
@@ -145,6 +146,7 @@ class ZmqExecutorClient(StreamingClient):
             case LiveReply(number, state):
                 self._answer(number, state)
             case Welcome(info):
+                self.info = info
                 if not self._has_explicit_timeout:
                     self._timeout_s = max(info.step_timeout_s, 3 * self._heartbeat_s)
                 if not self._welcome.done():
@@ -159,6 +161,7 @@ class ZmqExecutorClient(StreamingClient):
         """The executor has answered Hello, so it accepts requests, also if contact with it was lost before."""
         if self._failure is not None and not self._ended:
             self._failure = None
+            self._changed.set()
             log.info("the executor answers again; requests are accepted.")
 
     def _watch(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest, multiprocess
@@ -34,6 +34,7 @@ class FrontendMetrics:
         self._children: dict[tuple[str, tuple[str, ...]], BufferedCounter | BufferedHistogram] = {}
         self.counter_buffer = CounterBuffer(shared=bool(env.text(MULTIPROCESS_DIR)))
         self.triton = TritonMetrics(self.registry, self.counter_buffer)
+        self.num_restarts: Mapping[str, int] = {}  # by the name of the process; from the supervisor
 
     def of(self, metric: Metric, *labels: str) -> Any:
         """The buffered counter or histogram of a metric with these label values."""
@@ -52,6 +53,7 @@ class FrontendMetrics:
         self.counter_buffer.write()
         scrape = CollectorRegistry()
         scrape.register(_Executors(await _stats(repository)))
+        scrape.register(_Restarts(self.num_restarts))
         return triton_names(self._frontend_metrics()) + generate_latest(scrape)
 
     def _frontend_metrics(self) -> bytes:
@@ -85,6 +87,21 @@ class _Executors:
                 family.add_metric([model], value_of(stats, metric.source))
             yield family
         yield from executor_families(self._stats)
+
+
+class _Restarts:
+    """A Prometheus collector for the number of restarts by the name of the process."""
+
+    def __init__(self, num_restarts: Mapping[str, int]) -> None:
+        self._num_restarts = num_restarts
+
+    def collect(self) -> Iterable[MetricFamily]:
+        """One family, with a sample for each process name."""
+        metric = metrics.PROCESS_RESTARTS
+        family = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
+        for process, number in self._num_restarts.items():
+            family.add_metric([process], number)
+        yield family
 
 
 def value_of(stats: ExecutorStats, source: str) -> float:

@@ -111,7 +111,7 @@ class MeteredClient(ExecutorClient):
 
     def __init__(self, inner: ExecutorClient, model_name: str, counts: FrontendMetrics) -> None:
         self.inner = inner
-        self.info = inner.info
+        self._retried = counts.of(metrics.RETRIED_REQUESTS, model_name)
         self._first = counts.of(metrics.TIME_TO_FIRST_TOKEN, model_name)
         self._between = counts.of(metrics.INTER_TOKEN_LATENCY, model_name)
 
@@ -134,8 +134,17 @@ class MeteredClient(ExecutorClient):
         self.inner.end_requests(error)
 
     @property
+    def info(self) -> ExecutorInfo:  # type: ignore[override]  # that of an executor that was started again
+        return self.inner.info
+
+    @property
     def alive(self) -> bool:
         return self.inner.alive
+
+    async def recovery(self) -> None:
+        """Wait for the executor, and count the request that then runs again."""
+        await self.inner.recovery()
+        self._retried.inc()
 
     async def close(self) -> None:
         await self.inner.close()

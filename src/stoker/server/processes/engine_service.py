@@ -16,7 +16,7 @@ from stoker.runtime.transport.zmq_client import ZmqExecutorClient
 from stoker.server.coordination import Coordination, Values
 from stoker.server.metrics.frontend import FrontendMetrics
 from stoker.server.metrics.metered import MeteredClient, MeteredService
-from stoker.server.processes.tasks import EXECUTOR, FAILURE, ExecutorPlace
+from stoker.server.processes.tasks import EXECUTOR, FAILURE, RESTARTS, ExecutorPlace
 from stoker.server.settings import ServerSettings
 
 log = get_logger(__name__)
@@ -34,6 +34,7 @@ class EngineService:
         self._settings = settings
         self._metrics = metrics
         self._place: ExecutorPlace | None = coordination.values.get(EXECUTOR)
+        self._metrics.num_restarts = coordination.values.get(RESTARTS, {})
         self._loading: asyncio.Task[None] | None = None
         coordination.on_change(self._apply)
 
@@ -67,9 +68,12 @@ class EngineService:
     async def _apply(self, changes: Values) -> None:
         """Load the service when `changes` publish an executor. When they withdraw it, unload the service.
 
-        Its requests have drain_timeout_s to end before that.
+        Its requests have drain_timeout_s to end before that. A failure alone is the reason why the service is not ready.
         """
+        self._metrics.num_restarts = changes.get(RESTARTS) or self._metrics.num_restarts
         if EXECUTOR not in changes:
+            if FAILURE in changes and self._place is not None:
+                self.repository.find(self._name).reason = changes[FAILURE] or ""
             return
         self._place = changes[EXECUTOR]
         if self._loading is not None and not self._loading.done():
@@ -98,7 +102,10 @@ class EngineService:
         timeout_s = self._settings.load_timeout_s or LOAD_TIMEOUT_S
         client = await ZmqExecutorClient.connect(place.address, connect_timeout_s=timeout_s)
         metered = MeteredClient(client, self._name, self._metrics)
-        return MeteredService(GenerationService(self._name, tokenizer, metered, self._settings.request_limits), self._metrics)
+        service = GenerationService(
+            self._name, tokenizer, metered, self._settings.request_limits, retry_unstarted=self._settings.retry_unstarted
+        )
+        return MeteredService(service, self._metrics)
 
     async def _close(self, service: Service) -> None:
         """Close a service that is no longer used, with its connection to the executor."""

@@ -11,6 +11,7 @@ from typing import Any
 from stoker.base.errors import StokerError
 from stoker.base.logging import configure, get_logger
 from stoker.runtime.client import ExecutorInfo, Message, Shutdown
+from stoker.runtime.request import SequenceOutput
 from stoker.runtime.transport.zmq_mailbox import ZmqMailbox
 from stoker.server.processes.child import end_with_parent, receive_task
 from stoker.server.processes.tasks import ExecutorTask
@@ -19,7 +20,10 @@ log = get_logger(__name__)
 
 
 class StoppableMailbox(ZmqMailbox):
-    """A mailbox that shuts its executor down once `stopping` is set."""
+    """A mailbox that shuts its executor down once `stopping` is set.
+
+    From then on it sends no outputs, so that frontends treat the requests as those of a failed executor, and not as cancelled ones.
+    """
 
     stopping = False
 
@@ -27,6 +31,11 @@ class StoppableMailbox(ZmqMailbox):
         """The messages that have arrived, and Shutdown without draining once `stopping` is set."""
         messages = super().poll(timeout_s)
         return [*messages, Shutdown(drain=False)] if self.stopping else messages
+
+    def send(self, outputs: list[SequenceOutput]) -> None:
+        """Send outputs, unless `stopping` is set."""
+        if not self.stopping:
+            super().send(outputs)
 
 
 def main() -> int:

@@ -12,18 +12,25 @@ from stoker.base.errors import EngineError
 from stoker.base.logging import get_logger
 from stoker.server.coordination import Coordinator
 from stoker.server.processes.child import Child
+from stoker.server.processes.executor_restarts import ExecutorRestarts
 from stoker.server.processes.tasks import EXECUTOR, FAILURE, ExecutorPlace, ExecutorTask, ServedEngine
 from stoker.server.settings import ServerSettings
 
 log = get_logger(__name__)
 
+MODULE = "stoker.server.processes.executor"
 STOP_S = 10.0
 # The engine that the files request now. Raises StokerError.
 ReadAgain = Callable[[], ServedEngine]
 
 
 class ExecutorControl:
-    """One executor at a time. `attach` and `detach` are called when the supervisor is to watch a child, and when its end is expected."""
+    """One executor at a time, which is started again when it fails, if the settings say so (`restarts`).
+
+    `attach` and `detach` are called when the supervisor is to watch a child, and when its end is expected. `report` is called when the
+    executor has failed and is started again, with the reason, and when it is ready again, with None. With `ends_hung`, an executor that
+    does not answer is ended, also if it is not started again.
+    """
 
     def __init__(
         self,
@@ -33,6 +40,9 @@ class ExecutorControl:
         read_again: ReadAgain | None,
         attach: Callable[[Child], None],
         detach: Callable[[Child], None],
+        report: Callable[[str | None], None],
+        *,
+        ends_hung: bool = False,
     ) -> None:
         self.child: Child | None = None
         self._next = served  # the engine of the next start
@@ -42,16 +52,40 @@ class ExecutorControl:
         self._read_again = read_again
         self._attach, self._detach = attach, detach
         self._num_starts = 0
+        self.restarts = ExecutorRestarts(self, served.settings.restarts, attach, report, ends_hung=ends_hung)
 
     async def launch(self) -> Child:
         """Start the process of an executor and publish its place. Returns before it is ready."""
         served, self._running = self._next, _identity(self._next)
         self._num_starts += 1
-        place = ExecutorPlace(f"ipc://{self._run_dir}/executor{self._num_starts}", str(served.tokenizer))
-        task = ExecutorTask(str(served.engine), served.runtime, place.address)
-        self.child = await Child.start("executor", "stoker.server.processes.executor", task)
-        self._place = place
+        self._place = ExecutorPlace(f"ipc://{self._run_dir}/executor{self._num_starts}", str(served.tokenizer))
+        self._task = ExecutorTask(str(served.engine), served.runtime, self._place.address)
+        self._load_timeout_s = served.settings.load_timeout_s
+        self.child = await Child.start("executor", MODULE, self._task)
         return self.child
+
+    async def relaunch(self) -> Child:
+        """Start a process with the same task, and so with the same address. Returns when it is ready.
+
+        Raises EngineError if it ends before that, or is not ready after load_timeout_s.
+        """
+        starting = asyncio.create_task(Child.start("executor", MODULE, self._task))
+        try:
+            child = self.child = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            self.child = await starting  # so that `terminate` ends it, too
+            raise
+        try:
+            await asyncio.wait_for(self.wait_until_ready(), self._load_timeout_s)
+        except TimeoutError:
+            await child.stop(STOP_S)
+            raise EngineError(f"it was not ready after load_timeout_s={self._load_timeout_s:g}") from None
+        return child
+
+    @property
+    def address(self) -> str:
+        """The ZeroMQ address at which the executor listens."""
+        return self._place.address
 
     async def wait_until_ready(self) -> None:
         """Return when the executor is ready. Raises EngineError with its error if it ends before that."""
@@ -61,6 +95,7 @@ class ExecutorControl:
             await child.process.wait()
             self.child = None
             raise EngineError(failure or f"the executor {child.ending}.")
+        self.restarts.note_ready(child)
 
     async def read_settings(self) -> ServerSettings:
         """Read the files again, in a thread. Raises StokerError."""
@@ -93,16 +128,19 @@ class ExecutorControl:
 
     async def stop(self) -> None:
         """End the executor after the requests of the frontends."""
-        if (child := self.child) is None:
+        was_restarting = await self.restarts.cancel()
+        if (child := self.child) is None and not was_restarting:
             return
         await self.withdraw(None)
-        self._detach(child)
         self.child = None
-        await child.stop(STOP_S)
+        if child is not None:
+            self._detach(child)
+            await child.stop(STOP_S)
         log.info("the executor has ended.")
 
     async def terminate(self) -> None:
         """End the executor. The frontends have ended already."""
+        await self.restarts.cancel()
         if self.child is not None:
             await self.child.stop(STOP_S)
 

@@ -1,37 +1,41 @@
-"""The frontends of one server. When one of several ends by itself, it is started again while the others continue."""
+"""The frontends of one server. One that ends by itself is started again while the others continue."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 from stoker.base.logging import get_logger
 from stoker.server.processes.child import Child
+from stoker.server.processes.restart_policy import RestartPolicy
 from stoker.server.processes.tasks import FrontendTask
 
 log = get_logger(__name__)
 
 MODULE = "stoker.server.processes.frontend_entry"
-MAX_RESTARTS = 5  # of one frontend in a row; after these, the server stops
-FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0  # before a restart; the delay doubles with each restart in a row
-STABLE_S = 60.0  # a frontend that ran for this time starts with no restarts again
+MAX_RESTARTS = 5  # of one of several frontends in a row; after these, the server stops
 
 
 class FrontendGroup:
-    """`count` frontend processes with the same task. `give_up` is called with a frontend that is not started again."""
+    """`count` frontend processes with the same task.
 
-    def __init__(self, task: FrontendTask, count: int, give_up: Callable[[Child], None]) -> None:
+    `count_restart` is called after each restart, and `give_up` with a frontend that is not started again.
+    """
+
+    def __init__(
+        self, task: FrontendTask, count: int, give_up: Callable[[Child], None], count_restart: Callable[[], None] = lambda: None
+    ) -> None:
         self.children: list[Child] = []
         self._task = task
         self._count = count
         self._give_up = give_up
+        self._count_restart = count_restart
         self._keepers: list[asyncio.Task[None]] = []
 
     @property
     def restarts(self) -> bool:
-        """Whether a frontend that ends is started again, which is so if there are several."""
-        return self._count > 1
+        """Whether a frontend that ends is started again, which is so if there are several, or the executor is started again, too."""
+        return self._count > 1 or self._task.settings.restarts > 0
 
     async def start(self) -> None:
         """Start all processes."""
@@ -55,15 +59,14 @@ class FrontendGroup:
         return await Child.start("frontend", MODULE, self._task, pass_fds=self._task.socket_fds, environment=shared)
 
     async def _keep(self, index: int) -> None:
-        """Start the frontend with this index again whenever it ends. Returns after MAX_RESTARTS in a row."""
-        num_restarts, started = 0, time.monotonic()
+        """Start the frontend with this index again whenever it ends. Returns after too many restarts in a row."""
+        policy = RestartPolicy(MAX_RESTARTS if self._count > 1 else self._task.settings.restarts)
+        policy.note_ready()
         while True:
             child = self.children[index]
             await child.process.wait()
-            num_restarts = 1 if time.monotonic() - started > STABLE_S else num_restarts + 1
-            if num_restarts > MAX_RESTARTS:
+            if (delay_s := policy.next_delay_s()) is None:
                 return self._give_up(child)
-            delay_s = min(FIRST_DELAY_S * 2 ** (num_restarts - 1), MAX_DELAY_S)
             log.error("a frontend (process %d) %s; it is started again in %g s.", child.process.pid, child.ending, delay_s)
             await asyncio.sleep(delay_s)
             starting = asyncio.create_task(self._start_one())
@@ -75,6 +78,7 @@ class FrontendGroup:
             except OSError as error:
                 log.error("the frontend cannot be started again: %s.", error)
                 return self._give_up(child)
-            started = time.monotonic()
             if await child.failure() is None:
+                policy.note_ready()
+                self._count_restart()
                 log.info("the new frontend (process %d) is ready.", child.process.pid)

@@ -14,7 +14,7 @@ from stoker.frontend.repository import ModelRepository, ModelState
 from stoker.server.application import make_app
 from stoker.server.metrics.frontend import FrontendMetrics
 from stoker.server.processes.frontend import HttpServer, http_config
-from stoker.server.processes.supervisor import with_metrics_port
+from stoker.server.processes.listeners import with_metrics_port
 from stoker.server.protocol import Context
 from stoker.server.settings import ServerSettings
 
@@ -42,9 +42,10 @@ class LoadingServer:
         self._server.should_exit = True
         self._thread.join()
 
-    def report_progress(self, stage: str, done: int, total: int | None) -> None:
-        """Set the reason that clients receive: `stage`, and the percentage if `total` is known. May be called from any thread."""
+    def report_progress(self, stage: str, done: int, total: int | None) -> str:
+        """Set the reason that clients receive, and return it: `stage`, and the percentage if `total` is known. For any thread."""
         self._model.reason = f"{stage}: {100 * done // total} %" if total else stage
+        return self._model.reason
 
     def _run(self) -> None:
         """The thread: serve HTTP until `should_exit` is set."""

@@ -8,22 +8,24 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from stoker.base.config import RuntimeConfig
-from stoker.base.errors import ConfigError, EngineError
+from stoker.base.errors import EngineError
 from stoker.base.logging import get_logger
-from stoker.server.http.tls import check_tls
+from stoker.server.coordination import Values
 from stoker.server.processes.child import Child
 from stoker.server.processes.coordinator import SupervisorCoordinator
 from stoker.server.processes.executor_control import ExecutorControl, ReadAgain
 from stoker.server.processes.frontend_group import FrontendGroup
+from stoker.server.processes.listeners import address_of, listen, reserve, with_metrics_port
 from stoker.server.processes.running import registered
-from stoker.server.processes.tasks import FrontendTask, ServedEngine
+from stoker.server.processes.systemd import ServiceManager
+from stoker.server.processes.tasks import FAILURE, RESTARTS, FrontendTask, ServedEngine
 from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.settings import ServerSettings
 from stoker.server.state_directory import StateDirectory
@@ -32,7 +34,6 @@ log = get_logger(__name__)
 
 FAILING_S = 1.0  # after the executor has ended, frontends answer with status 503 for this long before the port closes
 STOP_S = 10.0  # between the end of the drain time and SIGKILL
-BACKLOG = 2048
 
 
 def serve(
@@ -47,11 +48,13 @@ def serve(
 ) -> int:
     """Serve the engine directory until SIGINT or SIGTERM. Returns the exit status: 0 after a signal, 1 if a child process ended by itself.
 
-    One of several frontends that ends is started again instead. After the first signal no new connections are accepted, and requests in
-    flight have drain_timeout_s to end, and are then answered with an error. The second signal stops
-    the server at once. `tokenizer` is a directory whose tokenizer replaces the engine's own. `listeners` are the sockets of `listen` if
-    they are open already. `read_again` returns what to serve after a reload. `announce` is called with one line that contains the URL
-    when the server is ready. Raises ConfigError if an address, the certificate or the state directory cannot be used.
+    One of several frontends that ends is started again instead, and with `restarts` also the executor and the only frontend. After the
+    first signal no new connections are accepted, and requests in flight have drain_timeout_s to end, and are then answered with an error.
+    The second signal stops the server at once. systemd receives the state of the server if it has started this process.
+
+    `tokenizer` is a directory whose tokenizer replaces the engine's own. `listeners` are the sockets of `listen` if they are open already.
+    `read_again` returns what to serve after a reload. `announce` is called with one line that contains the URL when the server is ready.
+    Raises ConfigError if an address, the certificate or the state directory cannot be used.
     """
     if settings.state_dir is not None:
         StateDirectory(settings.state_dir).close()
@@ -63,56 +66,6 @@ def serve(
         served = ServedEngine(engine=Path(engine), tokenizer=Path(tokenizer or engine), runtime=runtime, settings=settings)
         supervisor = Supervisor(served, listeners, grpc, Path(run_dir), announce, read_again)
         return asyncio.run(supervisor.run())
-
-
-def listen(settings: ServerSettings) -> list[socket.socket]:
-    """Listening HTTP sockets: http_port, then metrics_port if set. Raises ConfigError if a port or the certificate cannot be used."""
-    check_tls(settings)
-    with contextlib.ExitStack() as stack:
-        ports = [settings.http_port, *([settings.metrics_port] if settings.metrics_port is not None else [])]
-        listeners = [stack.enter_context(bind(settings.host, port)) for port in ports]
-        stack.pop_all()
-        return listeners
-
-
-def with_metrics_port(settings: ServerSettings, listeners: list[socket.socket]) -> ServerSettings:
-    """The settings with the actual metrics port, also if metrics_port is 0. The application compares it with the port of each request."""
-    if settings.metrics_port is None:
-        return settings
-    return msgspec.structs.replace(settings, metrics_port=listeners[1].getsockname()[1])
-
-
-def reserve(host: str, port: int) -> socket.socket:
-    """A bound socket that never listens. It reserves the port for the frontends, which all listen on it. Raises ConfigError.
-
-    The port is first bound without SO_REUSEPORT, which fails if another server of the same user listens on it with SO_REUSEPORT.
-    """
-    with bind(host, port) as probe:
-        family, address = probe.family, probe.getsockname()
-    reserved = socket.socket(family, socket.SOCK_STREAM)
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    reserved.bind(address)
-    return reserved
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError, so that a port in use is reported before anything is loaded."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"host={host!r} cannot be used: {error}.", cure="Use an address of this machine, such as 127.0.0.1.") from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"{host}:{port} cannot be used: {error.strerror}.", cure="Stop the other server, or use another --port."
-        ) from None
-    listener.setblocking(False)
-    return listener
 
 
 class Supervisor:
@@ -130,7 +83,7 @@ class Supervisor:
         self._served = served
         self._settings = served.settings
         self._listeners = listeners
-        self._grpc_address = _address(grpc) if grpc is not None else None
+        self._grpc_address = address_of(grpc) if grpc is not None else None
         self._run_dir = run_dir
         self._announce = announce
         self._name = served.settings.model_name or served.engine.resolve().name
@@ -139,13 +92,20 @@ class Supervisor:
         self._ended: asyncio.Queue[Child] = asyncio.Queue()
         self._coordinator = SupervisorCoordinator()
         self._frontends = self._frontend_group()
-        self._executor = ExecutorControl(served, run_dir, self._coordinator, read_again, self._attach, self._detach)
+        self._systemd = ServiceManager()
+        self._executor = ExecutorControl(
+            served, run_dir, self._coordinator, read_again, self._attach, self._detach, self._report_executor,
+            ends_hung=self._systemd.watchdog_s is not None,
+        )  # fmt: skip
+        self._num_restarts = {"executor": 0, "frontend": 0}
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
         """Start the children, serve until a signal or the end of a child, and stop the children. Returns the exit status."""
         started = time.monotonic()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        self._systemd.report("Loading the engine.")
         socket = await self._coordinator.listen(self._run_dir)
         executor = await self._executor.launch() if _runs_executor(self._settings) else None
         if executor is not None:
@@ -166,6 +126,8 @@ class Supervisor:
         socket.close()
         await self._coordinator.close()
         ready.cancel()
+        for task in self._tasks:
+            task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await ready
         return 0 if failed is None else 1
@@ -198,8 +160,31 @@ class Supervisor:
         task.add_done_callback(lambda _: self._ended.put_nowait(child))
 
     def _detach(self, child: Child) -> None:
-        """The child is about to end, which does not stop the server."""
-        self._children.remove(child)
+        """The child may end, which does not stop the server."""
+        if child in self._children:
+            self._children.remove(child)
+
+    def _report_executor(self, failure: str | None) -> None:
+        """Tell the frontends and systemd that the executor has failed and is started again, or, with None, that it is ready again."""
+        if failure is None:
+            self._num_restarts["executor"] += 1
+        self._systemd.report(self._status if failure is None else f"Not ready: {failure}.")
+        self._publish({FAILURE: failure, RESTARTS: dict(self._num_restarts)})
+
+    def _count_frontend_restart(self) -> None:
+        """Publish that one more frontend was started again."""
+        self._num_restarts["frontend"] += 1
+        self._publish({RESTARTS: dict(self._num_restarts)})
+
+    def _publish(self, changes: Values) -> None:
+        """Publish changes, and do not wait until all frontends have applied them."""
+        self._run_task(self._coordinator.publish(changes))
+
+    def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` in a task until it ends, or until the end of the server."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _watch(self, ready: asyncio.Future[Any], started: float) -> Child | None:
         """Announce the server when all children are ready. Returns None after a stop signal, or the child that ended by itself."""
@@ -211,7 +196,9 @@ class Supervisor:
                 for child in self._frontends.children:
                     self._detach(child)
                 self._frontends.keep_running()
-            self._announce(f"{self._name} is served at {self.url} (ready after {time.monotonic() - started:.1f} s)")
+            self._announce(f"{self._status} (ready after {time.monotonic() - started:.1f} s)")
+            self._systemd.ready(self._status)
+            self._run_task(self._systemd.keep_alive(lambda: self._coordinator.publish({})))  # returns when all frontends have received it
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         results = [task.result() for task in ends if task.done()]
         for task in ends:
@@ -219,10 +206,17 @@ class Supervisor:
         return None if self._stop.is_set() else next(child for child in results if isinstance(child, Child))
 
     async def _failed_child(self) -> Child:
-        """The first child that ends without having been detached."""
-        while (child := await self._ended.get()) not in self._children:
-            pass
-        return child
+        """The first child that ends without having been detached, and that is not started again."""
+        while True:
+            child = await self._ended.get()
+            if child in self._children and not self._executor.restarts.begin(child):
+                return child
+            self._detach(child)
+
+    @property
+    def _status(self) -> str:
+        """The state of a server that is ready, as systemd shows it."""
+        return f"{self._name} is served at {self.url}"
 
     @property
     def url(self) -> str:
@@ -241,13 +235,13 @@ class Supervisor:
     def _frontend_group(self) -> FrontendGroup:
         """The frontends, which are not started yet."""
         self._port = self._listeners[0].getsockname()[1]
-        self._addresses = [_address(listener) for listener in self._listeners]
+        self._addresses = [address_of(listener) for listener in self._listeners]
         fds = [listener.fileno() for listener in self._listeners]
         settings = with_metrics_port(self._settings, self._listeners)
         if self._grpc_address is not None:  # the actual port, also if grpc_port is 0
             settings = msgspec.structs.replace(settings, grpc_port=int(self._grpc_address.rpartition(":")[2]))
         task = FrontendTask(self._name, settings, fds, self._grpc_address, str(self._run_dir))
-        return FrontendGroup(task, self._settings.num_frontends, self._attach)
+        return FrontendGroup(task, self._settings.num_frontends, self._attach, self._count_frontend_restart)
 
     def _close_listeners(self) -> None:
         """Close this process's copies of the listening sockets, so that no connection waits when the frontends have closed theirs."""
@@ -257,6 +251,7 @@ class Supervisor:
     async def _end(self, *, failing: bool) -> None:
         """Stop the children. With `failing`, first leave clients the time to receive error responses."""
         self._close_listeners()
+        self._systemd.stopping("The server stops because a process has failed." if failing else "The server stops.")
         if failing:
             await asyncio.sleep(FAILING_S)
         grace_s = self._settings.drain_timeout_s + STOP_S
@@ -281,9 +276,3 @@ def _runs_executor(settings: ServerSettings) -> bool:
     if not isinstance(options, TritonOptions):
         return True
     return any(options.is_loaded_at_start(model.name) for model in options.models)
-
-
-def _address(bound: socket.socket) -> str:
-    """HOST:PORT of a bound socket; an IPv6 address is in brackets."""
-    host, port = bound.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

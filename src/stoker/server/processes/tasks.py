@@ -48,5 +48,6 @@ class FrontendTask(msgspec.Struct):
     executor: ExecutorPlace | None = None  # without a supervisor, which otherwise publishes it
 
 
-# Names in the coordination: the ExecutorPlace while an executor is running, and why there is none.
-EXECUTOR, FAILURE = "executor", "executor failure"
+# Names in the coordination: the ExecutorPlace while there is an executor; why there is none, or why it does not answer; and the number of
+# restarts by the name of the process.
+EXECUTOR, FAILURE, RESTARTS = "executor", "executor failure", "restarts"

@@ -179,4 +179,6 @@ def _status(model: Model) -> str:
         return "Healthy"
     if model.state is ModelState.UNAVAILABLE and model.reason == NOT_LOADED:
         return "Loading"  # another model is being loaded first
+    if model.state is ModelState.READY and model.reason:
+        return "Loading"  # its executor is started again
     return {ModelState.LOADING: "Loading", ModelState.DRAINING: "Draining"}.get(model.state, "Failed")
