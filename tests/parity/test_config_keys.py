@@ -91,12 +91,16 @@ def changed(config: dict[str, Any], added: dict[str, list[Any]]) -> Iterator[tup
 
 @cache
 def keys_of_all_classes() -> dict[str, list[Any]]:
-    """Every key of the configuration classes, with values to try: other ones than the default of any class."""
+    """Every key of the configuration classes, with values to try: other ones than the default of any class.
+
+    Sizes are small, because some classes apply the names that others have for them.
+    """
     found: dict[str, list[Any]] = {}
     for name in NATIVE:
         for key, value in CONFIG_MAPPING[row_of(name).model_types[0]]().to_dict().items():
             if key not in IDENTITY and not isinstance(value, (dict, list)):
-                found.setdefault(key, candidates(value)[:1])
+                first = candidates(value)[0]
+                found.setdefault(key, [min(first, 96) if isinstance(first, int) else first])
     return found | EXTRA
 
 
