@@ -29,7 +29,7 @@ from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.worker.inputs import InputBuilder, PackedStep
-from stoker.runtime.worker.model_runner import StepHandle
+from stoker.runtime.worker.step_handle import StepHandle
 from stoker.runtime.worker_group.channels.shared_memory import SharedMemoryChannel, SharedMemoryReader
 from stoker.runtime.worker_group.records import decode_record, encode_step, max_step_size
 

@@ -12,7 +12,7 @@ import torch
 from stoker.base.types import SamplingParams
 from stoker.kernels.tuning.table import parse_tuning_file
 from stoker.runtime.request import Sequence, TokenRequest
-from stoker.runtime.sampling.feature import Feature
+from stoker.runtime.sampling.feature import Feature, SampledRow
 from stoker.runtime.schedule.policies import POLICIES
 from stoker.runtime.schedule.proposers import PROPOSERS
 from stoker.runtime.schedule.scheduler import Scheduler
@@ -58,8 +58,8 @@ def test_sampling_feature() -> None:
     feature: Feature = run("sampling-feature", "NoImmediateRepeat")(8)
     assert not feature.applies_to(SamplingParams()) and feature.applies_to(SamplingParams(frequency_penalty=100))
     logits = torch.zeros(2, 8)
-    feature.apply(logits, *map(torch.from_numpy, feature.gather([(1, sequence(0, [3, 5]))])))
-    assert torch.isinf(logits).nonzero().tolist() == [[1, 5]]
+    feature.apply(logits, *map(torch.from_numpy, feature.gather([SampledRow(1, sequence(0, [3, 5]), 3, (6,))])))
+    assert torch.isinf(logits).nonzero().tolist() == [[1, 6]]
 
 
 def test_protocol() -> None:

@@ -23,7 +23,7 @@ from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.policies import POLICIES
 from stoker.runtime.schedule.scheduler import Scheduler
-from stoker.runtime.worker.model_runner import StepResult
+from stoker.runtime.worker.step_handle import StepResult
 
 END = 3
 ENDS_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)

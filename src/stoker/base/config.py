@@ -15,6 +15,8 @@ DEVICES = ("cpu", "cuda")
 TOKENS_PER_BLOCK = (16, 32, 64, 128)
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static")  # modules of runtime.schedule.policies
 _EVENT_ADDRESS = re.compile(r"tcp://[^\s/]+:(\d{1,5}|\*)|ipc://\S{1,107}")
+PROPOSERS = ("none", "ngram", "request")  # draft proposers without a draft model, of runtime.schedule.proposers
+MAX_DRAFT_TOKENS = 16
 _NOUNS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", tuple: "a list of whole numbers"}
 
 
@@ -156,6 +158,13 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_window: int | None = None
     """Attend only to this number of most recent tokens of a sequence."""
 
+    speculate: str = "none"
+    """Draft proposer of speculative decoding: `ngram` copies from the prompt and the answer, `request` verifies drafts that requests
+    supply, `none` computes one token per step."""
+
+    draft_tokens: int = 5
+    """Largest number of draft tokens of a sequence per step, 1 to 16."""
+
     num_threads: int | None = None
     """CPU threads for computation. None: all cores."""
 
@@ -178,6 +187,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.device is not None:
             check_choice("device", self.device, DEVICES)
         check_choice("policy", self.policy, POLICIES)
+        check_choice("speculate", self.speculate, PROPOSERS)
+        check_range("draft_tokens", self.draft_tokens, 1, MAX_DRAFT_TOKENS)
         for name in ("max_batch_size", "max_num_sequences", "max_num_tokens", "kv_cache_tokens", "attention_window"):
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), 1, 1 << 40)
@@ -232,6 +243,8 @@ class RuntimeSettings(TypedDict, total=False):
     cuda_graphs: bool
     custom_all_reduce: bool
     attention_window: int | None
+    speculate: str
+    draft_tokens: int
     num_threads: int | None
     step_timeout_s: float | None
     kv_events: str | None

@@ -19,7 +19,8 @@ from stoker.profiling.roofline import Product, StepSize, Work, attention_work, p
 from stoker.runtime.executor import Executor
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.worker.inputs import PackedStep
-from stoker.runtime.worker.model_runner import ModelRunner, StepHandle
+from stoker.runtime.worker.model_runner import ModelRunner
+from stoker.runtime.worker.step_handle import StepHandle
 
 # Names of kernels that compute products, from Stoker and from libraries, without those that combine split-K slices.
 _PRODUCT = re.compile(r"gemv|gemm|linear|nvjet|cutlass|xmma|cublas", re.IGNORECASE)

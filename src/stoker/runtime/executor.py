@@ -21,7 +21,7 @@ from stoker.runtime.schedule.plan import StepOutcome, StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.step_history import StepHistory
 from stoker.runtime.watchdog import Watchdog
-from stoker.runtime.worker.model_runner import StepResult
+from stoker.runtime.worker.step_handle import StepResult
 
 log = get_logger(__name__)
 

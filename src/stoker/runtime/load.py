@@ -129,6 +129,8 @@ def _load(
         prefix_reuse=config.prefix_reuse and not requires_whole_prompt,
         num_stages=world.stage.num_stages,
         event_log=BlockEventLog() if events is not None else None,
+        proposer=config.speculate,
+        draft_tokens=config.draft_tokens,
     )
     runner = loaded.runner(num_blocks, ranks)
     budget = loaded.budget(num_blocks, runner.warm_up())

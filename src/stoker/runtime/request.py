@@ -25,6 +25,7 @@ class TokenRequest(msgspec.Struct, kw_only=True):
     timeout_s: float | None = None  # deadline in seconds after the executor received the request
     cache_salt: str = ""  # sequences share cached blocks only with equal salts
     adapter: int = NO_ADAPTER  # index of a low-rank adapter of the engine
+    draft_ids: list[int] = []  # what the answer is expected to contain, which the proposers `request` and `ngram` use
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
@@ -126,10 +127,13 @@ class Sequence:
         "num_preemptions",
         "num_prefill",
         "num_prompt",
+        "num_tabled_blocks",
         "params",
         "prefix",
         "prefix_root",
         "priority",
+        "proposal",
+        "reads_drafts",
         "request",
         "request_id",
         "row",
@@ -164,19 +168,22 @@ class Sequence:
         self.num_cached = 0  # prompt tokens reused when it was first admitted
         self.num_hashed = 0  # blocks that are in the prefix index
         self.blocks: list[int] = []  # the block table
+        self.num_tabled_blocks = 0  # leading blocks that the worker's copy of the table contains
         self.seed = _sequence_seed(request.params.seed, index)
         self.row = -1  # index in the device buffers while it holds blocks
         self.num_prefill = 0  # tokens known at the last admission, which are computed before it samples
         self.max_computed = 0  # tokens whose keys and values can be needed: all but the last one; set by Scheduler.add
         self.num_preemptions = 0
-        # If set, no step is planned while an id is pending: the grammar or the list of bad words needs it first.
-        self.waits_for_ids = request.params.guide is not None or bool(request.params.bad_words)
+        # waits_for_ids: no step is planned while an id is pending: the grammar or the list of bad words needs it first.
+        # reads_drafts: the host must know the ids of drafts, for the same reason.
+        self.waits_for_ids = self.reads_drafts = request.params.guide is not None or bool(request.params.bad_words)
         # Parent of its first block in the prefix index. Only sequences with equal roots share blocks.
         self.prefix_root: PrefixRoot = request.cache_salt if request.adapter < 0 else (request.adapter, request.cache_salt)
         self.prefix: Any = self.prefix_root  # entry of its last block in the prefix index, or the root
         self.bidirectional_prefix: BidirectionalPrefix | None = None  # for a prefix LM
         self.grammar: Any = None  # the compiled guide
         self.announced_key: Any = None  # key of the prompt block that it adds to the prefix index next
+        self.proposal: Any = None  # the state that the draft proposer has for this sequence
         self.fault: ErrorInfo | None = None  # why no token can be sampled, if a sampling feature knows the reason
         self.finish_reason: FinishReason | None = None
         self.stop_id: int | None = None  # the end or stop id that ended the sequence

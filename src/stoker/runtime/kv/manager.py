@@ -155,6 +155,7 @@ class KVCacheManager:
         for block in reversed(surplus):
             self.pool.release(block)
         del seq.blocks[num_blocks:]
+        seq.num_tabled_blocks = min(seq.num_tabled_blocks, num_blocks)
         self.num_reserved += len(surplus)
         return bool(surplus)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from stoker.base.types import SamplingParams
 from stoker.runtime.request import Sequence
-from stoker.runtime.sampling.feature import Feature, Pairs
+from stoker.runtime.sampling.feature import Feature, SampledRow
 
 
 class AllowedTokens(Feature):
@@ -27,10 +27,10 @@ class AllowedTokens(Feature):
     def remove(self, seq_id: int) -> None:
         self._allowed.pop(seq_id, None)
 
-    def gather(self, sequences: Pairs) -> list[np.ndarray]:
+    def gather(self, rows: list[SampledRow]) -> list[np.ndarray]:
         """Row indices [n], and the indices of the rows' allowed tokens in the flattened logits."""
-        positions = [row * self.vocab_size + self._allowed[seq.seq_id] for row, seq in sequences]
-        return [np.array([row for row, _ in sequences]), np.concatenate(positions)]
+        positions = [row.at * self.vocab_size + self._allowed[row.seq.seq_id] for row in rows]
+        return [np.array([row.at for row in rows]), np.concatenate(positions)]
 
     def apply(self, logits: Tensor, *inputs: Tensor) -> None:
         """Set the logits of all other tokens to -inf."""

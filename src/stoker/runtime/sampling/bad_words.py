@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from stoker.base.types import SamplingParams
-from stoker.runtime.request import Sequence
-from stoker.runtime.sampling.feature import Ban
+from stoker.runtime.sampling.feature import Ban, SampledRow
 
 
 class BadWords(Ban):
@@ -16,12 +15,6 @@ class BadWords(Ban):
     def applies_to(self, params: SamplingParams) -> bool:
         return bool(params.bad_words)
 
-    def banned(self, seq: Sequence) -> list[int]:
-        """The last token of each bad word whose other tokens are the newest ones of the sequence."""
-        return [word[-1] for word in seq.params.bad_word_ids if _completes(seq, word)]
-
-
-def _completes(seq: Sequence, word: tuple[int, ...]) -> bool:
-    """Whether the last token of `word` would complete it now."""
-    lead = len(word) - 1
-    return lead == 0 or (len(seq.tokens) - seq.num_prompt >= lead and tuple(seq.tokens[-lead:]) == word[:-1])
+    def banned(self, row: SampledRow) -> list[int]:
+        """The last token of each bad word whose other tokens are the newest ones before the row."""
+        return [word[-1] for word in row.seq.params.bad_word_ids if len(word) == 1 or row.newest(len(word) - 1) == word[:-1]]

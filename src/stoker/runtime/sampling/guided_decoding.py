@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stoker.base.types import Guide, SamplingParams
 from stoker.runtime.request import ErrorInfo, Sequence
-from stoker.runtime.sampling.feature import Feature, Pairs
+from stoker.runtime.sampling.feature import Feature, SampledRow
 from stoker.runtime.sampling.grammar_compiler import end_ids
 
 # CPU seconds per token and sequence, during which all other requests wait. Common schemas take less than a millisecond. The time for
@@ -21,21 +21,52 @@ MAX_MATCH_S = 0.5
 
 
 class _Match:
-    """The state of one sequence: the grammar matcher, and the number of tokens that it has read."""
+    """The state of one sequence: the grammar matcher, and the tokens that it has read."""
 
-    __slots__ = ("ends", "in_reasoning", "matcher", "num_read")
+    __slots__ = ("_end", "_start", "ends", "in_reasoning", "matcher", "newest", "num_matched", "num_read")
 
     def __init__(self, guide: Guide, matcher: Any, ends: frozenset[int]) -> None:
         self.matcher = matcher
         self.ends = ends
         self.num_read = 0
+        self.num_matched = 0  # tokens that the matcher has read: all but those of the reasoning
         self.in_reasoning = bool(guide.reasoning_end) and guide.reasoning_start is None
+        self.newest: tuple[int, ...] = ()  # at most as many as the marker of the end of the reasoning has
+        self._start, self._end = guide.reasoning_start, guide.reasoning_end
+
+    def accept(self, token: int) -> bool:
+        """Read the next generated token. False if the grammar does not allow it; the state is unchanged then."""
+        if not (self.in_reasoning or self._starts_reasoning(token)):
+            if self.matcher.is_terminated() or not self.matcher.accept_token(token):
+                return False
+            self.num_matched += 1
+        if self._end:
+            self.newest = (*self.newest, token)[-len(self._end) :]
+            self.in_reasoning = (self.in_reasoning or self._starts_reasoning(token)) and self.newest != self._end
+        self.num_read += 1
+        return True
+
+    def state(self) -> tuple[int, int, bool, tuple[int, ...]]:
+        """The state that `restore` accepts."""
+        return self.num_read, self.num_matched, self.in_reasoning, self.newest
+
+    def restore(self, state: tuple[int, int, bool, tuple[int, ...]]) -> None:
+        """Return to an earlier state."""
+        surplus = self.num_matched - state[1]
+        if surplus:
+            self.matcher.rollback(surplus)
+        self.num_read, self.num_matched, self.in_reasoning, self.newest = state
+
+    def _starts_reasoning(self, token: int) -> bool:
+        """Whether `token`, as the next one, starts the reasoning."""
+        return not self.num_read and token == self._start
 
 
 class Guides(Feature):
     """Bans tokens by one grammar matcher per sequence, which is retained through preemptions.
 
-    It reads tokens on the host: the scheduler plans no step of such a sequence while an id is pending (Sequence.waits_for_ids).
+    It reads tokens on the host: the scheduler plans no step of such a sequence while an id is pending (Sequence.waits_for_ids). The matcher
+    reads the drafts of a step to find the masks of the rows after them, and is rolled back to the known tokens.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -56,30 +87,51 @@ class Guides(Feature):
     def remove(self, seq_id: int) -> None:
         self._matches.pop(seq_id, None)
 
-    def gather(self, sequences: Pairs) -> list[np.ndarray]:
+    def gather(self, rows: list[SampledRow]) -> list[np.ndarray]:
         """Row indices [n], and bit masks of the allowed tokens, int32 [n, ceil(V / 32)]."""
         import xgrammar
 
-        masks = xgrammar.allocate_token_bitmask(len(sequences), self.vocab_size)
-        for i, (_, seq) in enumerate(sequences):
-            match, started = self._matches[seq.seq_id], time.thread_time()
-            if not _read_new_tokens(match, seq):
-                masks[i] = 0  # no token is allowed, so that the row yields an error
-                continue
-            if match.in_reasoning:
-                masks[i] = -1  # any token but those that would end the sequence without an answer
-                _set_bits(masks[i], match.ends, False)
-                continue
-            match.matcher.fill_next_token_bitmask(masks, i)
-            if (start := _guide(seq).reasoning_start) is not None and not match.num_read:
-                _set_bits(masks[i], [start], True)
+        masks = xgrammar.allocate_token_bitmask(len(rows), self.vocab_size)  # every token is allowed
+        first = 0
+        while first < len(rows):
+            end = first + 1
+            while end < len(rows) and rows[end].seq is rows[first].seq:
+                end += 1
+            self._fill(masks[first:end], rows[first:end])
+            first = end
+        return [np.array([row.at for row in rows]), masks.numpy()]
+
+    def _fill(self, masks: Tensor, rows: list[SampledRow]) -> None:
+        """Write the masks of the rows of one sequence. Rows after a draft that the grammar rejects are never reached."""
+        seq = rows[0].seq
+        match, started = self._matches[seq.seq_id], time.thread_time()
+        seq.fault, seq.min_tokens = None, seq.params.min_tokens
+        if not all(match.accept(token) for token in seq.tokens[seq.num_prompt + match.num_read :]) or match.matcher.is_terminated():
+            masks[0] = 0  # no token is allowed, so that the row yields an error
+            return
+        state = match.state()
+        for i, row in enumerate(rows):
+            if row.drafts and (not match.accept(row.drafts[-1]) or match.matcher.is_terminated()):
+                break
+            self._fill_row(masks, i, match, row)
             if (took := time.thread_time() - started) > MAX_MATCH_S:
                 masks[i] = 0
-                seq.fault = ErrorInfo("guide_too_slow", _too_slow(seq, took), 400)
-                continue
-            if match.matcher.is_completed() and _allows_only(masks[i], match.ends):
-                seq.min_tokens = 0  # only an end id is allowed, even before the minimum length
-        return [np.array([row for row, _ in sequences]), masks.numpy()]
+                seq.fault = ErrorInfo("guide_too_slow", _too_slow(row, took), 400)
+                break
+            started = time.thread_time()
+        match.restore(state)
+
+    def _fill_row(self, masks: Tensor, index: int, match: _Match, row: SampledRow) -> None:
+        """Write the mask of one row, up to which the matcher has read. Lowers the minimum length if only an end id is allowed."""
+        mask, guide = masks[index], _guide(row.seq)
+        if match.in_reasoning:
+            _set_bits(mask, match.ends, False)  # any token but those that would end the sequence without an answer
+            return
+        match.matcher.fill_next_token_bitmask(masks, index)
+        if guide.reasoning_start is not None and not match.num_read:
+            _set_bits(mask, [guide.reasoning_start], True)
+        if match.matcher.is_completed() and _allows_only(mask, match.ends):
+            row.seq.min_tokens = min(row.seq.min_tokens, row.num_generated)
 
     def apply(self, logits: Tensor, *inputs: Tensor) -> None:
         """Set the logits of all tokens whose mask bit is 0 to -inf."""
@@ -89,28 +141,12 @@ class Guides(Feature):
         logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill(is_banned, float("-inf")))
 
 
-def _too_slow(seq: Sequence, took_s: float) -> str:
+def _too_slow(row: SampledRow, took_s: float) -> str:
     """The error message for a sequence whose matcher took too long for one token."""
-    kind, index = seq.params.guide.kind if seq.params.guide is not None else "", len(seq.tokens) - seq.num_prompt
     return (
-        f"guided decoding: the {kind} took {took_s:.2f} s for token {index}, and may take {MAX_MATCH_S:g} s. Use fewer nested repetitions."
+        f"guided decoding: the {_guide(row.seq).kind} took {took_s:.2f} s for token {row.num_generated}, and may take {MAX_MATCH_S:g} s. "
+        "Use fewer nested repetitions."
     )
-
-
-def _read_new_tokens(match: _Match, seq: Sequence) -> bool:
-    """Advance the matcher to the newest token of `seq`. False if it does not accept a token, or if no token may follow."""
-    generated = len(seq.tokens) - seq.num_prompt
-    guide = _guide(seq)
-    while match.num_read < generated:
-        token = seq.tokens[seq.num_prompt + match.num_read]
-        if match.in_reasoning:
-            match.in_reasoning = not _ends_with(seq, seq.num_prompt + match.num_read + 1, guide.reasoning_end)
-        elif not match.num_read and token == guide.reasoning_start:
-            match.in_reasoning = True
-        elif match.matcher.is_terminated() or not match.matcher.accept_token(token):
-            return False
-        match.num_read += 1
-    return not match.matcher.is_terminated()
 
 
 def _allows_only(mask: Tensor, token_ids: frozenset[int]) -> bool:
@@ -125,12 +161,6 @@ def _set_bits(mask: Tensor, token_ids: Iterable[int], value: bool) -> None:
     for token in token_ids:
         bit = torch.tensor(1 << (token % 32) if token % 32 < 31 else -(1 << 31), dtype=torch.int32)
         mask[token // 32] = mask[token // 32] | bit if value else mask[token // 32] & ~bit
-
-
-def _ends_with(seq: Sequence, length: int, token_ids: tuple[int, ...]) -> bool:
-    """Whether the first `length` tokens of `seq` end with `token_ids`, all of which were generated."""
-    start = length - len(token_ids)
-    return start >= seq.num_prompt and tuple(seq.tokens[start:length]) == token_ids
 
 
 def _guide(seq: Sequence) -> Guide:

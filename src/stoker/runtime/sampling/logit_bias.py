@@ -7,7 +7,7 @@ from torch import Tensor
 
 from stoker.base.types import SamplingParams
 from stoker.runtime.request import Sequence
-from stoker.runtime.sampling.feature import Feature, Pairs
+from stoker.runtime.sampling.feature import Feature, SampledRow
 
 _MAX_BIAS = 1e30  # sums stay within float32: an infinite logit would leave no probability for other tokens
 
@@ -31,10 +31,10 @@ class LogitBias(Feature):
     def remove(self, seq_id: int) -> None:
         self._biases.pop(seq_id, None)
 
-    def gather(self, sequences: Pairs) -> list[np.ndarray]:
+    def gather(self, rows: list[SampledRow]) -> list[np.ndarray]:
         """The indices of the biased tokens in the flattened logits [L × V], and their biases."""
-        indices = [row * self.vocab_size + self._biases[seq.seq_id][0] for row, seq in sequences]
-        values = [self._biases[seq.seq_id][1] for _, seq in sequences]
+        indices = [row.at * self.vocab_size + self._biases[row.seq.seq_id][0] for row in rows]
+        values = [self._biases[row.seq.seq_id][1] for row in rows]
         return [np.concatenate(indices), np.concatenate(values)]
 
     def apply(self, logits: Tensor, *inputs: Tensor) -> None:

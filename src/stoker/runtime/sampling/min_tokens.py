@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from stoker.base.types import SamplingParams
-from stoker.runtime.request import Sequence
-from stoker.runtime.sampling.feature import Ban
+from stoker.runtime.sampling.feature import Ban, SampledRow
 
 
 class MinTokens(Ban):
@@ -15,7 +14,6 @@ class MinTokens(Ban):
     def applies_to(self, params: SamplingParams) -> bool:
         return params.min_tokens > 0
 
-    def banned(self, seq: Sequence) -> Iterable[int]:
+    def banned(self, row: SampledRow) -> Iterable[int]:
         """The ids that end the sequence, while it has fewer than min_tokens tokens."""
-        # num_generated includes the token that is sampled now, as a pending one.
-        return seq.end_ids if seq.num_generated - 1 < seq.min_tokens else ()
+        return row.seq.end_ids if row.num_generated < row.seq.min_tokens else ()

@@ -8,14 +8,17 @@ from torch import Tensor
 
 from stoker.base.types import SamplingParams
 from stoker.runtime.request import Sequence
-from stoker.runtime.sampling.feature import Feature, Pairs
+from stoker.runtime.sampling.feature import Feature, SampledRow
 
 
 class Penalties(Feature):
     """Applies penalties from counts of generated tokens and a mask of prompt tokens, both [slots, vocab], on the device.
 
-    A sequence gets a slot at the first step that samples for it. The number of slots is doubled when all are in use.
+    A sequence gets a slot at the first step that samples for it. The number of slots is doubled when all are in use. The counts of a row
+    include the drafts before it; those of the slot include only tokens that were generated.
     """
+
+    reads_drafts = True
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
@@ -33,14 +36,14 @@ class Penalties(Feature):
         if slot is not None:
             self._free.append(slot)
 
-    def gather(self, sequences: Pairs) -> list[np.ndarray]:
+    def gather(self, rows: list[SampledRow]) -> list[np.ndarray]:
         """Rows [n]; slots [n]; the three penalties, float32 [3, n]; the slots of new sequences; flat indices of their prompt tokens."""
-        new = {self._assign_slot(seq): seq for _, seq in sequences if seq.seq_id not in self._slots}
+        new = {self._assign_slot(row.seq): row.seq for row in rows if row.seq.seq_id not in self._slots}
         prompts = [slot * self.vocab_size + np.array(seq.tokens[: seq.num_prompt], dtype=np.int64) for slot, seq in new.items()]
-        params = [seq.params for _, seq in sequences]
+        params = [row.seq.params for row in rows]
         return [
-            np.array([row for row, _ in sequences]),
-            np.array([self._slots[seq.seq_id] for _, seq in sequences]),
+            np.array([row.at for row in rows]),
+            np.array([self._slots[row.seq.seq_id] for row in rows]),
             np.array([(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params], dtype=np.float32).T,
             np.array(list(new), dtype=np.int64),
             np.concatenate([np.empty(0, dtype=np.int64), *prompts]),
@@ -48,12 +51,15 @@ class Penalties(Feature):
 
     def apply(self, logits: Tensor, *inputs: Tensor) -> None:
         """Reset the slots of new sequences, and apply the three penalties to the logits."""
-        rows, slots, penalties, new, prompts = inputs
+        drafts, rows, slots, penalties, new, prompts = inputs
         if len(new):
             self._counts.index_fill_(0, new, 0)
             self._in_prompt.index_fill_(0, new, False).view(-1).index_fill_(0, prompts, True)
         repetition, presence, frequency = penalties.unsqueeze(2)
         counts = self._counts.index_select(0, slots)
+        if drafts.shape[1]:
+            before = drafts.index_select(0, rows)
+            counts.scatter_add_(1, before.clamp(min=0).long(), (before >= 0).to(counts.dtype))
         generated = counts > 0
         x = logits.index_select(0, rows)
         seen = generated | self._in_prompt.index_select(0, slots)
@@ -62,9 +68,10 @@ class Penalties(Feature):
 
     def observe(self, token_ids: Tensor, *inputs: Tensor) -> None:
         """Count the sampled tokens."""
-        rows, slots = inputs[:2]
-        chosen = token_ids.index_select(0, rows).long().clamp(min=0)
-        self._counts.view(-1).index_add_(0, slots * self.vocab_size + chosen, torch.ones_like(chosen, dtype=torch.int32))
+        _, rows, slots, *_ = inputs
+        chosen = token_ids.index_select(0, rows)
+        index = slots * self.vocab_size + chosen.clamp(min=0)
+        self._counts.view(-1).index_add_(0, index, (chosen >= 0).to(torch.int32))
 
     def _assign_slot(self, seq: Sequence) -> int:
         """The slot of a sequence, which is assigned now. Enlarges the tensors if no slot is free."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from stoker.kernels.types import DrawParams
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.sampling.allowed_tokens import AllowedTokens
 from stoker.runtime.sampling.bad_words import BadWords
-from stoker.runtime.sampling.feature import Feature, Pairs
+from stoker.runtime.sampling.feature import Feature, SampledRow
 from stoker.runtime.sampling.grammar_compiler import Grammars
 from stoker.runtime.sampling.guided_decoding import Guides
 from stoker.runtime.sampling.logit_bias import LogitBias
@@ -25,6 +26,7 @@ from stoker.runtime.sampling.logprobs import Logprobs, score
 from stoker.runtime.sampling.min_tokens import MinTokens
 from stoker.runtime.sampling.penalties import Penalties
 from stoker.runtime.sampling.prompt_logprobs import PromptChunk
+from stoker.runtime.sampling.verification import StepDrafts, Verified, verify
 from stoker.runtime.staging import StagingBuffers, padded
 
 
@@ -32,9 +34,22 @@ from stoker.runtime.staging import StagingBuffers, padded
 class Sampled:
     """The results of a step, on the device."""
 
-    token_ids: Tensor  # int32 [L]; -1 if no token can be sampled
+    token_ids: Tensor  # int32 [L]; -1 if no token can be sampled, and in rows after a rejected draft
     logprobs: Logprobs | None  # of the unchanged logits; None if no row requests them
     prompt: list[tuple[PromptChunk, Logprobs]]
+    verified: Verified | None  # None if the step has no drafts
+
+    @property
+    def newest(self) -> Tensor:
+        """The newest token of each sequence, int32 [S]."""
+        return self.token_ids if self.verified is None else self.verified.newest
+
+
+class DraftedRows(NamedTuple):
+    """The drafts of the S sequences of a step: their ids, -1 where only the device knows them, and the tensors of the step."""
+
+    ids: list[Seq[int]]
+    tensors: StepDrafts
 
 
 class DrawTable:
@@ -155,42 +170,65 @@ class Sampler:
         """Whether the sequences use neither features nor log-probabilities, so that a captured step can be used."""
         return not any(s.seq_id in self._users or s.params.logprobs is not None or s.params.prompt_logprobs is not None for s in sequences)
 
-    def sample(self, logits: Tensor, rows: Tensor, counters: Tensor, sequences: list[Sequence], prompt: list[PromptChunk]) -> Sampled:
-        """Sample a token for each of `sequences`, from the first L rows of logits [L + P, V].
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        counters: Tensor,
+        sequences: list[Sequence],
+        prompt: list[PromptChunk],
+        drafts: DraftedRows | None = None,
+    ) -> Sampled:
+        """Sample the tokens of `sequences`, from the first L rows of logits [L + P, V], and verify their drafts.
 
-        The P other rows give the log-probabilities of the tokens of `prompt`. All inputs are copied to the device with one copy.
+        Without drafts each sequence has one row. The P other rows give the log-probabilities of the tokens of `prompt`. All inputs are
+        copied to the device with one copy.
         """
-        plain, others = logits.tensor_split([len(sequences)])
-        users = self._features_of(sequences)
-        gathered = [feature.gather(pairs) for feature, pairs in users.items()]
+        plain, others = logits.tensor_split([len(rows)])
+        users = self._features_of(sequences, drafts.ids if drafts is not None else None)
+        gathered = [feature.gather(sampled_rows) for feature, sampled_rows in users.items()]
         sent = iter(self._buffers.send([*chain.from_iterable(gathered), *(chunk.targets for chunk in prompt)]))
         inputs = {feature: list(islice(sent, len(arrays))) for feature, arrays in zip(users, gathered, strict=True)}
-        token_ids = self._sample(plain, self.table.gather(rows, counters, self.table.all_greedy(sequences)), inputs)
+        draw = self.table.gather(rows, counters, self.table.all_greedy(sequences))
+        token_ids, verified = self._sample(plain, draw, inputs, drafts.tensors if drafts is not None else None)
         num_tops = [seq.params.logprobs for seq in sequences if seq.params.logprobs is not None]
         parts = others.split([len(chunk.targets) for chunk in prompt])
         scored = [
             (chunk, score(part, targets, chunk.seq.params.prompt_logprobs or 0))
             for chunk, part, targets in zip(prompt, parts, sent, strict=True)
         ]
-        return Sampled(token_ids, score(plain, token_ids, max(num_tops)) if num_tops else None, scored)
+        return Sampled(token_ids, score(plain, token_ids, max(num_tops)) if num_tops else None, scored, verified)
 
-    def _sample(self, logits: Tensor, draw: DrawParams, inputs: dict[Feature, list[Tensor]]) -> Tensor:
-        """Apply features to the logits [L, V], sample token ids [L], and report these to the features."""
+    def _sample(
+        self, logits: Tensor, draw: DrawParams, inputs: dict[Feature, list[Tensor]], drafts: StepDrafts | None
+    ) -> tuple[Tensor, Verified | None]:
+        """Apply features to the logits [L, V], sample token ids [L], verify drafts, and report the tokens to the features."""
         if inputs:
             logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            before = drafts.before if drafts is not None else logits.new_empty(len(logits), 0, dtype=torch.int32)
+            inputs = {feature: [before, *tensors] if feature.reads_drafts else tensors for feature, tensors in inputs.items()}
         for feature, tensors in inputs.items():
             feature.apply(logits, *tensors)
-        token_ids = ops.sample(logits, draw)
+        token_ids, verified = ops.sample(logits, draw), None
+        if drafts is not None:
+            verified = verify(token_ids, drafts)
+            token_ids = verified.by_row
         for feature, tensors in inputs.items():
             feature.observe(token_ids, *tensors)
-        return token_ids
+        return token_ids, verified
 
-    def _features_of(self, sequences: list[Sequence]) -> dict[Feature, Pairs]:
-        """The features that the step uses, each with its (row, sequence) pairs."""
+    def _features_of(self, sequences: list[Sequence], drafts: list[Seq[int]] | None) -> dict[Feature, list[SampledRow]]:
+        """The features that the step uses, each with its rows. `drafts` are those of each sequence; None: no sequence has any."""
         if not self._users:
             return {}
-        users: dict[Feature, Pairs] = {}
+        users: dict[Feature, list[SampledRow]] = {}
+        first = 0
         for i, seq in enumerate(sequences):
-            for feature in self._users.get(seq.seq_id, ()):
-                users.setdefault(feature, []).append((i, seq))
+            ids = drafts[i] if drafts is not None else ()
+            if features := self._users.get(seq.seq_id):
+                num_tokens = seq.num_tokens - 1 - len(ids)  # the tokens of this step are pending already
+                rows = [SampledRow(first + j, seq, num_tokens + j, ids[:j]) for j in range(len(ids) + 1)]
+                for feature in features:
+                    users.setdefault(feature, []).extend(rows)
+            first += 1 + len(ids)
         return users

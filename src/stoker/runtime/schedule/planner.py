@@ -11,13 +11,27 @@ from stoker.runtime.schedule.policies.policy import Demand
 from stoker.runtime.schedule.proposers.proposer import Proposer
 from stoker.runtime.schedule.running_set import RunningSet
 
+_MIN_SAMPLED = 64
+
 
 class Planner:
     """Fills plans of at most `max_rows` rows and `max_num_tokens` tokens from the running set; max_rows <= max_num_tokens."""
 
-    def __init__(self, running_set: RunningSet, proposer: Proposer, *, max_rows: int, max_num_tokens: int, chunked_prefill: bool) -> None:
+    def __init__(
+        self,
+        running_set: RunningSet,
+        proposer: Proposer,
+        *,
+        max_rows: int,
+        max_num_tokens: int,
+        chunked_prefill: bool,
+        draft_tokens: int | None = None,
+    ) -> None:
+        """`draft_tokens`: the largest number of drafts per row, if smaller than that of the proposer."""
         self._running_set = running_set
         self._proposer = proposer
+        self._max_drafts = proposer.max_drafts if draft_tokens is None else min(draft_tokens, proposer.max_drafts)
+        self._max_sampled = max_sampled_tokens(max_rows)
         self._row_limit = self._max_rows = max_rows
         self._max_num_tokens = max_num_tokens
         self._chunked_prefill = chunked_prefill
@@ -38,7 +52,7 @@ class Planner:
         if starved and not plan.sequences and not self._running_set.num_leaving:
             # Every selected sequence was preempted. The running set is smaller now, so the recursion ends.
             self.fill(plan, now, paused=paused)
-        elif self._proposer.max_drafts and plan.num_decodes and not starved:
+        elif self._max_drafts and plan.num_decodes and not starved:
             self._add_drafts(plan)
         if self._running_set.num_with_adapter:
             self._add_adapters(plan)
@@ -55,7 +69,7 @@ class Planner:
             if start < seq.num_prefill:
                 prefills.append(seq)
                 continue
-            if start == seq.max_computed or (seq.num_pending and seq.waits_for_ids) or seq.status is not running:
+            if start == seq.max_computed or (seq.num_pending and self._waits(seq)) or seq.status is not running:
                 continue
             if not start % size and start == len(seq.blocks) * size and not self._running_set.grow(seq):
                 starved = True
@@ -82,7 +96,7 @@ class Planner:
             return list(running.values())
         selected, room = [], self._max_num_tokens
         for seq in running.values():
-            if seq.num_computed != seq.max_computed and not (seq.num_pending and seq.waits_for_ids) and self._min_tokens(seq) <= room:
+            if seq.num_computed != seq.max_computed and not (seq.num_pending and self._waits(seq)) and self._min_tokens(seq) <= room:
                 selected.append(seq)
                 room -= self._min_tokens(seq)
                 if len(selected) == self._max_rows:
@@ -90,6 +104,10 @@ class Planner:
         for seq in selected:
             running[seq.seq_id] = running.pop(seq.seq_id)
         return selected
+
+    def _waits(self, seq: Sequence) -> bool:
+        """Whether `seq` must not be planned while one of its ids is pending."""
+        return seq.waits_for_ids or (self._max_drafts > 0 and self._proposer.reads_token_ids and self._proposer.waits(seq))
 
     def _prefills(self, plan: StepPlan, prefills: list[Sequence]) -> bool:
         """Add chunks of unfinished prefills to the plan. False if one of them gets no tokens; then no waiting sequence may overtake it."""
@@ -131,12 +149,16 @@ class Planner:
                 _add_prefill(plan, seq, num_new)
 
     def _add_drafts(self, plan: StepPlan) -> None:
-        """Add draft tokens to decodes, as far as the step has tokens left and blocks are free.
+        """Add draft tokens to decodes, as far as the step has tokens left, `max_sampled_tokens` allows, and blocks are free.
 
         Drafts come after prefills and admissions and never preempt, so they delay no other sequence. Rows with drafts are moved behind the
         rows with one token.
         """
-        drafts = [self._propose(seq, plan) for seq in plan.sequences[: plan.num_decodes]]
+        room = self._max_sampled - len(plan)
+        drafts: list[Seq[int]] = []
+        for seq in plan.sequences[: plan.num_decodes]:
+            drafts.append(self._propose(seq, plan, room))
+            room -= len(drafts[-1])
         if not any(drafts):
             return
         order = sorted(range(plan.num_decodes), key=lambda row: bool(drafts[row]))  # stable
@@ -146,10 +168,11 @@ class Planner:
         plan.num_new[: plan.num_decodes] = [1 + len(drafts[row]) for row in order]
         plan.num_decodes = sum(not ids for ids in drafts)
 
-    def _propose(self, seq: Sequence, plan: StepPlan) -> Seq[int]:
-        """Draft tokens for one decode of the plan. Advances the counters and blocks of the sequence past them."""
-        limit = min(self._proposer.max_drafts, self._max_num_tokens - plan.num_tokens, seq.max_computed - seq.num_computed)
-        if limit <= 0 or seq.status is not Status.RUNNING:
+    def _propose(self, seq: Sequence, plan: StepPlan, room: int) -> Seq[int]:
+        """At most `room` draft tokens for one decode of the plan. Advances the counters and blocks of the sequence past them."""
+        limit = min(self._max_drafts, room, self._max_num_tokens - plan.num_tokens, seq.max_computed - seq.num_computed)
+        is_unknown = seq.num_pending > 1 if self._proposer.reads_token_ids else seq.reads_drafts
+        if limit <= 0 or is_unknown or seq.status is not Status.RUNNING:
             return NO_DRAFTS
         drafts = self._proposer.propose(seq, limit)
         kv_cache = self._running_set.kv_cache
@@ -181,6 +204,11 @@ class Planner:
         if num_left <= budget:
             return num_left
         return budget if self._chunked_prefill or seq.num_prompt - start <= budget else 0
+
+
+def max_sampled_tokens(max_rows: int) -> int:
+    """The largest number of tokens that a step with drafts samples. It bounds the memory of their logits."""
+    return max(max_rows, _MIN_SAMPLED)
 
 
 def _add_prefill(plan: StepPlan, seq: Sequence, num_new: int) -> None:

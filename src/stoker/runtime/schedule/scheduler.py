@@ -30,7 +30,8 @@ class Scheduler:
     A step consists of decodes, then unfinished prefills, then admissions in the order of the policy. `max_batch_size` limits the rows of a
     step, `max_num_tokens` its tokens, and `max_num_sequences` the sequences that hold blocks. If more sequences hold blocks than fit into
     a step, they alternate. With `num_stages` pipeline stages the sequences are spread over that number of steps in flight. Without
-    `chunked_prefill` a prompt is computed in a single step. `num_adapters` is the number of low-rank adapters that the model has.
+    `chunked_prefill` a prompt is computed in a single step. `num_adapters` is the number of low-rank adapters that the model has. A
+    row has at most `draft_tokens` drafts of the proposer.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Scheduler:
         prefix_reuse: bool = True,
         num_stages: int = 1,
         proposer: str = "none",
+        draft_tokens: int | None = None,
         num_adapters: int = 0,
         host_tier: HostTier | None = None,
         event_log: BlockEventLog | None = None,
@@ -60,7 +62,12 @@ class Scheduler:
         max_rows = min(max_batch_size, max_num_tokens)
         self._proposer = PROPOSERS.get(proposer)()
         self._planner = Planner(
-            self._running_set, self._proposer, max_rows=max_rows, max_num_tokens=max_num_tokens, chunked_prefill=chunked_prefill
+            self._running_set,
+            self._proposer,
+            max_rows=max_rows,
+            max_num_tokens=max_num_tokens,
+            chunked_prefill=chunked_prefill,
+            draft_tokens=draft_tokens,
         )
         self._num_stages = num_stages
         self._in_flight: deque[StepPlan] = deque()
@@ -154,7 +161,8 @@ class Scheduler:
         """Queue a sequence whose request passed `check`. The sequences of a request are added in the order of their index."""
         seq.max_tokens = min(seq.max_tokens, self.max_seq_len - seq.num_prompt)
         seq.max_computed = seq.num_prompt + seq.max_tokens - 1
-        seq.waits_for_ids = seq.waits_for_ids or self._proposer.reads_token_ids
+        if self._proposer.max_drafts and not self._proposer.reads_token_ids and seq.min_tokens:
+            seq.waits_for_ids = True  # while a step that verifies drafts is in flight, the length of the sequence is not known
         self._requests.setdefault(seq.request_id, []).append(seq)
         if seq.deadline is not None:
             self._next_deadline = min(self._next_deadline, seq.deadline)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -47,6 +48,9 @@ class PackedStep:
     num_extra: int = 0  # logits of prompt tokens, which follow those of the sampled rows
     is_prefix_lm: bool = False  # rows have a prefix length, and tokens a second position
     has_adapters: bool = False  # tokens have an adapter index
+    max_drafts: int = 0  # the largest number of drafts of a row; 0: no row verifies drafts
+    num_sequences: int = 0  # with drafts: the sequences that sample; each has as many logits as drafts, and one more
+    draft_ids: list[Seq[int]] = field(default_factory=list)  # with drafts: those of each sampled sequence; empty on followers
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -56,6 +60,8 @@ class PackedStep:
         sizes = (*sizes, self.num_logits, self.num_sampled, self.num_sampled, rows * self.width)
         if self.is_prefix_lm:
             sizes = (*sizes, tokens, rows)
+        if self.max_drafts:
+            sizes = (*sizes, self.num_sequences + 1, self.num_sampled)
         return (*sizes, tokens) if self.has_adapters else sizes
 
     @property
@@ -71,6 +77,13 @@ class StepInputs:
     batch: ForwardBatch
     rows: Tensor  # int32 [num_sampled], indices of the sampled rows in the device buffers; padding has the index after the last row
     counters: Tensor  # int32 [num_sampled], positions of the tokens to sample
+    starts: Tensor | None = None  # int32 [num_sequences + 1], with drafts: the first logits of each sequence, and num_sampled
+    owners: Tensor | None = None  # int32 [num_sampled], with drafts: the sequence of the logits
+
+    @property
+    def sequence_rows(self) -> Tensor:
+        """The index of each sampled sequence in the device buffers, int32 [num_sequences]."""
+        return self.rows if self.starts is None else self.rows.index_select(0, self.starts[:-1])
 
 
 class HostBlockTables:
@@ -78,20 +91,19 @@ class HostBlockTables:
 
     def __init__(self, num_rows: int, max_blocks: int) -> None:
         self.table = np.zeros((num_rows + 1, max_blocks), dtype=np.int32)
-        self._lengths = [0] * num_rows
         self._owners = [(-1, 0)] * num_rows
 
     def update(self, seq: Sequence) -> None:
         """Copy the blocks that were assigned to `seq` since the last call. After a preemption it has different blocks."""
         row, blocks = seq.row, seq.blocks
         owner = (seq.seq_id, seq.num_preemptions)
-        known = self._lengths[row]
+        known = seq.num_tabled_blocks
         if self._owners[row] != owner:
             known = 0
             self._owners[row] = owner
         if known < len(blocks):
             self.table[row, known : len(blocks)] = blocks[known:]
-            self._lengths[row] = len(blocks)
+            seq.num_tabled_blocks = len(blocks)
 
 
 class InputBuilder:
@@ -118,14 +130,16 @@ class InputBuilder:
         counts = np.array(plan.num_new, dtype=np.int32)
         seq_lens = starts + counts
         sampled = list(range(num_rows)) if all(plan.samples) else [i for i in range(num_rows) if plan.samples[i]]
+        max_drafts = max(map(len, plan.drafts))
+        num_sampled = len(sampled) + sum(map(len, plan.drafts)) if max_drafts else len(sampled)
         extra = [at for chunk in prompt_chunks(plan) for at in range(chunk.at, chunk.at + len(chunk.targets))]
         packed = PackedStep(
             host=_NOTHING,
             shape=shape,
             width=-(-int(seq_lens.max()) // self.block_size),
             # A captured graph computes logits of every row, so that their number depends only on the shape.
-            num_logits=shape.rows if is_padded else len(sampled) + len(extra),
-            num_sampled=shape.rows if is_padded else len(sampled),
+            num_logits=shape.rows if is_padded else num_sampled + len(extra),
+            num_sampled=shape.rows if is_padded else num_sampled,
             num_decodes=shape.rows if shape.is_decode else 0 if is_padded else plan.num_decodes,
             max_query_len=int(counts.max()),
             max_seq_len=int(seq_lens.max()),
@@ -134,6 +148,9 @@ class InputBuilder:
             num_extra=len(extra),
             is_prefix_lm=sequences[0].bidirectional_prefix is not None,
             has_adapters=plan.adapters is not None,
+            max_drafts=max_drafts,
+            num_sequences=len(sampled) if max_drafts else 0,
+            draft_ids=[plan.drafts[i] for i in sampled] if max_drafts else [],
         )
         packed.host = self.buffer(packed.buffer_size)
         ids, positions, slots, query_starts, lens, logits_idx, sampled_rows, counters, flat_tables, *optional = split_buffer(
@@ -148,19 +165,34 @@ class InputBuilder:
         block_tables = flat_tables.reshape(shape.rows, packed.width)
         np.take(self.tables.table[:, : packed.width], rows, axis=0, out=block_tables[:num_rows])
         block_tables[num_rows:] = 0
-        _fill_tokens(plan, ids)
+        _fill_tokens(plan, ids, self.num_rows)
         self._fill_positions(plan, starts, counts, query_starts, block_tables, positions, slots)
         if plan.adapters is not None:
             adapter_ids = optional.pop()
             adapter_ids[:num_tokens] = np.repeat(np.array(plan.adapters, dtype=np.int32), counts)
             adapter_ids[num_tokens:] = NO_ADAPTER
+        if max_drafts:
+            owners, sequence_starts = optional.pop(), optional.pop()
+            self._fill_drafted(
+                packed.draft_ids,
+                extra,
+                rows[sampled],
+                query_starts[1:][sampled],
+                seq_lens[sampled],
+                logits_idx,
+                sampled_rows,
+                counters,
+                sequence_starts,
+                owners,
+            )
+        else:
+            self._fill_sampled(sampled, extra, rows, query_starts, seq_lens, logits_idx, sampled_rows, counters)
         if optional:
             prefixes = [seq.bidirectional_prefix for seq in sequences if seq.bidirectional_prefix is not None]
             fill_prefix_lm_positions(prefixes, counts, positions, *optional)
         for padded in (ids, positions):
             padded[num_tokens:] = 0
         slots[num_tokens:] = -1
-        self._fill_sampled(sampled, extra, rows, query_starts, seq_lens, logits_idx, sampled_rows, counters)
         return packed
 
     def unpack(self, packed: PackedStep, static: Tensor | None = None, tables: Tensor | None = None) -> StepInputs:
@@ -184,7 +216,8 @@ class InputBuilder:
             prefix_lens=views[10] if packed.is_prefix_lm else None,
             adapter_ids=views[-1] if packed.has_adapters else None,
         )
-        return StepInputs(batch, views[6], views[7])
+        drafted = views[11 if packed.is_prefix_lm else 9 :][:2] if packed.max_drafts else (None, None)
+        return StepInputs(batch, views[6], views[7], *drafted)
 
     def buffer(self, size: int) -> Tensor:
         """A host buffer, int32 [size], that is valid for one step."""
@@ -222,6 +255,34 @@ class InputBuilder:
         counters[:count] = seq_lens[picked]
         counters[count:] = 0
 
+    def _fill_drafted(
+        self,
+        drafts: list[Seq[int]],
+        extra: list[int],
+        rows: np.ndarray,
+        ends: np.ndarray,
+        seq_lens: np.ndarray,
+        logits_idx: np.ndarray,
+        sampled_rows: np.ndarray,
+        counters: np.ndarray,
+        starts: np.ndarray,
+        owners: np.ndarray,
+    ) -> None:
+        """The same for a step with drafts: a sequence with k drafts has the logits of its last k + 1 tokens.
+
+        `rows`, `ends` (the index after the last token) and `seq_lens` are those of the sequences that sample; `starts` and `owners` are
+        written, too.
+        """
+        counts = np.array([1 + len(ids) for ids in drafts], dtype=np.int32)
+        starts[0] = 0
+        np.cumsum(counts, out=starts[1:])
+        owners[:] = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        num_after = starts[1:][owners] - np.arange(len(owners), dtype=np.int32)  # tokens of the sequence from this one on
+        logits_idx[: len(owners)] = ends[owners] - num_after
+        logits_idx[len(owners) :] = extra
+        sampled_rows[:] = rows[owners]
+        counters[:] = seq_lens[owners] - num_after + 1
+
     def _views(self, packed: PackedStep, static: Tensor | None, tables: Tensor | None) -> list[Tensor]:
         """The parts of the buffer as tensors on the device, in the order of `sizes`."""
         host, sizes = packed.host, packed.sizes
@@ -236,18 +297,27 @@ class InputBuilder:
         return views
 
 
-def _fill_tokens(plan: StepPlan, token_ids: np.ndarray) -> None:
-    """Write the token ids of the step. An id that only the device has is written as -1 - row."""
+def _fill_tokens(plan: StepPlan, token_ids: np.ndarray, num_rows: int) -> None:
+    """Write the token ids of the step.
+
+    An id that only the device has is written as -1 - its index in `ModelRunner.last_ids`: a row's newest id, or its draft number i
+    (from 0), which is at (i + 1) × (num_rows + 1) + row.
+    """
     at = 0
-    for seq, start, count in zip(plan.sequences, plan.starts, plan.num_new, strict=True):
+    for seq, start, count, drafts in zip(plan.sequences, plan.starts, plan.num_new, plan.drafts, strict=True):
         tokens = seq.tokens
         if count == 1:
             token_ids[at] = tokens[start] if start < len(tokens) else -1 - seq.row
         else:
-            known = tokens[start : start + count]
+            known = tokens[start : start + count - len(drafts)]
             token_ids[at : at + len(known)] = known
-            if len(known) < count:
+            if len(known) < count - len(drafts):
                 token_ids[at + len(known)] = -1 - seq.row
+            if drafts:
+                first = at + count - len(drafts)
+                token_ids[first : at + count] = [
+                    token if token >= 0 else -1 - (i * (num_rows + 1) + seq.row) for i, token in enumerate(drafts, 1)
+                ]
         at += count
 
 

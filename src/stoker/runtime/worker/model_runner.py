@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from stoker.base.errors import RankError, RequestError
-from stoker.base.types import TokenLogprobs
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.core.prefix_lm import find_bidirectional_prefix
 from stoker.distributed.world import ALONE_WORLD, World
@@ -22,67 +20,16 @@ from stoker.kernels import ops
 from stoker.layers.decoder import Decoder
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.sampling.grammar_compiler import Grammars
-from stoker.runtime.sampling.logprobs import Logprobs, score
-from stoker.runtime.sampling.prompt_logprobs import PromptLogprobs, PromptScores, prompt_chunks
-from stoker.runtime.sampling.sampler import Sampler
+from stoker.runtime.sampling.logprobs import score
+from stoker.runtime.sampling.prompt_logprobs import PromptScores, prompt_chunks
+from stoker.runtime.sampling.sampler import DraftedRows, Sampler
+from stoker.runtime.sampling.verification import StepDrafts
 from stoker.runtime.schedule.plan import StepPlan
-from stoker.runtime.staging import copy_to_host
 from stoker.runtime.worker.cuda_graphs import Graphs
+from stoker.runtime.worker.drafter import Drafter, DraftInputs
 from stoker.runtime.worker.dummy_step import Bounds, allocate_dummy_step, pack_dummy_step
-from stoker.runtime.worker.inputs import InputBuilder, PackedStep, Shape
-
-
-@dataclass(slots=True)
-class StepResult:
-    """The results of a finished step for the rows that sampled."""
-
-    sequences: list[Sequence]
-    token_ids: list[list[int]]  # ids that each row yielded; the last is -1 where the logits were not finite
-    logprobs: list[list[TokenLogprobs] | None]  # of each row's ids, or None; empty when no row requests them
-    prompt_logprobs: PromptLogprobs = field(default_factory=dict)  # of rows that sampled for the first time
-
-
-class StepHandle:
-    """A launched step. `wait` blocks until its tokens are on the host."""
-
-    __slots__ = ("_event", "_prompt", "_scores", "_sequences", "_token_ids")
-
-    def __init__(
-        self, sequences: list[Sequence], token_ids: Tensor, scores: Logprobs | None = None, prompt: Callable[[], PromptLogprobs] = dict
-    ) -> None:
-        """`prompt` returns the log-probabilities of prompts. It is called when the step has ended."""
-        self._sequences = sequences
-        self._token_ids = copy_to_host(token_ids)
-        self._scores = scores.to_host() if scores is not None else None
-        self._prompt = prompt
-        self._event: torch.cuda.Event | None = None
-        if token_ids.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def wait(self) -> StepResult:
-        """Block until the step has ended, and return its results."""
-        if self._event is not None:
-            self._event.synchronize()
-        logprobs: list[list[TokenLogprobs] | None] = []
-        if self._scores is not None:
-            scores = self._scores.to_list(self._token_ids.tolist(), [seq.params.logprobs for seq in self._sequences])
-            logprobs = [None if score is None else [score] for score in scores]
-        return StepResult(self._sequences, self._token_ids.unsqueeze(1).tolist(), logprobs, self._prompt())
-
-
-class LazyHandle:
-    """A step that runs when `wait` is called."""
-
-    __slots__ = ("_start",)
-
-    def __init__(self, start: Callable[[], StepHandle]) -> None:
-        self._start = start
-
-    @torch.inference_mode()
-    def wait(self) -> StepResult:
-        """Run the step now, and return its results."""
-        return self._start().wait()
+from stoker.runtime.worker.inputs import InputBuilder, PackedStep, Shape, StepInputs
+from stoker.runtime.worker.step_handle import LazyHandle, StepHandle
 
 
 class StepPublisher(Protocol):
@@ -105,6 +52,7 @@ class ModelRunner:
         self, model: Decoder, caches: list[KVCache], *,
         num_rows: int, max_batch_size: int, max_num_tokens: int, max_seq_len: int, block_size: int, device: torch.device, use_graphs: bool,
         world: World = ALONE_WORLD, publisher: StepPublisher | None = None, grammars: Grammars | None = None,
+        drafter: Drafter | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.caches = caches
@@ -115,8 +63,10 @@ class ModelRunner:
         self.inputs = InputBuilder(num_rows, -(-max_seq_len // block_size), block_size, device, max(num_stages, 2))
         self.sampler = Sampler(num_rows, model.config.vocab_size, device, grammars, max(num_stages, 2))
         self.prompt_scores = PromptScores()
-        # The newest token of each row. Padding writes to the last element.
-        self.last_ids = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+        # The newest token of each row, then for each draft of `drafter` that of each row. Padding writes to the last element of each part.
+        num_drafts = drafter.num_drafts if drafter is not None else 0
+        self.drafter = drafter
+        self.last_ids = torch.zeros((1 + num_drafts) * (num_rows + 1), dtype=torch.int32, device=device)
         # Steps are planned before the ids of earlier ones are known only on a GPU without stages. Then each rank needs the sampled ids.
         self._broadcasts_ids = device.type != "cpu" and num_stages == 1 and world.size > 1
         # On a CPU, the last stage computes in `wait`, so that later steps are published to the other stages before.
@@ -169,7 +119,7 @@ class ModelRunner:
         assert not plan.transfers
         table = self.sampler.table
         table.update(plan.sequences)
-        is_plain = self.graphs is not None and plan.adapters is None and self.sampler.is_plain(plan.sequences)
+        is_plain = self.graphs is not None and plan.adapters is None and not any(plan.drafts) and self.sampler.is_plain(plan.sequences)
         packed = self.inputs.pack(plan, self.graphs.shape_for(plan) if self.graphs is not None and is_plain else None)
         all_greedy = table.all_greedy(plan.sequences)
         if self.publisher is not None:
@@ -185,13 +135,24 @@ class ModelRunner:
             return StepHandle(packed.sampled, token_ids[: len(packed.sampled)])
         with self._fatal_error(self.world.size > 1):
             inputs = self.inputs.unpack(packed)
-            logits = self._logits(inputs.batch)
+            batch = self._resolve(inputs.batch)
+            logits = self.model(batch, self.caches)
         prompt = prompt_chunks(plan) if packed.num_extra else []
+        drafts = DraftedRows(packed.draft_ids, drafts_of(inputs, batch, packed.max_drafts)) if packed.max_drafts else None
         with self._fatal_error(self._broadcasts_ids):
-            sampled = self.sampler.sample(logits, inputs.rows, inputs.counters, packed.sampled, prompt)
-            self._store_last_ids(inputs.rows, sampled.token_ids)
+            sampled = self.sampler.sample(logits, inputs.rows, inputs.counters, packed.sampled, prompt, drafts)
+            self._store_last_ids(inputs.sequence_rows, sampled.newest)
+            if self.drafter is not None:
+                self._store_drafts(self.drafter.draft(DraftInputs(batch, inputs.sequence_rows, sampled.newest, sampled.verified)), inputs)
         scored = [(chunk, scores.to_host()) for chunk, scores in sampled.prompt]
-        return StepHandle(packed.sampled, sampled.token_ids, sampled.logprobs, lambda: self.prompt_scores.collect(scored, packed.sampled))
+        return StepHandle(
+            packed.sampled,
+            sampled.token_ids,
+            sampled.logprobs,
+            lambda: self.prompt_scores.collect(scored, packed.sampled),
+            sampled.verified,
+            [1 + len(ids) for ids in packed.draft_ids],
+        )
 
     @contextlib.contextmanager
     def _fatal_error(self, is_fatal: bool) -> Iterator[None]:
@@ -217,7 +178,8 @@ class ModelRunner:
             return
         inputs = self.inputs.unpack(packed)
         self._logits(inputs.batch)
-        self._store_last_ids(inputs.rows, torch.zeros_like(inputs.rows))
+        rows = inputs.sequence_rows
+        self._store_last_ids(rows, torch.zeros_like(rows))
 
     @torch.inference_mode()
     def run_dummy_step(self, shape: Shape) -> None:
@@ -271,12 +233,28 @@ class ModelRunner:
 
     def _logits(self, batch: ForwardBatch) -> Tensor:
         """The logits [L, V] of a step, after ids that only the device has were resolved."""
-        if self.device.type != "cpu":
-            batch = dataclasses.replace(batch, token_ids=ops.resolve(batch.token_ids, self.last_ids))
-        return self.model(batch, self.caches)
+        return self.model(self._resolve(batch), self.caches)
+
+    def _resolve(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch with the ids that only the device has. On a CPU these are drafts of a drafter only, because steps do not overlap."""
+        if self.device.type == "cpu" and self.drafter is None:
+            return batch
+        return dataclasses.replace(batch, token_ids=ops.resolve(batch.token_ids, self.last_ids))
 
     def _store_last_ids(self, rows: Tensor, token_ids: Tensor) -> None:
         """Store the sampled ids for the next step, on every rank that needs them."""
         if self._broadcasts_ids:
             token_ids = self.world.tensor.broadcast(token_ids)
         ops.remember(self.last_ids, rows, token_ids)
+
+    def _store_drafts(self, drafts: Tensor, inputs: StepInputs) -> None:
+        """Store the drafts [S, K] of a drafter, to which the next step refers."""
+        num_rows = self.inputs.num_rows + 1
+        for i, token_ids in enumerate(drafts.unbind(1), 1):
+            ops.remember(self.last_ids[i * num_rows : (i + 1) * num_rows], inputs.sequence_rows, token_ids)
+
+
+def drafts_of(inputs: StepInputs, batch: ForwardBatch, max_drafts: int) -> StepDrafts:
+    """The drafts of a step whose ids were resolved."""
+    assert inputs.starts is not None and inputs.owners is not None and batch.logits_idx is not None
+    return StepDrafts.of(batch.token_ids, batch.logits_idx[: len(inputs.owners)], inputs.starts, inputs.owners, max_drafts)

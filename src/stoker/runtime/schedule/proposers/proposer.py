@@ -12,12 +12,22 @@ class Proposer(ABC):
     """Proposes draft tokens, which the model verifies in the step that computes the newest token of the sequence.
 
     max_drafts: the largest number of drafts per row; 0: the planner never calls `propose`.
-    reads_token_ids: drafts are a function of token ids that the host knows. A sequence is then not planned again before its step is
-        committed. A proposer that runs on the device sets False and returns -1 for each draft.
+    reads_token_ids: drafts are a function of token ids that the host knows, so `propose` is called only for sequences without a pending
+        id. A proposer that runs on the device sets False and returns -1 for each draft.
+
+    State of a sequence is stored in `Sequence.proposal`.
     """
 
     max_drafts: int
     reads_token_ids: bool
+
+    def waits(self, seq: Sequence) -> bool:
+        """Whether no step of `seq` is planned while one of its ids is pending, because drafts are likely once the id is known.
+
+        Called only if `reads_token_ids`. A sequence for which no drafts are expected should not wait: on a GPU its next step is then
+        planned while the previous one runs.
+        """
+        return True
 
     @abstractmethod
     def propose(self, seq: Sequence, limit: int) -> Seq[int]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-HEADER_SIZE = 16
+HEADER_SIZE = 32
 
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
 

@@ -1,0 +1,63 @@
+"""An index of a text in token ids: where the newest tokens occurred before, in constant time per token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import count
+
+SIZES = (5, 3, 2)  # numbers of tokens that must agree; longer agreements are tried first
+
+
+class TokenIndex:
+    """Finds the continuation of the newest tokens in a text that grows.
+
+    Each run of SIZES tokens is in a hash table with the position after its last occurrence. While the tokens that follow agree with a
+    continuation, it is continued without a search, so that a copied passage is not lost where its words occur several times.
+    """
+
+    def __init__(self, text: Iterable[int] = (), *, start: int = -1) -> None:
+        """`start`: the position of the text at which the first token is expected; -1: nowhere."""
+        self.text: list[int] = []
+        self._tables: list[dict[tuple[int, ...], int]] = [{} for _ in SIZES]
+        self._num_indexed = [0] * len(SIZES)  # ends of the runs in each table
+        self.append(text)
+        self._next = start
+
+    def append(self, token_ids: Iterable[int]) -> None:
+        """Add tokens to the end of the text."""
+        self.text += token_ids
+        text = self.text
+        for i, (size, table) in enumerate(zip(SIZES, self._tables, strict=True)):
+            # A run is indexed when a token follows it.
+            first = max(self._num_indexed[i], size)
+            if first < len(text):
+                runs = zip(*(text[first - size + offset : len(text) - size + offset] for offset in range(size)), strict=True)
+                table.update(zip(runs, count(first)))
+                self._num_indexed[i] = len(text)
+
+    def follow(self, token_ids: Sequence[int], newest: Sequence[int]) -> None:
+        """Set the continuation after `token_ids` were generated. `newest` are the last tokens up to them, at least max(SIZES) if there are.
+
+        The text may contain `token_ids` already.
+        """
+        text = self.text
+        for token in token_ids:
+            self._next = self._next + 1 if 0 <= self._next < len(text) and text[self._next] == token else -1
+        if self._next < 0 or self._next >= len(text):
+            self._next = self._find(newest)
+
+    def continuation(self, limit: int) -> list[int]:
+        """At most `limit` tokens that followed the newest ones in the text."""
+        return self.text[self._next : self._next + limit] if self._next >= 0 else []
+
+    def repetition(self, limit: int) -> list[int]:
+        """The same for a text that ends with the newest tokens: the tokens between the two occurrences are repeated up to `limit`."""
+        found = self.continuation(limit)
+        return (found * -(-limit // len(found)))[:limit] if found else found
+
+    def _find(self, newest: Sequence[int]) -> int:
+        """The position after the last occurrence of the newest tokens; -1: none."""
+        for size, table in zip(SIZES, self._tables, strict=True):
+            if len(newest) >= size and (found := table.get(tuple(newest[-size:]))) is not None:
+                return found
+        return -1

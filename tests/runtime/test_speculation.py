@@ -1,0 +1,124 @@
+"""Speculative decoding on the CPU: every feature gives the tokens of plain decoding, whatever the drafts are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from drive import END, Answer, Driven, request
+from torch import Tensor
+
+from stoker.base.types import Guide
+from stoker.runtime.request import Sequence, TokenRequest
+from stoker.runtime.schedule.proposers import PROPOSERS
+from stoker.runtime.schedule.proposers.proposer import Proposer
+from stoker.runtime.worker.drafter import Drafter, DraftInputs
+from stoker.runtime.worker.model_runner import ModelRunner
+
+Make = Callable[..., Driven]
+COUNT = 24
+FEATURES: list[dict[str, Any]] = [
+    {}, {"logprobs": 3}, {"temperature": 0.9, "seed": 5, "n": 3}, {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 2},
+    {"repetition_penalty": 1.4, "frequency_penalty": 0.7, "presence_penalty": 0.2}, {"logit_bias": {5: 3.0, 77: 2.0}},
+    {"repetition_penalty": 1.3, "temperature": 0.8, "seed": 7, "logprobs": 0, "prompt_logprobs": 1},
+    {"allowed_token_ids": (5, 40, 41, 77, 200), "temperature": 2.0, "seed": 3, "bad_words": ((5, 40), (77,))},
+    {"guide": Guide("regex", "(ab|c+d){3,9}"), "end_ids": (END,)},
+    {"guide": Guide("json"), "end_ids": (END,), "temperature": 1.0, "seed": 9},
+    {"guide": Guide("regex", "[a-c]{2}"), "end_ids": (END,), "min_tokens": 8},
+    {"guide": Guide("regex", "x{4}", reasoning_end=(9,)), "end_ids": (END,), "logit_bias": {9: 6.0}, "temperature": 1.0, "seed": 4},
+    {"min_tokens": 6, "end_ids": (END, 11), "logit_bias": {11: 7.0}, "temperature": 1.0, "seed": 8},
+]  # fmt: skip
+
+
+def corrupted(rng: random.Random, tokens: list[int], rate: float) -> list[int]:
+    """The tokens of an answer, of which some are replaced, repeated or left out."""
+    return [rng.randrange(300) if rng.random() < rate else token for token in tokens for _ in range(rng.choice((1, 1, 1, 1, 1, 0, 2)))]
+
+
+def comparable(answer: Answer) -> tuple[Any, ...]:
+    error = answer.error.code if answer.error is not None else None
+    logprobs = [(entry.token_id, round(entry.logprob, 3), [token for token, _ in entry.top]) for entry in answer.logprobs]
+    return answer.tokens, answer.reason, answer.stop_id, error, logprobs, answer.prompt_logprobs is None
+
+
+@pytest.mark.parametrize("settings", [{"draft_tokens": 3}, {"draft_tokens": 7, "max_num_tokens": 24, "policy": "max_utilization"}])
+def test_features(drive: Make, prompts: list[list[int]], settings: dict[str, Any]) -> None:
+    """Rows with 1 + k tokens, plain rows and prefill chunks share batches. The drafts of a request are its answer with errors."""
+    rng = random.Random(1)
+    cases = [request(prompts[i % len(prompts)], **{"max_tokens": COUNT} | params) for i, params in enumerate(FEATURES)]
+    plain = drive()
+    expected = plain.run(*cases)
+    again: list[TokenRequest] = []
+    for case in cases:
+        call = request(case.prompt_ids, end_ids=case.end_ids)
+        call.params = case.params
+        call.draft_ids = corrupted(rng, plain.answers[case.request_id, 0].tokens, 0.1)
+        again.append(call)
+    driven = drive(speculate="request", kv_cache_tokens=24 * 16, **settings)
+    found = driven.run(*again)
+    for case, one, other in zip([c for c in cases for _ in range(c.params.n)], expected, found, strict=True):
+        assert comparable(one) == comparable(other), case.params
+    assert driven.stats.num_steps < 0.8 * plain.stats.num_steps or "policy" in settings
+
+
+@pytest.mark.parametrize("speculate", ["ngram", "request"])
+def test_prompt_lookup(drive: Make, prompts: list[list[int]], speculate: str) -> None:
+    """A request that biases the model to repeat itself needs fewer steps."""
+    calls = [request(prompt, max_tokens=40, logit_bias=dict.fromkeys((5, 6, 7), 4.0), frequency_penalty=-0.1) for prompt in prompts]
+    plain = drive()
+    expected = [answer.tokens for answer in plain.run(*calls)]
+    driven = drive(speculate=speculate)
+    assert [answer.tokens for answer in driven.run(*calls)] == expected
+    assert (driven.stats.num_steps < 0.6 * plain.stats.num_steps) is (speculate == "ngram")
+
+
+class StubDrafter(Drafter):
+    """Drafts on the device: the true answers, except where a draft is a multiple of seven."""
+
+    num_drafts = 4
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]]) -> None:
+        self.answers = answers
+        self.num_accepted = 0
+
+    def draft(self, inputs: DraftInputs) -> Tensor:
+        self.num_accepted += 0 if inputs.verified is None else int(inputs.verified.num_accepted.sum())
+        return torch.tensor([self.drafts_after(token) for token in inputs.newest.tolist()], dtype=torch.int32)
+
+    def drafts_after(self, newest: int) -> list[int]:
+        """What follows the first occurrence of the token in the answers."""
+        found = next((answer[at + 1 :] for answer in self.answers.values() for at in [find(answer, newest)] if at >= 0), [])
+        return [token if token % 7 else token + 1 for token in [*found, 1, 1, 1, 1]][: self.num_drafts]
+
+
+def find(answer: list[int], token: int) -> int:
+    return answer.index(token) if token in answer else -1
+
+
+class StubDeviceDrafts(Proposer):
+    max_drafts = StubDrafter.num_drafts
+    reads_token_ids = False
+
+    def propose(self, seq: Sequence, limit: int) -> list[int]:
+        return [-1] * limit
+
+
+def test_drafts_of_the_device(drive: Make, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids that only the device knows are verified. Sequences whose features read tokens on the host have no drafts."""
+    cases = [
+        request(prompts[i % len(prompts)], **{"max_tokens": COUNT} | params)
+        for i, params in enumerate(FEATURES[:2] + FEATURES[4:6] + FEATURES[8:10])
+    ]
+    plain = drive()
+    expected = [comparable(answer) for answer in plain.run(*cases)]
+    drafter = StubDrafter({tuple(case.prompt_ids): plain.answers[case.request_id, 0].tokens for case in cases})
+    monkeypatch.setitem(PROPOSERS._rows, "ngram", StubDeviceDrafts)
+    driven = drive(speculate="ngram")
+    runner = driven.executor.runner
+    assert isinstance(runner, ModelRunner)
+    runner.drafter, runner.last_ids = drafter, torch.zeros((1 + drafter.num_drafts) * (runner.inputs.num_rows + 1), dtype=torch.int32)
+    assert [comparable(answer) for answer in driven.run(*cases)] == expected
+    assert drafter.num_accepted > 20
