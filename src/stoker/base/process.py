@@ -1,7 +1,8 @@
-"""Identifies processes of this machine uniquely."""
+"""Identifies processes of this machine uniquely, and prepares a process that has loaded what it needs for its work."""
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 
@@ -14,3 +15,13 @@ def start_time(pid: int | str) -> str | None:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return None
+
+
+def freeze_objects() -> None:
+    """Exempt all present objects from garbage collection.
+
+    A process calls this when it has loaded everything. torch and Triton alone have 200,000 objects, over which a full collection takes
+    about 100 ms, in the middle of a step. Afterwards a collection looks only at objects that were created since.
+    """
+    gc.collect()
+    gc.freeze()

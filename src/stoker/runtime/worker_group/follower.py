@@ -12,6 +12,7 @@ import msgspec
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import StokerError
 from stoker.base.logging import configure, get_logger
+from stoker.base.process import freeze_objects
 from stoker.runtime.worker_group.channels import CHANNELS
 from stoker.runtime.worker_group.channels.channel import ChannelAddress, PlanReader
 
@@ -75,6 +76,7 @@ def follow(task: FollowTask) -> None:
     os.write(task.status_fd, LOADED)
     runner = loaded.runner(world.everyone.smallest(loaded.num_blocks()))
     runner.warm_up()
+    freeze_objects()
     world.everyone.smallest(0)
     _run_steps(channel, runner, SPIN_S[device.type])
 

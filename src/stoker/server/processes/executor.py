@@ -10,6 +10,7 @@ from typing import Any
 
 from stoker.base.errors import StokerError
 from stoker.base.logging import configure, get_logger
+from stoker.base.process import freeze_objects
 from stoker.runtime.client import ExecutorInfo, Message, Shutdown
 from stoker.runtime.request import SequenceOutput
 from stoker.runtime.transport.zmq_mailbox import ZmqMailbox
@@ -69,6 +70,7 @@ def run(task: ExecutorTask, report_ready: Callable[[], Any]) -> None:
         return mailbox
 
     executor = load_executor(task.engine, task.config, listen)
+    freeze_objects()
     report_ready()
     executor.run()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import math
 import signal
 import socket
@@ -16,6 +15,7 @@ import uvloop
 
 from stoker.base.errors import DependencyError, StokerError
 from stoker.base.logging import get_logger
+from stoker.base.process import freeze_objects
 from stoker.server.application import make_app
 from stoker.server.coordination import Coordination, Coordinator
 from stoker.server.http.connection import BoundedProtocol
@@ -65,13 +65,13 @@ async def serve(task: FrontendTask, report_ready: Callable[[], Any]) -> None:
     grpc = await open_grpc(context, task.grpc_address) if task.grpc_address is not None else None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: setattr(server, "should_exit", True))
     end_with_parent()
-    gc.freeze()
     serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=fd) for fd in task.socket_fds]))
     loading = asyncio.create_task(model.load())
     await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
     if loading.done():
         if (error := loading.exception()) is not None:
             raise error
+        freeze_objects()
         report_ready()
     stops = [start() for start in context.background] if loading.done() else []
 
