@@ -84,7 +84,9 @@ def stoker() -> Iterator[Ports]:
         save_tokenizer(Path(folder))
         address, grpc = f"ipc://{folder}/executor", free_port()
         executor = subprocess.Popen([sys.executable, str(HERE / "triton_stub_executor.py"), address, str(PACE_S)])
-        task = FrontendTask("stub", ServerSettings(), [listener.fileno()], f"127.0.0.1:{grpc}", executor=ExecutorPlace(address, folder))
+        task = FrontendTask(
+            "stub", ServerSettings(), [listener.fileno()], f"127.0.0.1:{grpc}", executor=ExecutorPlace(address, folder, folder)
+        )
         start = Child.start("frontend", "stoker.server.processes.frontend_entry", task, pass_fds=[listener.fileno()])
         frontend = asyncio.run_coroutine_threadsafe(start, loop).result(30)
         try:

@@ -14,7 +14,7 @@ from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime import step_history
 from stoker.runtime.executor import Executor
 from stoker.runtime.kv.block_pool import BlockPool
-from stoker.runtime.live_state import MAX_STEP_ROWS, MAX_STEPS, EndedSequences, LiveState, live_state
+from stoker.runtime.live_state import MAX_STEP_ROWS, MAX_STEPS, EndedSequences, LiveQuery, LiveState, live_state
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.step_history import StepHistory
@@ -34,8 +34,8 @@ def driven() -> tuple[Executor, SynchronousMailbox]:
 
 
 def state_of(executor: Executor, first_step: int | None = 0) -> LiveState:
-    preparing = executor.admission.preparing()
-    return live_state(executor.snapshot(), executor.scheduler, preparing, executor.step_history, executor.ended, first_step)
+    query, preparing = LiveQuery("client", 1, first_step), executor.admission.preparing()
+    return live_state(executor.snapshot(), executor.scheduler, preparing, executor.step_history, executor.ended, query)
 
 
 def test_steps_show_which_sequence_computed_how_many_tokens() -> None:

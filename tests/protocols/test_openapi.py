@@ -40,6 +40,11 @@ EXCHANGES: list[tuple[str, str, Any]] = [
     ("GET", "/openapi.json", None),
     ("GET", "/docs", None),
     ("GET", "/", None),
+    ("GET", "/console", None),
+    ("GET", "/console/{name}", None),
+    ("GET", "/console/api/server", None),
+    ("GET", "/console/api/live", None),
+    ("GET", "/console/api/log", None),
     ("GET", "/load", None),
     ("GET", "/v1/models", None),
     ("GET", "/v1/models/{model}", None),
@@ -143,6 +148,7 @@ EXCHANGES: list[tuple[str, str, Any]] = [
 BATCH = b'{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "hi"}}'
 # Routes that have no success in this test, because they need a repository in explicit mode or shared memory, or do not exist for the model.
 REFUSING = {
+    ("GET", "/console/api/engine"): None,
     ("POST", "/v1/batches/{batch_id}/cancel"): {},
     ("POST", "/v2/repository/models/{model}/load"): {},
     ("POST", "/v2/repository/models/{model}/unload"): {},
@@ -206,7 +212,8 @@ def request_schema(document: dict[str, Any], method: str, path: str) -> dict[str
 
 
 def filled(path: str, **values: str) -> str:
-    known = {"model": "tiny", "version": "1", "endpoint": "e", "region": "r", "response_id": "resp_1", "batch_id": "batch_1", **values}
+    known = {"model": "tiny", "version": "1", "endpoint": "e", "region": "r", "response_id": "resp_1", "batch_id": "batch_1"}
+    known |= {"name": "console.js", **values}
     return re.sub(r"\{(\w+)\}", lambda match: known[match[1]], path)
 
 
@@ -340,7 +347,12 @@ def test_a_table_becomes_an_object_with_descriptions() -> None:
     assert set(schema["properties"]) == {row.name for row in TABLES["chat"]}
 
 
-async def test_pages_work_without_a_network(server: httpx.AsyncClient) -> None:
+async def test_pages_work_without_a_network() -> None:
+    async with asgi_client(ScriptedService(), console=False) as server:
+        await check_pages(server)
+
+
+async def check_pages(server: httpx.AsyncClient) -> None:
     page = (await server.get("/docs")).text
     assert "/v1/chat/completions" in page and "max_output_tokens" in page and "Answer a conversation" in page
     links = (await server.get("/")).text

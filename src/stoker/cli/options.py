@@ -87,6 +87,7 @@ _FLAGS = {
     "http_port": "port",
     "protocols": "protocol",
     "cors_origins": "cors-origin",
+    "console": "console/--no-console",
     "test_models": "with-test-models/--without-test-models",
 }  # fields whose option has another name
 

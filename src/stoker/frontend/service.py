@@ -114,8 +114,8 @@ class Service(ABC):
         """The current statistics of the executor. Raises UnavailableError."""
 
     @abstractmethod
-    async def live(self, first_step: int | None = None) -> LiveState:
-        """The executor's sequences, KV blocks, and steps from number `first_step` on (None: no steps). Raises UnavailableError."""
+    async def live(self, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
+        """The executor's sequences, KV blocks, steps and log, as `LiveQuery` requests them. Raises UnavailableError."""
 
     @property
     @abstractmethod

@@ -117,8 +117,8 @@ class ExecutorClient(ABC):
         """The executor's current statistics. Raises UnavailableError if it has ended or does not answer."""
 
     @abstractmethod
-    async def live(self, first_step: int | None = None) -> LiveState:
-        """The executor's sequences, blocks and steps from number `first_step` on (None: no steps). Raises UnavailableError."""
+    async def live(self, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
+        """The executor's sequences, blocks, steps and log, as LiveQuery requests them. Raises UnavailableError."""
 
     @abstractmethod
     def pause(self, paused: bool) -> None:

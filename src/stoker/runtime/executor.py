@@ -172,9 +172,9 @@ class Executor:
                 self.scheduler.pause(paused)
             case StatsQuery():
                 self.mailbox.reply_stats(message, self.snapshot())
-            case LiveQuery(first_step=first_step):
+            case LiveQuery():
                 preparing = self.admission.preparing()
-                state = live_state(self.snapshot(), self.scheduler, preparing, self.step_history, self.ended, first_step)
+                state = live_state(self.snapshot(), self.scheduler, preparing, self.step_history, self.ended, message)
                 self.mailbox.reply_live(message, state)
             case Shutdown():
                 self._shutdown = message

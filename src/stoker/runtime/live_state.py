@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from stoker.base.logging import LogLine, recent_lines
 from stoker.runtime.kv.tiers import TierOccupancy
 from stoker.runtime.request import ExecutorStats, Sequence, Status
 from stoker.runtime.step_history import StepHistory, StepRecord
@@ -34,6 +35,7 @@ class LiveQuery(msgspec.Struct, tag=True, array_like=True):
     client: str
     number: int  # identifies the query of the client
     first_step: int | None = None  # steps from this number on; None: no steps
+    log_after_s: float | None = None  # lines of the log after this time, in seconds since 1970; None: no lines
 
 
 class SequenceState(msgspec.Struct):
@@ -67,6 +69,7 @@ class LiveState(msgspec.Struct):
     tiers: list[TierOccupancy]
     steps: list[StepRecord]
     next_step: int  # number of the step after the newest one
+    log: list[LogLine]
     names: dict[int, str]  # seq_id → "request id" or "request id [index]", for the sequences of the steps
 
 
@@ -102,13 +105,13 @@ def live_state(
     preparing: list[Sequence],
     history: StepHistory,
     ended: EndedSequences,
-    first_step: int | None,
+    query: LiveQuery,
 ) -> LiveState:
-    """The present state. `preparing` are sequences whose grammar is compiled. `first_step`: the first step to include; None: no steps."""
+    """The answer to `query`. `preparing` are sequences whose grammar is compiled."""
     now = time.monotonic()
     running = scheduler.running()
     waiting = [*scheduler.waiting(MAX_SEQUENCES), *preparing][:MAX_SEQUENCES]
-    oldest = history.num_steps if first_step is None else max(first_step, history.num_steps - MAX_STEPS)
+    oldest = history.num_steps if query.first_step is None else max(query.first_step, history.num_steps - MAX_STEPS)
     steps = _newest(list(history.steps(oldest)))
     seq_ids = set(itertools.chain.from_iterable(step.seq_ids for step in steps))
     names = ended.names() if seq_ids else {}
@@ -121,6 +124,7 @@ def live_state(
         tiers=scheduler.kv_cache.occupancy(CELLS),
         steps=steps,
         next_step=history.num_steps,
+        log=recent_lines(query.log_after_s) if query.log_after_s is not None else [],
         names={seq_id: names[seq_id] for seq_id in seq_ids if seq_id in names},
     )
 

@@ -16,6 +16,7 @@ from stoker.server.http.request_context import RequestContext
 from stoker.server.http.routing import Routes
 from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.registry import PROTOCOLS
+from stoker.server.settings import ServerSettings
 
 log = get_logger(__name__)
 
@@ -25,8 +26,7 @@ WITHOUT_PREFLIGHT = ("", "text/plain", "application/x-www-form-urlencoded", "mul
 
 def make_app(context: Context) -> Any:
     """An ASGI application with the protocols that the settings name, or all, and the routes of health and documentation."""
-    names = context.settings.protocols or tuple(PROTOCOLS)
-    protocols = [PROTOCOLS.get(name)(context) for name in dict.fromkeys(("health", *names))]
+    protocols = [PROTOCOLS.get(name)(context) for name in served_protocols(context.settings)]
     if not any("/" in protocol.prefixes for protocol in protocols):  # a protocol that defines every path
         protocols.append(Documentation(context, tuple(protocols)))
     app: Any = Application(context, protocols)
@@ -34,6 +34,14 @@ def make_app(context: Context) -> Any:
         exposed = ["x-request-id", "retry-after"]
         app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
     return app
+
+
+def served_protocols(settings: ServerSettings) -> list[str]:
+    """The names of the protocols that a server with these settings has, in the order of their routes."""
+    names = dict.fromkeys(("health", *(settings.protocols or PROTOCOLS)))
+    if settings.console is not None:
+        names.pop("console", None)
+    return [*names, "console"] if settings.console else list(names)
 
 
 class Application:

@@ -10,11 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
+from stoker.base.logging import LogLine, recent_lines
+
 Values: TypeAlias = dict[str, Any]  # by name; None in a change removes the value
 Apply: TypeAlias = Callable[[Values], Awaitable[None]]
 Action: TypeAlias = Callable[..., Awaitable[Any]]
 
-PUT, REMOVE, SIGNAL = "put", "remove", "signal"  # the actions that every server has
+PUT, REMOVE, SIGNAL, LOG = "put", "remove", "signal", "log"  # the actions that every server has
 
 
 class Coordination(ABC):
@@ -52,6 +54,11 @@ class Coordination(ABC):
         """Call the functions of `on_change` in all frontends with {name: value}. The value is not kept."""
         await self.call(SIGNAL, name, value)
 
+    async def log(self, after_s: float) -> list[LogLine]:
+        """The newest log lines of the process that runs the actions, logged after `after_s` (seconds since 1970)."""
+        lines: list[LogLine] = await self.call(LOG, after_s)
+        return lines
+
     @abstractmethod
     async def close(self) -> None:
         """End the connection to the process that runs actions, if there is one."""
@@ -72,7 +79,7 @@ class Coordinator(Coordination):
 
     def __init__(self) -> None:
         super().__init__()
-        self.actions: dict[str, Action] = {PUT: self._put, REMOVE: self._remove, SIGNAL: self._signal}
+        self.actions: dict[str, Action] = {PUT: self._put, REMOVE: self._remove, SIGNAL: self._signal, LOG: self._log}
 
     async def call(self, action: str, *arguments: Any) -> Any:
         """Run the action in this process and return its result. Raises what the action raises."""
@@ -96,6 +103,10 @@ class Coordinator(Coordination):
         """The action `signal`: set a value and remove it again. Frontends see the change, and no value remains."""
         await self.publish({name: value})
         await self.publish({name: None})
+
+    async def _log(self, after_s: float) -> list[LogLine]:
+        """The action `log`: the newest log lines of this process."""
+        return recent_lines(after_s)
 
     async def _remove(self, prefix: str) -> None:
         """The action `remove`: remove all values whose names start with `prefix`."""

@@ -22,6 +22,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     metrics_port: int | None = None  # a further port for metrics and health; None: only on http_port
     model_name: str | None = None  # the name that clients use; None: the name of the engine's directory
     protocols: tuple[str, ...] = ()  # names of server/protocols/registry.py; empty: all
+    console: bool | None = None  # serve the web console; None: unless `protocols` names some
     add_special_tokens: bool = True  # for prompts given as text
     skip_special_tokens: bool = True  # special tokens produce no text
     request_limits: RequestLimits = RequestLimits()  # limits of requests below those of the engine

@@ -32,8 +32,9 @@ SERVER_HELP = {
     "grpc_port": "Port for KServe over gRPC (Triton uses 8001); 0 chooses a free port. Default: no gRPC.",
     "metrics_port": "A separate port for metrics (Triton uses 8002). Default: metrics on the HTTP port only.",
     "model_name": "The model name that clients use. Default: the folder's name.",
-    "protocols": "Serve only this protocol: openai, anthropic, ollama, kserve, sagemaker or truss. Repeatable. "
+    "protocols": "Serve only this protocol: openai, anthropic, ollama, kserve, sagemaker, truss or console. Repeatable. "
     "Default: those of the deployment folder.",
+    "console": "Serve the web console at /. Default: yes, unless --protocol or the deployment folder names protocols.",
     "add_special_tokens": "Add the tokenizer's special tokens in front of text prompts.",
     "skip_special_tokens": "Leave special tokens out of the output text.",
     "default_max_tokens": "Number of new tokens for requests that set none. Default: the protocol's own.",

@@ -195,8 +195,8 @@ class ZmqMailbox(Mailbox):
                 self._messages.append(message)
             case StatsQuery(_, number):
                 self._messages.append(StatsQuery(name, number))
-            case LiveQuery(_, number, first_step):
-                self._messages.append(LiveQuery(name, number, first_step))
+            case LiveQuery():
+                self._messages.append(msgspec.structs.replace(message, client=name))
             case Pause() | Shutdown():
                 self._messages.append(message)
 

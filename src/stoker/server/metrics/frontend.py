@@ -48,6 +48,18 @@ class FrontendMetrics:
         """Count an HTTP response. `route` is the path with names in place of its parameters."""
         self.of(metrics.RESPONSES, route, str(status)).inc()
 
+    def histogram(self, metric: Metric, model: str) -> list[int]:
+        """The number of observations in each bucket of a histogram of `model`, over all frontends. The last bucket has no upper bound."""
+        self.counter_buffer.write()
+        families: Iterable[MetricFamily]
+        if env.text(MULTIPROCESS_DIR):
+            families = multiprocess.MultiProcessCollector(CollectorRegistry()).collect()  # type: ignore[no-untyped-call]
+        else:
+            families = self._metrics[metric.name].collect()
+        samples = [sample for family in families for sample in family.samples if sample.name == f"{metric.name}_bucket"]
+        bounds = sorted((float(each.labels["le"]), int(each.value)) for each in samples if each.labels["model"] == model)
+        return [count - before for (_, count), before in zip(bounds, [0, *(count for _, count in bounds)], strict=False)]
+
     async def exposition(self, repository: ModelRepository) -> bytes:
         """All metrics in Prometheus' text format. Statistics of an executor that does not answer are omitted."""
         self.counter_buffer.write()

@@ -68,8 +68,8 @@ class MeteredService(Service):
     async def stats(self) -> ExecutorStats:
         return await self.inner.stats()
 
-    async def live(self, first_step: int | None = None) -> LiveState:
-        return await self.inner.live(first_step)
+    async def live(self, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
+        return await self.inner.live(first_step, log_after_s)
 
     @property
     def info(self) -> ExecutorInfo:
@@ -124,8 +124,8 @@ class MeteredClient(ExecutorClient):
     async def stats(self) -> ExecutorStats:
         return await self.inner.stats()
 
-    async def live(self, first_step: int | None = None) -> LiveState:
-        return await self.inner.live(first_step)
+    async def live(self, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
+        return await self.inner.live(first_step, log_after_s)
 
     def pause(self, paused: bool) -> None:
         self.inner.pause(paused)

@@ -58,7 +58,7 @@ class ExecutorControl:
         """Start the process of an executor and publish its place. Returns before it is ready."""
         served, self._running = self._next, _identity(self._next)
         self._num_starts += 1
-        self._place = ExecutorPlace(f"ipc://{self._run_dir}/executor{self._num_starts}", str(served.tokenizer))
+        self._place = ExecutorPlace(f"ipc://{self._run_dir}/executor{self._num_starts}", str(served.tokenizer), str(served.engine))
         self._task = ExecutorTask(str(served.engine), served.runtime, self._place.address)
         self._load_timeout_s = served.settings.load_timeout_s
         self.child = await Child.start("executor", MODULE, self._task)

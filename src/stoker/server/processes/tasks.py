@@ -22,10 +22,11 @@ class ExecutorTask(msgspec.Struct):
 
 
 class ExecutorPlace(msgspec.Struct, frozen=True):
-    """A running executor, as frontends connect to it: its ZeroMQ address, and the directory with the tokenizer of its engine."""
+    """A running executor, as frontends connect to it: its ZeroMQ address, and the directories of its engine and of its tokenizer."""
 
     address: str
     tokenizer: str
+    engine: str
 
 
 class ServedEngine(msgspec.Struct, frozen=True, kw_only=True):

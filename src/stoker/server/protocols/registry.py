@@ -8,6 +8,7 @@ from __future__ import annotations
 from stoker.base.registry import Registry
 from stoker.server.protocol import Protocol
 from stoker.server.protocols.anthropic.protocol import Anthropic
+from stoker.server.protocols.console.protocol import Console
 from stoker.server.protocols.health.protocol import Health
 from stoker.server.protocols.kserve.http.protocol import KServeHTTP
 from stoker.server.protocols.ollama.protocol import Ollama
@@ -23,3 +24,4 @@ PROTOCOLS.add("openai", OpenAI)
 PROTOCOLS.add("ollama", Ollama)
 PROTOCOLS.add("sagemaker", SageMaker)
 PROTOCOLS.add("truss", Truss)
+PROTOCOLS.add("console", Console)  # after truss, which may define the path /
