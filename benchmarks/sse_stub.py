@@ -89,7 +89,7 @@ class InstantService(Service):
         return ExecutorStats()
 
     async def live(self, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
-        return LiveState(await self.stats(), 0.0, [], [], [], [], 0, [], {})
+        return LiveState(await self.stats(), 0.0, 0.0, [], [], [], [], 0, [], {})
 
     @property
     def info(self) -> ExecutorInfo:

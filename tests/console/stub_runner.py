@@ -12,7 +12,7 @@ from stoker.runtime.executor import Executor
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
-from stoker.runtime.worker.model_runner import StepResult
+from stoker.runtime.worker.step_handle import StepResult
 
 LIMITS = Limits(max_batch_size=8, max_input_len=512, max_output_len=512, max_num_tokens=64, tokens_per_block=16)
 INFO = ExecutorInfo(

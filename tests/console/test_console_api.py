@@ -19,9 +19,10 @@ from scripted_service import ScriptedService, make_context
 from stoker.base import logging as base_logging
 from stoker.base.errors import UnavailableError
 from stoker.runtime.live_state import LiveState
+from stoker.runtime.step_history import StepRecord
 from stoker.server.application import make_app
+from stoker.server.metrics import live_view
 from stoker.server.protocol import Context
-from stoker.server.protocols.console import live_view
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -126,13 +127,33 @@ async def test_pages_share_the_requests_to_the_executor(monkeypatch: pytest.Monk
 
     async def live(first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
         calls.append(first_step)
-        return LiveState(await service.stats(), 0.0, [], [], [], [], 7, [], {})
+        return LiveState(await service.stats(), 0.0, 0.0, [], [], [], [], 7, [], {})
 
     monkeypatch.setattr(service, "live", live)
     async with client_of(await make_context(service)) as http:
         for _ in range(5):
             await asyncio.gather(http.get("/console/api/live?first_step=0"), http.get("/console/api/live"))
         assert len(calls) <= 2 and calls[0] in (0, None)
+
+
+async def test_another_executor_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_view, "MIN_AGE_S", 0.0)
+    service, calls, started_s = ScriptedService(), [], 1.0
+
+    async def live(first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
+        calls.append(first_step)
+        steps = [StepRecord(number, 0.0, 0.1, 1, [5], 1, 0, []) for number in range(first_step or 0, 3)]
+        return LiveState(await service.stats(), 9.0, started_s, [], [], [], steps, 3, [], {5: f"of {started_s}"})
+
+    monkeypatch.setattr(service, "live", live)
+    async with client_of(await make_context(service)) as http:
+        for _ in range(2):
+            view = (await http.get("/console/api/live?first_step=0")).json()
+            assert [step[0] for step in view["steps"]] == [0, 1, 2] and view["names"] == {"5": "of 1.0"}
+        started_s = 2.0
+        view = (await http.get("/console/api/live?first_step=0")).json()
+        assert [step[0] for step in view["steps"]] == [0, 1, 2] and view["names"] == {"5": "of 2.0"}
+        assert calls == [0, 3, 3, 0]
 
 
 async def test_a_model_that_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:

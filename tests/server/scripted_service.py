@@ -112,7 +112,7 @@ class ScriptedService(Service):
         return ExecutorStats(num_running=self.num_streaming, num_blocks=10, num_free_blocks=7, max_batch_size=4, num_steps=5, row_steps=10)
 
     async def live(self, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
-        return LiveState(await self.stats(), 0.0, [], [], [], [], 0, [], {})
+        return LiveState(await self.stats(), 0.0, 0.0, [], [], [], [], 0, [], {})
 
     @property
     def info(self) -> ExecutorInfo:

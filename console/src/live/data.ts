@@ -45,6 +45,7 @@ export interface Live {
   state: null | {
     stats: Record<string, number>;
     time_s: number;
+    started_s: number;
     running: SequenceState[];
     waiting: SequenceState[];
     tiers: Tier[];
@@ -87,15 +88,17 @@ export function useLive(visible: boolean, withSteps: boolean): void {
   }, [visible, withSteps, key.value]);
 }
 
+let executor: number | null = null; // the start of the executor whose steps are shown
+
 async function fetchLive(withSteps: boolean): Promise<void> {
   const last = steps.value[steps.value.length - 1];
-  const next = live.value?.state?.next_step ?? 0;
-  const first = last && last.number < next ? last.number + 1 : 0;
+  const first = last ? last.number + 1 : 0;
   try {
     const answer = await getJson<Live & { steps: RawStep[]; names: Record<number, string> }>(
       "console/api/live" + (withSteps ? `?first_step=${first}` : ""),
     );
-    const restarted = (answer.state?.next_step ?? 0) < next;
+    const restarted = answer.state !== null && executor !== null && executor !== answer.state.started_s;
+    executor = answer.state?.started_s ?? executor;
     if (restarted) steps.value = [];
     live.value = answer;
     history.value = [...(restarted ? [] : history.value), answer].filter((each) => each.time_s > answer.time_s - HISTORY_S);

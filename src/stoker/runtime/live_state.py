@@ -64,6 +64,7 @@ class LiveState(msgspec.Struct):
 
     stats: ExecutorStats
     time_s: float  # monotonic time of the executor, as in the steps
+    started_s: float  # monotonic time at which the executor began; steps and sequences are numbered since then
     running: list[SequenceState]
     waiting: list[SequenceState]
     tiers: list[TierOccupancy]
@@ -119,6 +120,7 @@ def live_state(
     return LiveState(
         stats=stats,
         time_s=now,
+        started_s=history.started_s,
         running=_states(running[:MAX_SEQUENCES], now),
         waiting=_states(waiting, now),
         tiers=scheduler.kv_cache.occupancy(CELLS),

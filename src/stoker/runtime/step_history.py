@@ -49,6 +49,7 @@ class StepHistory:
     """The newest `CAPACITY` steps, and the number and the total duration of all steps."""
 
     def __init__(self) -> None:
+        self.started_s = time.monotonic()
         self.num_steps = 0
         self.total_s = 0.0
         self._end = 0.0

@@ -17,10 +17,10 @@ from stoker.base.errors import RequestError, UnavailableError
 from stoker.base.logging import LogLine, recent_lines
 from stoker.server.errors import Failure
 from stoker.server.http.request_context import JSON, RequestContext
+from stoker.server.metrics.live_view import LiveView
 from stoker.server.processes.tasks import EXECUTOR
 from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.console.engine_card import engine_card
-from stoker.server.protocols.console.live_view import LiveView
 from stoker.server.protocols.console.openapi import ERROR, OPERATIONS
 from stoker.server.protocols.console.static_files import INDEX, NOT_CACHED, StaticFiles
 

@@ -78,6 +78,9 @@ class LiveView:
     async def _fetch(self, service: Service, with_steps: bool) -> None:
         """Request the state, and with `with_steps` the steps since the last request for them."""
         state = await service.live(self._next_step if with_steps else None)
+        if self._state is not None and state.started_s != self._state.started_s:  # another executor
+            self._forget(service)
+            state = await service.live(0 if with_steps else None)
         self._state, self._fetched_s = state, time.monotonic()
         self._latency = {key: self._histogram(metric) for key, metric in LATENCIES.items()}
         if not with_steps:
