@@ -46,6 +46,10 @@ RESPONSES = Metric("stoker_http_responses_total", "counter", "HTTP responses by 
 RETRIED_REQUESTS = Metric(
     "stoker_retried_requests_total", "counter", "Requests that ran again, because the executor failed before anything was sent."
 )
+EXHAUSTED = Metric(
+    "stoker_accept_pauses_total", "counter", "Pauses of 0.1 s in accepting connections, because there were no free descriptors or memory.",
+    labels=("protocol",),
+)  # fmt: skip
 # Counted by the supervisor, which sends the number to all frontends.
 PROCESS_RESTARTS = Metric(
     "stoker_process_restarts_total", "counter", "Processes that failed and were started again: executor or frontend.", labels=("process",)
@@ -53,7 +57,7 @@ PROCESS_RESTARTS = Metric(
 
 FRONTEND_METRICS = (
     TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY, REQUEST_DURATION, PROMPT_LENGTH, OUTPUT_LENGTH, PROMPT_TOKENS, OUTPUT_TOKENS,
-    REQUESTS, RESPONSES, RETRIED_REQUESTS,
+    REQUESTS, RESPONSES, RETRIED_REQUESTS, EXHAUSTED,
 )  # fmt: skip
 
 EXECUTOR_METRICS = (

@@ -50,7 +50,13 @@ PRIVATE_APIS = (
         "stoker.server.http",
         "limits on request heads, and responses in as few writes as possible",
     ),
-    PrivateAPI("uvicorn", "uvicorn", ("Server.capture_signals",), "stoker.server.http", "signals are handled by Stoker's own processes"),
+    PrivateAPI(
+        "uvicorn",
+        "uvicorn",
+        ("Server.capture_signals", "Server.startup"),
+        "stoker.server.http",
+        "signals are handled by Stoker's own processes, and connections are accepted by its own loop",
+    ),
     PrivateAPI("starlette", "starlette.routing", ("compile_path",), "stoker.server.http", "the path syntax of routes"),
     PrivateAPI(
         "triton",

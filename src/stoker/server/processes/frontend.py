@@ -15,9 +15,11 @@ import uvloop
 
 from stoker.base.errors import DependencyError, StokerError
 from stoker.base.logging import get_logger
+from stoker.base.metrics import EXHAUSTED
 from stoker.base.process import freeze_objects
 from stoker.server.application import make_app
 from stoker.server.coordination import Coordination, Coordinator
+from stoker.server.http.accepting import Acceptor
 from stoker.server.http.connection import BoundedProtocol
 from stoker.server.metrics.frontend import FrontendMetrics
 from stoker.server.processes.child import end_with_parent, receive_task
@@ -34,7 +36,27 @@ KEEP_ALIVE_S = 75  # longer than the 60 s after which load balancers close idle 
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that installs no signal handlers; `serve` does."""
+    """A uvicorn server that installs no signal handlers; `serve` does. Connections wait while the process has no free descriptors.
+
+    `on_exhausted` is called when no connection could be accepted.
+    """
+
+    def __init__(self, config: uvicorn.Config, on_exhausted: Callable[[], None] = lambda: None) -> None:
+        super().__init__(config)
+        self._on_exhausted = on_exhausted
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Replaces uvicorn's servers, which close connections that wait when there are no free descriptors."""
+        await super().startup(sockets=[])
+
+        def create() -> asyncio.Protocol:
+            """The protocol of a new connection, as uvicorn creates it."""
+            protocol: Any = self.config.http_protocol_class
+            created: asyncio.Protocol = protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+            return created
+
+        accepting: Any = [Acceptor(listener, create, self.config.ssl, self._on_exhausted) for listener in sockets or []]
+        self.servers = accepting  # uvicorn closes them before it waits for the requests in flight
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -61,7 +83,7 @@ async def serve(task: FrontendTask, report_ready: Callable[[], Any]) -> None:
     metrics, coordination = FrontendMetrics(), await connect_coordination(task)
     model = EngineService(task.model_name, task.settings, metrics, coordination)
     context = Context(model.repository, task.settings, metrics, coordination)
-    server = HttpServer(http_config(make_app(context), task.settings))
+    server = HttpServer(http_config(make_app(context), task.settings), lambda: metrics.of(EXHAUSTED, "http").inc())
     grpc = await open_grpc(context, task.grpc_address) if task.grpc_address is not None else None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: setattr(server, "should_exit", True))
     end_with_parent()

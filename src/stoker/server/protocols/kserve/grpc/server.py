@@ -172,7 +172,7 @@ class KServeGRPC:
                     group.create_task(self._respond(request, write)).add_done_callback(lambda _: free_places.release())
         except* TritonError as malformed:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, client_message(malformed.exceptions[0]))
-        except* grpc.aio.UsageError:  # a write to a stream whose client has disconnected
+        except* grpc.aio.BaseError:  # a write to a stream whose client has disconnected, or disconnects during the write
             pass
 
     async def _respond(self, request: Any, write: Callable[[bytes], Awaitable[None]]) -> None:
@@ -190,7 +190,7 @@ class KServeGRPC:
                             await write(encoder.streamed(response))
         except StokerError as error:
             await write(grpc_messages.stream_error(client_message(error), request.id))
-        except grpc.aio.UsageError:
+        except grpc.aio.BaseError:
             raise
         except Exception as error:
             await write(grpc_messages.stream_error(describe(error).message, request.id))
