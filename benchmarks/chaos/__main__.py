@@ -33,8 +33,10 @@ from chaos.scene import Scene, faults_of  # noqa: E402
 from chaos.server import Server  # noqa: E402
 from chaos.world import FAULTS, Skipped, World  # noqa: E402
 
+SHARES = (2 / 3, 1 / 3)  # of the time, for the first and the second number of ranks
 NUM_CASES = 12
 STEP_TIMEOUT_S = 5.0
+MAX_RESTARTS = 1000  # in a row
 FAULT_MODULES = (model_faults, process_faults, resource_faults)  # their import fills FAULTS
 
 
@@ -44,28 +46,31 @@ async def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--clients", type=int, default=64, help="requests in flight")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="one or two numbers of ranks, one server after the other")
     parser.add_argument("--faults", nargs="+", choices=sorted(FAULTS), default=sorted(FAULTS), help="only these")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--log", type=Path, help="where the log of the server is written")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        result = await one(Path(folder), args)
+    results = {}
+    for ranks, share in zip(args.ranks, SHARES if len(args.ranks) > 1 else (1.0,), strict=False):
+        with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+            results[f"{ranks} rank" + "s" * (ranks > 1)] = await one(Path(folder), args, ranks, args.minutes * share)
     found = {
         "seed": args.seed,
         "device": args.device,
         "machine": {"python": platform.python_version(), "cpus": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 1)},
         "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip(),
-        **result,
+        "runs": results,
+        "faults_found": [f"{name}: {text}" for name, result in results.items() for text in faults_of(result)],
     }
-    found["faults_found"] = faults_of(result)
     print(json.dumps(found, indent=1))
     if args.output:
         args.output.write_text(json.dumps(found, indent=1) + "\n")
     return 1 if found["faults_found"] else 0
 
 
-async def one(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Start a server, run against it, and stop it. Returns the results."""
+async def one(folder: Path, args: argparse.Namespace, ranks: int, minutes: float) -> dict[str, Any]:
+    """Start a server with this number of ranks, run against it, and stop it. Returns the results."""
     random, reasons, environment = Random(args.seed), dict[str, str](), {"OMP_NUM_THREADS": "1"}
     disk: Path | None = folder / "disk"
     try:
@@ -76,27 +81,28 @@ async def one(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         environment |= resource_faults.build_clock(folder)
     except Skipped as reason:
         reasons["clock"] = str(reason)
-    settings: dict[str, Any] = {"num_frontends": 2, "exit_on_error": False, "grpc_port": 0 if has_grpc() else None}
+    settings: dict[str, Any] = {"num_frontends": 2, "restarts": MAX_RESTARTS, "retry_unstarted": True}
+    settings |= {"exit_on_error": False, "grpc_port": 0 if has_grpc() else None}
     if disk is not None:
         (disk / "tmp").mkdir()
         environment["TMPDIR"] = str(disk / "tmp")
         settings["state_dir"] = str(disk / "state")
-    engine = make_engine(folder, args.device, 1)
+    engine = make_engine(folder, args.device, ranks)
     repository = make_repository(engine, folder / "repository")
     server = Server(repository, folder / "log", settings, {"num_threads": 1, "step_timeout_s": STEP_TIMEOUT_S}, environment)
     server.start()
     try:
         await server.wait_until_ready()
-        world = World(server, Ledger(), random, folder, engine, min(1.0, max(0.3, args.minutes / 5)))
+        world = World(server, Ledger(), random, folder, engine, min(1.0, max(0.3, minutes / 5)))
         world.disk, world.disk_reason, world.step_timeout_s = disk, reasons.get("disk", ""), STEP_TIMEOUT_S
-        result = await Scene(world, make_cases(random, NUM_CASES), args.clients, args.faults).run(args.minutes * 60)
+        result = await Scene(world, make_cases(random, NUM_CASES), args.clients, args.faults).run(minutes * 60)
         result["exit_status"] = await server.stop()
     finally:
         if server.process.poll() is None:
             server.kill()
         log = server.log.read_text()
         if args.log:
-            args.log.write_text(log)
+            args.log.with_suffix(f".{ranks}{args.log.suffix}").write_text(log)
         if disk is not None:
             resource_faults.unmount_disk(disk)
     return {**result, "tracebacks": log.count("Traceback (most recent call last)")}

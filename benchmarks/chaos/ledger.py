@@ -15,6 +15,7 @@ from typing import NamedTuple
 # cut: the connection ended without an answer, because the process that held it was killed in that time.
 # wrong: another answer, or an answer or error in a wrong format.   lost: neither an answer nor a reason.
 OUTCOMES = ("same", "refused", "left", "cut", "wrong", "lost")
+MIN_S = 0.01  # a fault that was skipped lasts for less
 GRACE_S = 2.0  # a connection that a killed process held is reported to its client within this time
 UNEXPLAINED = "The server failed on this request"  # an error without a reason
 MAX_EXAMPLES = 20
@@ -48,8 +49,9 @@ class Ledger:
         try:
             yield
         finally:
-            del self._open[key]
-            self.windows.append(Window(name, start, time.monotonic() + GRACE_S, cuts))
+            window = self._open.pop(key)
+            if time.monotonic() - start > MIN_S:
+                self.windows.append(window._replace(end_s=time.monotonic() + GRACE_S))
 
     def during(self, start_s: float, end_s: float) -> list[Window]:
         """The faults that lasted at some time of this span."""

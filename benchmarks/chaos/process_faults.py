@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 
-from chaos.world import Skipped, World, fault
+from chaos.world import World, fault
 
 READY_S = 60.0  # limit for the server to be ready again
 
@@ -27,6 +27,8 @@ async def until_ready(world: World) -> None:
 
 async def kill(world: World, role: str) -> None:
     """Kill one process with this role, and wait until another one runs."""
+    if not world.may_kill("executor" if role == "rank" else role):
+        return
     pid = world.one(role)
     before = set(world.server.pids(role))
     os.kill(pid, signal.SIGKILL)
@@ -49,7 +51,7 @@ async def suspend(world: World, role: str, seconds: float) -> None:
     await until_ready(world)
 
 
-@fault("a frontend is killed", replaces=True, cuts=True)
+@fault("a frontend is killed", role="frontend", replaces=True, cuts=True)
 async def kill_frontend(world: World) -> None:
     await kill(world, "frontend")
 
@@ -64,46 +66,40 @@ async def stop_executor(world: World) -> None:
     await suspend(world, "executor", world.seconds(0.5, 3))
 
 
-@fault("the executor is stopped longer than its timeout")
+@fault("the executor is stopped longer than its timeout", replaces=True)
 async def stop_executor_long(world: World) -> None:
+    if not world.may_kill("executor"):  # the supervisor may end it
+        return
     await suspend(world, "executor", world.step_timeout_s * 1.5)
 
 
-@fault("a renderer is killed", replaces=True)
+@fault("a renderer is killed", role="renderer", replaces=True)
 async def kill_renderer(world: World) -> None:
     os.kill(world.one("renderer"), signal.SIGKILL)
     await asyncio.sleep(world.seconds(0.5, 2))
 
 
-@fault("a renderer is stopped")
+@fault("a renderer is stopped", role="renderer")
 async def stop_renderer(world: World) -> None:
     await suspend(world, "renderer", world.seconds(1, 3))
 
 
-@fault("the grammar compiler is killed", replaces=True)
+@fault("the grammar compiler is killed", role="compiler", replaces=True)
 async def kill_compiler(world: World) -> None:
     os.kill(world.one("compiler"), signal.SIGKILL)
     await asyncio.sleep(world.seconds(0.5, 2))
 
 
-@fault("a rank is stopped")
+@fault("a rank is stopped", role="rank")
 async def stop_rank(world: World) -> None:
     await suspend(world, "rank", world.seconds(0.5, 3))
 
 
-def need_restarts(world: World) -> None:
-    """Raise Skipped if the server ends with its executor."""
-    if not world.restarts:
-        raise Skipped("the server does not start its executor again")
-
-
 @fault("the executor is killed", replaces=True)
 async def kill_executor(world: World) -> None:
-    need_restarts(world)
     await kill(world, "executor")
 
 
-@fault("a rank is killed", replaces=True)
+@fault("a rank is killed", role="rank", replaces=True)
 async def kill_rank(world: World) -> None:
-    need_restarts(world)
     await kill(world, "rank")

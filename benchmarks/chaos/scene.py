@@ -126,7 +126,8 @@ class Scene:
         world, waiting = self.world, list[Fault]()
         while (left_s := end_s - time.monotonic()) > 0 and world.server.process.poll() is None:
             if not waiting:
-                possible = [fault for fault in faults if fault.name in self._names and fault.name not in world.skipped]
+                roles = {"", *(role for role, _ in world.server.processes())}
+                possible = [fault for fault in faults if fault.name in self._names and fault.role in roles and fault.name not in world.skipped]
                 waiting = world.random.sample(possible, len(possible))
             await asyncio.sleep(min(left_s, world.random.expovariate(1 / PAUSE_S) * world.scale))
             if waiting:
