@@ -9,13 +9,13 @@ from random import Random
 
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "builder"))
 
-import tiny  # noqa: E402
+import tiny
 
-from stoker.base.config import Limits, Mapping  # noqa: E402
-from stoker.builder.build import build  # noqa: E402
-from stoker.builder.config import BuildConfig  # noqa: E402
-from stoker.cli.prepare_server import engine_info  # noqa: E402
-from stoker.deploy.triton.export import export_triton  # noqa: E402
+from stoker.base.config import Limits, Mapping
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+from stoker.cli.prepare_server import engine_info
+from stoker.deploy.triton.export import export_triton
 
 LIMITS = Limits(max_batch_size=32, max_input_len=128, max_output_len=96, max_num_tokens=256, tokens_per_block=16)
 KV_CACHE_TOKENS = 8192

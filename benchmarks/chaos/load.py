@@ -8,7 +8,6 @@ from random import Random
 from typing import Any
 
 import httptools
-
 from chaos.exchanges import HTTP_KINDS, Case, FormatError, Kind, Refused
 from chaos.ledger import Ledger
 from chaos.wire import POLITE, Connection, Manners, Response

@@ -1,4 +1,4 @@
-"""What the processes of the server hold: descriptors, threads, memory and shared memory, sampled every second, and blocks of the KV cache."""
+"""What the processes of the server hold: descriptors, threads, memory, shared memory, and blocks of the KV cache."""
 
 from __future__ import annotations
 

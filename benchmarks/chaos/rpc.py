@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 
 import grpc
-from tritonclient.grpc import service_pb2, service_pb2_grpc
-
 from chaos.exchanges import Case
 from chaos.wire import Manners
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 Request = service_pb2.ModelInferRequest
 ENDED_EARLY = "Internal error from Core"  # what grpc.aio reports if the deadline passes while it sends

@@ -13,7 +13,6 @@ from typing import Any
 
 from chaos.exchanges import Case
 from chaos.health import __file__ as HEALTH
-from chaos.ledger import Ledger
 from chaos.load import Client, Key, Target
 from chaos.resources import Sampler, descriptors, leaks, quiet
 from chaos.world import FAULTS, Fault, Skipped, World
@@ -127,7 +126,9 @@ class Scene:
         while (left_s := end_s - time.monotonic()) > 0 and world.server.process.poll() is None:
             if not waiting:
                 roles = {"", *(role for role, _ in world.server.processes())}
-                possible = [fault for fault in faults if fault.name in self._names and fault.role in roles and fault.name not in world.skipped]
+                possible = [
+                    fault for fault in faults if fault.name in self._names and fault.role in roles and fault.name not in world.skipped
+                ]
                 waiting = world.random.sample(possible, len(possible))
             await asyncio.sleep(min(left_s, world.random.expovariate(1 / PAUSE_S) * world.scale))
             if waiting:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from chaos.ledger import Ledger
 from chaos.server import Server
 
-
 STABLE_S, MAX_KILLS = 75.0, 3  # the supervisor forgets earlier restarts of a process that was ready for a minute
 
 

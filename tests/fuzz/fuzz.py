@@ -3,8 +3,8 @@
     python tests/fuzz/fuzz.py TARGET [--runs 20000] [--seed 1] [--keep]
     python tests/fuzz/fuzz.py all --runs 1000
 
-Starts from the inputs in corpus/TARGET. An input that fails is written to .cache/fuzz/TARGET and named in the output; add it to the corpus with
-the correction of the defect. --keep adds inputs that reach new code to .cache/fuzz/TARGET/corpus, which later runs use, too.
+Starts from the inputs in corpus/TARGET. An input that fails is written to .cache/fuzz/TARGET and named in the output; add it to the corpus
+with the correction of the defect. --keep adds inputs that reach new code to .cache/fuzz/TARGET/corpus, which later runs use, too.
 """
 
 from __future__ import annotations

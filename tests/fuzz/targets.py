@@ -1,7 +1,7 @@
 """What is fuzzed: each target reads bytes with a reader of Stoker, and returns if they are valid or refused in the documented way.
 
-Any other exception is a defect, as is a result that contradicts an independent reader. `fuzz.py` runs the targets with coverage-guided inputs,
-and `test_fuzz_corpus.py` with the inputs in `corpus/`.
+Any other exception is a defect, as is a result that contradicts an independent reader. `fuzz.py` runs the targets with coverage-guided
+inputs, and `test_fuzz_corpus.py` with the inputs in `corpus/`.
 """
 
 from __future__ import annotations
