@@ -1,7 +1,7 @@
 """The kinds of requests that the chaos test sends: for each protocol, how a case becomes a request, and how to read answers and errors.
 
-A case is a prompt with a number of new tokens and, for the protocols that have one, a seed. Readers are strict: an answer without the mark of
-its end, or an error without a message in the format of the protocol, raises FormatError.
+A case is a prompt with a number of new tokens and, for the protocols that have one, a seed. Readers are strict: an answer without the mark
+of its end, or an error without a message in the format of the protocol, raises FormatError.
 """
 
 from __future__ import annotations

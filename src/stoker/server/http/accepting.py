@@ -1,7 +1,7 @@
 """Accepts connections of a listening socket that several processes share.
 
-Without free descriptors, libuv accepts the connections that wait and closes them, so that their clients see a reset although another process
-could serve them. Here they stay in the queue of the socket until a process has descriptors, as with asyncio's own loop.
+Without free descriptors, libuv accepts the connections that wait and closes them, so that their clients see a reset although another
+process could serve them. Here they stay in the queue of the socket until a process has descriptors, as with asyncio's own loop.
 """
 
 from __future__ import annotations
