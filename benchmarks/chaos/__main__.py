@@ -27,8 +27,8 @@ sys.path[0] = str(HERE.parent)
 
 from chaos import model_faults, process_faults, resource_faults  # noqa: E402
 from chaos.engines import make_engine, make_repository  # noqa: E402
-from chaos.exchanges import make_cases  # noqa: E402
 from chaos.ledger import Ledger  # noqa: E402
+from chaos.requests_by_protocol import make_cases  # noqa: E402
 from chaos.scene import Scene, faults_of  # noqa: E402
 from chaos.server import Server  # noqa: E402
 from chaos.world import FAULTS, Skipped, World  # noqa: E402

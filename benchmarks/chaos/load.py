@@ -8,8 +8,8 @@ from random import Random
 from typing import Any
 
 import httptools
-from chaos.exchanges import HTTP_KINDS, Case, FormatError, Kind, Refused
 from chaos.ledger import Ledger
+from chaos.requests_by_protocol import HTTP_KINDS, Case, FormatError, Kind, Refused
 from chaos.wire import POLITE, Connection, Manners, Response
 
 DEADLINE_S = 90.0  # longer than every fault: a request without an answer after it is lost

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import grpc
-from chaos.exchanges import Case
+from chaos.requests_by_protocol import Case
 from chaos.wire import Manners
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 

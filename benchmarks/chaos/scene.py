@@ -11,9 +11,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from chaos.exchanges import Case
 from chaos.health import __file__ as HEALTH
 from chaos.load import Client, Key, Target
+from chaos.requests_by_protocol import Case
 from chaos.resources import Sampler, descriptors, leaks, quiet
 from chaos.world import FAULTS, Fault, Skipped, World
 

@@ -79,11 +79,11 @@ class Connection:
         try:
             async with asyncio.timeout(deadline_s):
                 if manners.leave_s is None:
-                    await self._exchange(path, body, manners, response)
+                    await self._converse(path, body, manners, response)
                 else:
                     try:
                         async with asyncio.timeout(manners.leave_s):
-                            await self._exchange(path, body, manners, response)
+                            await self._converse(path, body, manners, response)
                     except TimeoutError:
                         response.ended = "left"
                         self.close(resets=manners.resets)
@@ -95,7 +95,7 @@ class Connection:
             self.close()
         return response.finish()
 
-    async def _exchange(self, path: str, body: Any, manners: Manners, response: Response) -> None:
+    async def _converse(self, path: str, body: Any, manners: Manners, response: Response) -> None:
         loop = asyncio.get_running_loop()
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: chaos\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode()

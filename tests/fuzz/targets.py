@@ -37,12 +37,12 @@ def target(function: Target) -> Target:
 def folder() -> Path:
     """A directory for the files that readers open by path, in memory if possible."""
     memory = Path("/dev/shm")
-    kept = tempfile.TemporaryDirectory(prefix="stoker-fuzz-", dir=memory if memory.is_dir() else None)
-    _kept.append(kept)
-    return Path(kept.name)
+    opened = tempfile.TemporaryDirectory(prefix="stoker-fuzz-", dir=memory if memory.is_dir() else None)
+    _opened.append(opened)
+    return Path(opened.name)
 
 
-_kept: list[tempfile.TemporaryDirectory[str]] = []  # deleted when the process ends
+_opened: list[tempfile.TemporaryDirectory[str]] = []  # deleted when the process ends
 
 
 def written(name: str, data: bytes) -> Path:
