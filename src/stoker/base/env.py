@@ -24,6 +24,8 @@ VARIABLES = {
     variable.name: variable
     for variable in (
         Variable("STOKER_LOG", "info", "Log level: debug, info, warning or error. Commands that print their own output use warning."),
+        Variable("STOKER_LOG_FILE", "", "File to which the log is appended; without it, the log is written to standard error."),
+        Variable("STOKER_LOG_FORMAT", "text", "Format of the log: text, iso8601 (with date and time zone) or json (an object per line)."),
         Variable("STOKER_CACHE", "XDG_CACHE_HOME/stoker", "Directory of built engines, compiled kernels and interrupted calibrations."),
         Variable("STOKER_THREADS", "OMP_NUM_THREADS", "CPU threads for computation."),
         Variable("STOKER_NATIVE", "1", "0 disables the C kernels for the CPU; PyTorch computes instead."),
@@ -90,9 +92,11 @@ def log_level() -> str:
     return text("STOKER_LOG", "info").upper()
 
 
-def set_log_level(level: str) -> None:
-    """Set STOKER_LOG for this process and its children."""
-    os.environ["STOKER_LOG"] = level.lower()
+def set_log(*, level: str | None = None, file: str | None = None, log_format: str | None = None) -> None:
+    """Set STOKER_LOG, STOKER_LOG_FILE and STOKER_LOG_FORMAT for this process and its children. None leaves a variable unchanged."""
+    for name, value in (("STOKER_LOG", level and level.lower()), ("STOKER_LOG_FILE", file), ("STOKER_LOG_FORMAT", log_format)):
+        if value is not None:
+            os.environ[name] = value
 
 
 class JobProcess(msgspec.Struct, frozen=True):

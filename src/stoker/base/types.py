@@ -248,6 +248,31 @@ class Timings(msgspec.Struct, frozen=True):
     time_per_output_token_s: float
     """Mean time between two tokens of a sequence, after the first one. 0 for fewer than two tokens."""
 
+    prepare_s: float = 0.0
+    """Time until the prompt was tokenized and sent to the executor."""
+
+    detokenize_s: float = 0.0
+    """Time spent on converting tokens to text. Measured only for requests that are traced."""
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase: prepare, queue, prefill and decode follow each other, and total is their sum."""
+        prefill_s = max(0.0, self.time_to_first_token_s - self.prepare_s - self.queue_s)
+        decode_s = self.total_s - self.time_to_first_token_s
+        return {"prepare": self.prepare_s, "queue": self.queue_s, "prefill": prefill_s, "decode": decode_s, "total": self.total_s}
+
+
+class PrefillChunk(msgspec.Struct, frozen=True, array_like=True):
+    """The part of a prompt that one step computed. Times are of time.monotonic(), which all processes of a machine share."""
+
+    started: float
+    """When the step was launched."""
+
+    ended: float
+    """When its results arrived."""
+
+    num_tokens: int
+    """Number of computed tokens."""
+
 
 class AdmissionRecord(msgspec.Struct, frozen=True, array_like=True):
     """What a sequence waited for, and which KV cache blocks it received for its prompt, when it was first admitted."""
@@ -301,6 +326,9 @@ class Delta(msgspec.Struct):
     admission: AdmissionRecord | None = None
     """Set in the first delta of a sequence that has tokens."""
 
+    prefill_chunks: list[PrefillChunk] = []
+    """In the first delta of a sequence of a traced request."""
+
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
     """One client call, as every protocol hands it to the generation service."""
@@ -331,6 +359,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     truncation_side: Literal["left", "right"] = "left"
     """The side on which `truncate_prompt_tokens` removes tokens."""
+
+    traced: bool = False
+    """Whether the times of prefill chunks and of detokenization are measured."""
 
 
 _NEUTRAL = SamplingParams()

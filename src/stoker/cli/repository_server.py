@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from stoker.base import env, logging
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.cli.api_keys import collect_keys
@@ -85,25 +82,3 @@ def check_no_tritonserver() -> None:
             continue
         if name == "tritonserver":
             raise ConfigError(f"tritonserver is already running as process {path.parent.name}.", cure="Stop it, or launch with --force.")
-
-
-@contextmanager
-def logging_to(file: Path | None, level: str = "INFO") -> Iterator[None]:
-    """In the block, log at `level` from this process and its children, appended to `file` or, without a file, to standard error.
-
-    STOKER_LOG takes precedence over `level` INFO.
-    """
-    if level != "INFO" or not env.text("STOKER_LOG"):
-        env.set_log_level(level)
-        logging.configure()
-    if file is None:
-        yield
-        return
-    with file.open("ab") as target:
-        original_stderr = os.dup(2)
-        os.dup2(target.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(original_stderr, 2)
-            os.close(original_stderr)

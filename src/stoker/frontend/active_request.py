@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from stoker.base.errors import UnavailableError
 from stoker.base.types import Delta, FinishReason, Usage
 from stoker.frontend.sequence_text import SequenceText
@@ -26,6 +28,7 @@ class ActiveRequest:
         self._stopwatch = stopwatch
         self._texts = [SequenceText(i, params, tokenizer.detokenizer(params.skip_special_tokens)) for i in range(params.n)]
         self._cached_tokens: int | None = None
+        self._convert = self._convert_timed if task.traced else self._push_one
 
     @property
     def finished(self) -> bool:
@@ -34,7 +37,7 @@ class ActiveRequest:
 
     def push(self, outputs: list[SequenceOutput]) -> list[Delta]:
         """Convert outputs to deltas, one per output. Outputs of sequences that have finished are dropped."""
-        return self._with_usage([self._push_one(output) for output in outputs if not self._texts[output.index].finished])
+        return self._with_usage([self._convert(output) for output in outputs if not self._texts[output.index].finished])
 
     def fail(self, error: UnavailableError) -> list[Delta]:
         """End all running sequences with `error`, because the executor has ended. Returns their last deltas."""
@@ -44,6 +47,14 @@ class ActiveRequest:
                 text.finished = True
                 deltas.append(Delta(text.index, finish_reason=FinishReason.ERROR, error=str(error)))
         return self._with_usage(deltas)
+
+    def _convert_timed(self, output: SequenceOutput) -> Delta:
+        """`_push_one` for a traced request: measures its time, and passes on when the prompt was computed."""
+        started = time.monotonic()
+        delta = self._push_one(output)
+        self._stopwatch.detokenize_s += time.monotonic() - started
+        delta.prefill_chunks = output.prefill_chunks
+        return delta
 
     def _push_one(self, output: SequenceOutput) -> Delta:
         """The delta of one output. Cancels the sequence in the executor if a stop string ended it."""

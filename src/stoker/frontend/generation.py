@@ -163,6 +163,7 @@ class GenerationService(Service):
         check_request(request, self.info)
         prompt_ids = truncate_prompt(await self._prompt_ids(request), request.truncate_prompt_tokens, request.truncation_side)
         check_prompt(prompt_ids, request.params, self.info)
+        stopwatch.prepared()
         left_s = None if request.timeout_s is None else max(0.0, request.timeout_s - (time.monotonic() - stopwatch.started))
         return TokenRequest(
             request_id=request.request_id,
@@ -172,6 +173,7 @@ class GenerationService(Service):
             priority=request.priority,
             timeout_s=left_s,
             cache_salt=request.cache_salt,
+            traced=request.traced,
         )
 
     def _with_bad_word_ids(self, request: GenerationRequest) -> GenerationRequest:

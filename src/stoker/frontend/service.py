@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.base.types import AdmissionRecord, Delta, FinishReason, GenerationRequest, Timings, TokenLogprobs, Usage
+from stoker.base.types import AdmissionRecord, Delta, FinishReason, GenerationRequest, PrefillChunk, Timings, TokenLogprobs, Usage
 from stoker.runtime.client import ExecutorInfo
 from stoker.runtime.live_state import LiveState
 from stoker.runtime.request import ExecutorStats
@@ -40,6 +40,9 @@ class Choice(msgspec.Struct):
 
     admission: AdmissionRecord | None = None
     """When the sequence was admitted, and its KV cache blocks. None if it was never admitted."""
+
+    prefill_chunks: list[PrefillChunk] = []
+    """The steps that computed the prompt, if the request is traced."""
 
 
 class Completion(msgspec.Struct):

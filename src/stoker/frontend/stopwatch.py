@@ -12,8 +12,13 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.started = time.monotonic()
-        self._queue_s = 0.0
+        self._prepare_s = self._queue_s = 0.0
+        self.detokenize_s = 0.0
         self._first: float | None = None
+
+    def prepared(self) -> None:
+        """Record that the prompt is tokenized."""
+        self._prepare_s = time.monotonic() - self.started
 
     def token(self, admission: AdmissionRecord | None) -> None:
         """Record that tokens arrived. Only the first call counts; `admission` is that of the first sequence."""
@@ -36,4 +41,6 @@ class Stopwatch:
             total_s=total_s,
             tokens_per_s=sum(lengths) / total_s if total_s > 0 else 0.0,
             time_per_output_token_s=(total_s - first_s) / gaps if gaps > 0 else 0.0,
+            prepare_s=self._prepare_s,
+            detokenize_s=self.detokenize_s,
         )

@@ -11,7 +11,7 @@ import msgspec
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import GuideCostError, RankError, RequestError, StokerError, UnavailableError
 from stoker.base.logging import get_logger
-from stoker.base.types import FinishReason
+from stoker.base.types import FinishReason, PrefillChunk
 from stoker.runtime.admission import Admission, SequenceHooks
 from stoker.runtime.client import Cancel, ExecutorInfo, Mailbox, Message, Pause, Shutdown, StatsQuery, Submit
 from stoker.runtime.kv.events.publisher import EventPublisher
@@ -235,10 +235,19 @@ class Executor:
             self._fail(plan, error)
             return
         self.stats.last_step_time_s = self.step_history.record(launched, plan)
+        if plan.num_prefill_tokens:
+            self._record_chunks(plan, launched)
         outcome = self.scheduler.commit(plan, self._tokens(plan, result))
         self._emit(outcome, result)
         for seq in outcome.finished:
             self._forget(seq)
+
+    def _record_chunks(self, plan: StepPlan, launched: float) -> None:
+        """Note the step, which ends now, in the traced sequences whose prompt it computed."""
+        for row in range(plan.num_decodes, len(plan)):
+            seq = plan.sequences[row]
+            if seq.request.traced and seq.seq_id not in self._announced:
+                seq.prefill_chunks = [*seq.prefill_chunks, PrefillChunk(launched, time.monotonic(), plan.num_new[row])]
 
     def _tokens(self, plan: StepPlan, result: StepResult) -> list[list[int]]:
         """The token ids that each row of the plan yielded. Ends sequences for which no token could be sampled (NaN logits)."""
@@ -261,6 +270,7 @@ class Executor:
                 announced.add(seq.seq_id)
                 output.cached_tokens = seq.num_cached
                 output.admission = seq.admission
+                output.prefill_chunks = seq.prefill_chunks
                 output.prompt_logprobs = result.prompt_logprobs.get(seq.seq_id)
             if scores and (score := scores.get(seq.seq_id)) is not None:
                 output.logprobs = score[: len(ids)]

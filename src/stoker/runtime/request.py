@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.base.types import AdmissionRecord, FinishReason, SamplingParams, TokenLogprobs
+from stoker.base.types import AdmissionRecord, FinishReason, PrefillChunk, SamplingParams, TokenLogprobs
 from stoker.core.prefix_lm import BidirectionalPrefix
 
 NO_ADAPTER = -1
@@ -26,6 +26,7 @@ class TokenRequest(msgspec.Struct, kw_only=True):
     cache_salt: str = ""  # sequences share cached blocks only with equal salts
     adapter: int = NO_ADAPTER  # index of a low-rank adapter of the engine
     draft_ids: list[int] = []  # what the answer is expected to contain, which the proposers `request` and `ngram` use
+    traced: bool = False  # whether the first outputs report when the prompt was computed
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
@@ -53,6 +54,7 @@ class SequenceOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # in the first output, if requested
     error: ErrorInfo | None = None  # with finish_reason ERROR
     admission: AdmissionRecord | None = None  # in the first output
+    prefill_chunks: list[PrefillChunk] = []  # in the first output of a traced request
 
 
 class ExecutorStats(msgspec.Struct, kw_only=True):
@@ -129,6 +131,7 @@ class Sequence:
         "num_prompt",
         "num_tabled_blocks",
         "params",
+        "prefill_chunks",
         "prefix",
         "prefix_root",
         "priority",
@@ -171,6 +174,7 @@ class Sequence:
         self.num_tabled_blocks = 0  # leading blocks that the worker's copy of the table contains
         self.seed = _sequence_seed(request.params.seed, index)
         self.row = -1  # index in the device buffers while it holds blocks
+        self.prefill_chunks: list[PrefillChunk] = _NO_CHUNKS  # of a traced request, up to its first token
         self.num_prefill = 0  # tokens known at the last admission, which are computed before it samples
         self.max_computed = 0  # tokens whose keys and values can be needed: all but the last one; set by Scheduler.add
         self.num_preemptions = 0
@@ -197,6 +201,9 @@ class Sequence:
     def num_generated(self) -> int:
         """The number of generated tokens, including those whose ids the host does not know yet."""
         return len(self.tokens) + self.num_pending - self.num_prompt
+
+
+_NO_CHUNKS: list[PrefillChunk] = []  # never changed; an untraced sequence needs no list of its own
 
 
 def _sequence_seed(seed: int | None, index: int) -> int:

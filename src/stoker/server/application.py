@@ -17,8 +17,11 @@ from stoker.server.http.routing import Routes
 from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.registry import PROTOCOLS
 from stoker.server.settings import ServerSettings
+from stoker.server.telemetry.record import CURRENT, RequestRecord
 
 log = get_logger(__name__)
+
+METRICS = "/metrics"
 
 # Content types that a web page may post to another origin without a preflight request ("" is none at all).
 WITHOUT_PREFLIGHT = ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
@@ -26,12 +29,12 @@ WITHOUT_PREFLIGHT = ("", "text/plain", "application/x-www-form-urlencoded", "mul
 
 def make_app(context: Context) -> Any:
     """An ASGI application with the protocols that the settings name, or all, and the routes of health and documentation."""
-    protocols = [PROTOCOLS.get(name)(context) for name in served_protocols(context.settings)]
-    if not any("/" in protocol.prefixes for protocol in protocols):  # a protocol that defines every path
-        protocols.append(Documentation(context, tuple(protocols)))
+    protocols: dict[str, Protocol] = {name: PROTOCOLS.get(name)(context) for name in served_protocols(context.settings)}
+    if not any("/" in protocol.prefixes for protocol in protocols.values()):  # a protocol that defines every path
+        protocols["documentation"] = Documentation(context, tuple(protocols.values()))
     app: Any = Application(context, protocols)
     if origins := context.settings.cors_origins:
-        exposed = ["x-request-id", "retry-after"]
+        exposed = ["x-request-id", "traceparent", "server-timing", "retry-after"]
         app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
     return app
 
@@ -47,11 +50,12 @@ def served_protocols(settings: ServerSettings) -> list[str]:
 class Application:
     """Routes requests to endpoints. An exception of a handler becomes an error response in the format of the path's protocol."""
 
-    def __init__(self, context: Context, protocols: list[Protocol]) -> None:
+    def __init__(self, context: Context, protocols: dict[str, Protocol]) -> None:
         self._context = context
-        self._protocols = protocols
-        endpoints = [(protocol, endpoint) for protocol in protocols for endpoint in protocol.endpoints()]
-        self._routes = Routes([(endpoint.method, endpoint.path, (protocol, endpoint)) for protocol, endpoint in endpoints])
+        self._protocols = list(protocols.values())
+        self._telemetry = context.telemetry()
+        endpoints = [(name, protocol, endpoint) for name, protocol in protocols.items() for endpoint in protocol.endpoints()]
+        self._routes = Routes([(endpoint.method, endpoint.path, (name, protocol, endpoint)) for name, protocol, endpoint in endpoints])
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """The ASGI interface. WebSocket connections are closed."""
@@ -61,17 +65,33 @@ class Application:
         http = RequestContext(scope, receive, send, max_body_bytes=self._context.settings.max_request_bytes)
         try:
             self._check_port(scope)
-            (protocol, endpoint), http.path = self._routes.find(scope["method"], scope["path"])
+            (name, protocol, endpoint), http.path = self._routes.find(scope["method"], scope["path"])
         except StokerError as error:
+            record = self._open_record(http, scope, "-", "-")
             await self._refuse(http, self._owner(scope["path"]), error)
             self._context.metrics.count_response("other", http.status)
-        else:
+            self._telemetry.close(record, http.status)
+            return
+        record = self._open_record(http, scope, name, endpoint.path)
+        CURRENT.set(record)
+        try:
             await self.handle(protocol, endpoint, http)
+        finally:
+            status = 499 if http.disconnected else http.status
+            self._telemetry.close(record, status, probe=endpoint.open or endpoint.path == METRICS)
+
+    def _open_record(self, http: RequestContext, scope: dict[str, Any], protocol: str, route: str) -> RequestRecord:
+        """Open the record of a request, from which its response gets headers."""
+        client = (scope.get("client") or ("-",))[0]
+        http.record = self._telemetry.open(
+            http.headers, request_id=http.request_id, client=client, protocol=protocol, method=http.method, route=route
+        )
+        return http.record
 
     def _check_port(self, scope: dict[str, Any]) -> None:
         """The separate metrics port, if there is one, serves only metrics and health. Raises RouteError for other paths."""
         port = self._context.settings.metrics_port
-        if port and (scope.get("server") or ("", 0))[1] == port and not scope["path"].startswith(("/metrics", "/health")):
+        if port and (scope.get("server") or ("", 0))[1] == port and not scope["path"].startswith((METRICS, "/health")):
             raise RouteError(scope["path"])
 
     def _check_origin(self, http: RequestContext) -> None:
@@ -109,6 +129,8 @@ class Application:
     async def _refuse(self, http: RequestContext, protocol: Protocol, error: BaseException) -> None:
         """Send the error response in the protocol's format. An error of an unknown type becomes status 500."""
         failure = describe(error)
+        if http.record is not None:
+            http.record.error = failure.code
         await http.respond(failure.status, protocol.failure_body(failure), protocol.failure_type, failure.headers)
 
     def _owner(self, path: str) -> Protocol:

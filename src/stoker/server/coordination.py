@@ -16,7 +16,7 @@ Values: TypeAlias = dict[str, Any]  # by name; None in a change removes the valu
 Apply: TypeAlias = Callable[[Values], Awaitable[None]]
 Action: TypeAlias = Callable[..., Awaitable[Any]]
 
-PUT, REMOVE, SIGNAL, LOG = "put", "remove", "signal", "log"  # the actions that every server has
+PUT, SET, REMOVE, SIGNAL, LOG = "put", "set", "remove", "signal", "log"  # the actions that every server has
 
 
 class Coordination(ABC):
@@ -45,6 +45,10 @@ class Coordination(ABC):
     async def put(self, name: str, value: Any) -> bool:
         """Add a value. Returns whether it was added: False if the name has a value."""
         return bool(await self.call(PUT, name, value))
+
+    async def set(self, name: str, value: Any) -> None:
+        """Add a value, or replace the one that the name has."""
+        await self.call(SET, name, value)
 
     async def remove(self, prefix: str) -> None:
         """Remove all values whose names begin with `prefix`."""
@@ -79,7 +83,7 @@ class Coordinator(Coordination):
 
     def __init__(self) -> None:
         super().__init__()
-        self.actions: dict[str, Action] = {PUT: self._put, REMOVE: self._remove, SIGNAL: self._signal, LOG: self._log}
+        self.actions: dict[str, Action] = {PUT: self._put, SET: self._set, REMOVE: self._remove, SIGNAL: self._signal, LOG: self._log}
 
     async def call(self, action: str, *arguments: Any) -> Any:
         """Run the action in this process and return its result. Raises what the action raises."""
@@ -98,6 +102,10 @@ class Coordinator(Coordination):
             return False
         await self.publish({name: value})
         return True
+
+    async def _set(self, name: str, value: Any) -> None:
+        """The action `set`: set a value, also if it exists."""
+        await self.publish({name: value})
 
     async def _signal(self, name: str, value: Any) -> None:
         """The action `signal`: set a value and remove it again. Frontends see the change, and no value remains."""

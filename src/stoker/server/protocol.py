@@ -19,6 +19,7 @@ from stoker.server.metrics.frontend import FrontendMetrics
 from stoker.server.operation import OBJECT, Operation
 from stoker.server.settings import ServerSettings
 from stoker.server.state_directory import StateDirectory
+from stoker.server.telemetry.telemetry import Telemetry
 
 Handler = Callable[[RequestContext], Awaitable[None]]
 
@@ -46,6 +47,13 @@ class Context(msgspec.Struct, frozen=True):
     cleanup: contextlib.ExitStack = msgspec.field(default_factory=contextlib.ExitStack)  # closed when the server has stopped
     background: list[StartWork] = []  # each is called once when the model is loaded
     shared: dict[str, Any] = {}  # objects that protocols or their transports share, by name
+
+    def telemetry(self) -> Telemetry:
+        """The log and the traces of the requests of this process."""
+        if "telemetry" not in self.shared:
+            self.shared["telemetry"] = Telemetry(self.settings)
+        telemetry: Telemetry = self.shared["telemetry"]
+        return telemetry
 
     def default_service(self) -> Service:
         """The service of requests that name no model, which is the first model's. Raises UnavailableError if it is not ready."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from stoker.base.config import RequestLimits, check_range
+from stoker.base.config import RequestLimits, check_choice, check_range
 from stoker.base.errors import ConfigError
 
 MIN_KEY_CHARS = 8
 MAX_TIMEOUT_S = 1 << 24
 MAX_FRONTENDS = 256
 MAX_RESTARTS = 1 << 20
+LOG_REQUESTS = ("none", "line", "contents")
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +40,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     # Formats of the model's tool calls and reasoning: names of TOOL_PARSERS and REASONING_PARSERS, or "auto", by the chat template.
     tool_parser: str | None = "auto"  # None, or a template of no known family: tools are refused
     reasoning_parser: str | None = None  # None: reasoning remains in the text
+    log_requests: str = "line"  # in the log: none, a line per request, or also its contents (prompt and answer)
     state_dir: str | None = None  # directory of stored responses, files and batches; None: a temporary one of this server
     max_stored_bytes: int = 1 << 30  # of stored responses, and of files; each
     shared_memory: tuple[str, ...] = ()  # regions that KServe clients may register: patterns of keys such as /input_*, or of cuda:0
@@ -58,6 +60,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("retry_unstarted=True is refused: a failed executor is not started again.", cure="Set --restarts, too.")
         check_range("max_request_bytes", self.max_request_bytes, 1 << 10, 1 << 32)
         check_range("max_stored_bytes", self.max_stored_bytes, 1 << 20, 1 << 50)
+        check_choice("log_requests", self.log_requests, LOG_REQUESTS)
         if self.default_max_tokens is not None:
             check_range("default_max_tokens", self.default_max_tokens, 1, 1 << 24)
         for name in ("request_timeout_s", "load_timeout_s"):

@@ -67,10 +67,10 @@ def launch(
 
       stoker launch --model_repo repo --world_size 2 --grpc_port 9001 --log --log-file server.log
     """
+    from stoker.cli.log_options import logging_to
     from stoker.cli.repository_server import (
         check_no_tritonserver,
         check_world_size,
-        logging_to,
         prepare_repository,
         serve_repository,
         with_options,
@@ -100,7 +100,7 @@ def launch(
     def complete(server: PreparedServer) -> ServerSettings:
         return with_options(msgspec.structs.replace(server.settings, **changes), model_control=model_control, server_name=TRITON)
 
-    with logging_to(log_file if log else None, "DEBUG" if log else "INFO"):
+    with logging_to(log_file if log else None, "DEBUG" if log else None):
         raise typer.Exit(serve_repository(model_repo, prepared, typer.echo, complete))
 
 

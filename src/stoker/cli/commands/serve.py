@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from stoker.base import env, logging
+from stoker.base import env
 from stoker.base.config import RuntimeConfig
+from stoker.base.logging import get_logger
 from stoker.cli.api_keys import collect_keys
 from stoker.cli.config_file import read_config_file
+from stoker.cli.log_options import LogFile, LogFormat, LogLevel, logging_to
 from stoker.cli.options import build_options, explicit_parameters, runtime_options, struct_options
 from stoker.cli.serve_arguments import ServeArguments
 from stoker.deploy.build_settings import BuildSettings
@@ -23,7 +25,7 @@ from stoker.server.settings import ServerSettings
 if TYPE_CHECKING:
     from stoker.cli.prepare_server import PreparedServer
 
-log = logging.get_logger(__name__)
+log = get_logger(__name__)
 
 # Field of ServerSettings: help text of its option.
 SERVER_HELP = {
@@ -43,6 +45,7 @@ SERVER_HELP = {
     "num_frontends": "Number of processes that parse requests, tokenize and stream.",
     "max_request_bytes": "Maximum size of a request; larger ones are rejected with status 413.",
     "drain_timeout_s": "Seconds that requests in flight may take after a stop signal.",
+    "log_requests": "Log a line per request: none, line, or contents, which adds prompts and answers.",
     "state_dir": "Directory for stored responses, files and batches. Default: a temporary one, which is deleted when the server stops.",
     "max_stored_bytes": "Maximum size of stored responses, whose oldest ones are then deleted, and of files, which are then rejected.",
     "exit_on_error": "End the server if its executor cannot start. Otherwise it stays and answers with status 503.",
@@ -93,6 +96,9 @@ def serve(
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print each setting and where it was read from, and do not serve.")] = False,
+    log_level: LogLevel = None,
+    log_file: LogFile = None,
+    log_format: LogFormat = None,
     *,
     settings: ServerSettings,
     runtime: RuntimeConfig,
@@ -116,20 +122,20 @@ def serve(
 
       stoker serve my-truss --dry-run
     """
-    if not env.text("STOKER_LOG"):
-        logging.configure("WARNING" if dry_run else "INFO")
-    origins = explicit_parameters(context)
-    settings = msgspec.structs.replace(settings, api_keys=collect_keys(api_key or [], api_keys))
-    if settings.api_keys:
-        origins["api_keys"] = "command line, a file or the environment"
-    arguments = ServeArguments(model, settings, runtime, build, origins)
-    if dry_run:
-        return _print_report(arguments)
-    if stop_at_eof:
-        from stoker.server.processes.child import end_with_parent
+    default_level = "warning" if dry_run and not env.text("STOKER_LOG") else None
+    with logging_to(log_file, log_level or default_level, log_format):
+        origins = explicit_parameters(context)
+        settings = msgspec.structs.replace(settings, api_keys=collect_keys(api_key or [], api_keys))
+        if settings.api_keys:
+            origins["api_keys"] = "command line, a file or the environment"
+        arguments = ServeArguments(model, settings, runtime, build, origins)
+        if dry_run:
+            return _print_report(arguments)
+        if stop_at_eof:
+            from stoker.server.processes.child import end_with_parent
 
-        end_with_parent()
-    raise typer.Exit(_serve(arguments))
+            end_with_parent()
+        raise typer.Exit(_serve(arguments))
 
 
 def _print_report(arguments: ServeArguments) -> None:

@@ -16,6 +16,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.fields.errors import InvalidValueError
 from stoker.base.logging import get_logger
 from stoker.deploy.triton.server_options import SERVER_OPTIONS, ServerOption
+from stoker.server.protocols.kserve.log_settings import LOG_FORMATS
 from stoker.server.protocols.kserve.model_config import TRITON, TritonOptions
 from stoker.server.protocols.kserve.test_models import NAMES
 
@@ -93,11 +94,11 @@ def tritonserver(given: dict[str, Any]) -> None:
     """
     values = _parse(given)
     from stoker.cli.job_ranks import check_one_host, wait_for_first_rank
-    from stoker.cli.repository_server import logging_to
+    from stoker.cli.log_options import logging_to
 
     process = env.job_process()
     check_one_host(process)
-    with logging_to(Path(values["log_file"]) if "log_file" in values else None, _log_level(values)):
+    with logging_to(Path(values["log_file"]) if "log_file" in values else None, _log_level(values), _log_format(values)):
         for name, reason in values["notes"]:
             log.debug("--%s has no effect: %s", name, reason)
         if process.rank > 0:
@@ -180,12 +181,17 @@ def _load_models(values: dict[str, Any], options: TritonOptions) -> tuple[str, .
     return tuple(names)
 
 
-def _log_level(values: dict[str, Any]) -> str:
-    """The level of Stoker's log for Triton's log options."""
+def _log_format(values: dict[str, Any]) -> str | None:
+    """The format of Stoker's log for Triton's --log-format. None: that of the environment."""
+    return LOG_FORMATS[values["log_format"]] if "log_format" in values else None
+
+
+def _log_level(values: dict[str, Any]) -> str | None:
+    """The level of Stoker's log for Triton's log options. None: that of the environment."""
     if values.get("log_verbose", 0) > 0:
         return "DEBUG"
     if values.get("log_info", True):
-        return "INFO"
+        return None
     return "WARNING" if values.get("log_warning", True) else "ERROR"
 
 

@@ -91,6 +91,7 @@ SERVER_OPTIONS = FieldTable(
         _accepted("log-verbose", Whole(0, 1 << 31), "Above 0: debug messages are logged, too.", "log_verbose"),
         _accepted("log-info", _BOOL, "false: only warnings and errors are logged.", "log_info"),
         _accepted("log-warning", _BOOL, "false, with --log-info=false: only errors are logged.", "log_warning"),
+        _accepted("log-format", exactly("default", "ISO8601", "JSON"), "default, ISO8601 or JSON, which is Stoker's own.", "log_format"),
         _accepted("log-file", Line(), "Append the log to this file instead of writing it to standard error.", "log_file"),
         _rejected(
             "allow-http", _BOOL, "health checks and the repository API are on the HTTP port", True, cure="Choose another --http-port."
@@ -150,7 +151,6 @@ SERVER_OPTIONS = FieldTable(
         _no_effect("grpc-max-connection-age", _SIZE, _GRPC),
         _no_effect("grpc-max-connection-age-grace", _SIZE, _GRPC),
         _no_effect("repository-poll-secs", _SIZE, "the repository is not polled"),
-        _no_effect("log-format", exactly("default", "ISO8601"), "the log has one format"),
         _no_effect("allow-gpu-metrics", _BOOL, "memory is in the metrics of the engine; use DCGM for the GPU's own"),
         _no_effect("allow-cpu-metrics", _BOOL, "use the node exporter for metrics of the machine"),
         _no_effect("metrics-interval-ms", _SIZE, "metrics are read when they are requested"),

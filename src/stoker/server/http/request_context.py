@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +11,7 @@ import msgspec
 
 from stoker.server.errors import BodyError, BodyTimeoutError, BodyTooLargeError, ContentTypeError
 from stoker.server.http.cycle import CYCLE, Cycle
+from stoker.server.telemetry.record import RequestRecord, request_id_of
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -20,7 +20,6 @@ PLAIN = b"text/plain"
 HTML = b"text/html; charset=utf-8"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 STREAMED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))  # prevents buffering by proxies
-MAX_ID_CHARS = 128
 BODY_S = 60.0  # limit for the next part of a body
 DISCARD_BYTES = 256 << 20  # limits for reading the rest of a body that was refused
 DISCARD_S = 2.0
@@ -39,8 +38,9 @@ class RequestContext:
         self._cycle: Cycle | None = scope.get("extensions", {}).get(CYCLE)
         self.query: bytes = scope.get("query_string", b"")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.request_id = _request_id(self.headers.get(REQUEST_ID))
+        self.request_id = request_id_of(self.headers.get(REQUEST_ID))
         self.request_id_headers: tuple[bytes, ...] = (REQUEST_ID,)  # of the response
+        self.record: RequestRecord | None = None  # None for a request of the server itself
         self.status = 0  # of the response; 0 until it has started
         self.disconnected = False
 
@@ -145,9 +145,11 @@ class RequestContext:
         callback()
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Send the status and the headers, with the request id under the names that the protocol uses."""
+        """Send the status and the headers, with the request id under the names that the protocol uses, and those of the record."""
         self.status = status
         headers += [(name, self.request_id.encode()) for name in self.request_id_headers]
+        if self.record is not None:
+            headers += self.record.response_headers()
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 
@@ -187,12 +189,6 @@ def decode_json(body: bytes) -> Any:
     except RecursionError:
         detail = "it is nested too deeply"
     raise BodyError(f"the request's body is not JSON: {detail}.", cure="Send UTF-8 JSON with finite numbers.")
-
-
-def _request_id(header: bytes | None) -> str:
-    """The client's X-Request-Id if it is short printable ASCII, otherwise a new random id."""
-    text = header.decode("latin-1") if header is not None else ""
-    return text if 0 < len(text) <= MAX_ID_CHARS and text.isascii() and text.isprintable() else f"{random.getrandbits(128):032x}"
 
 
 def _json_name(value: Any) -> str:

@@ -9,13 +9,14 @@ from typing import Any
 
 from stoker.base import metrics
 from stoker.base.errors import QueueFullError, RequestError, UnavailableError
-from stoker.base.types import Delta, FinishReason, GenerationRequest, Usage
+from stoker.base.types import Delta, FinishReason, GenerationRequest, PrefillChunk, Timings, Usage
 from stoker.frontend.service import Completion, Service
 from stoker.runtime.client import ExecutorClient, ExecutorInfo
 from stoker.runtime.live_state import LiveState
 from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
 from stoker.server.metrics.counters import BufferedHistogram
 from stoker.server.metrics.frontend import FrontendMetrics
+from stoker.server.telemetry.record import CURRENT, Generation
 
 
 class MeteredService(Service):
@@ -33,21 +34,19 @@ class MeteredService(Service):
         self._output_tokens = counts.of(metrics.OUTPUT_TOKENS, self.model_name)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[list[Delta], None]:
-        with self._count_request() as outcome:
+        with self._count_request(request) as outcome:
             async with aclosing(self.inner.stream(request)) as batches:
                 async for deltas in batches:
                     for delta in deltas:
                         outcome.num_tokens += len(delta.token_ids)
-                        if delta.finish_reason is not None:
-                            outcome.reason = outcome.reason or delta.finish_reason
-                        if delta.usage is not None:
-                            outcome.usage = delta.usage
+                        if delta.usage is not None or delta.finish_reason is not None or outcome.texts is not None:
+                            outcome.add(delta)
                     yield deltas
 
     async def complete(self, request: GenerationRequest) -> Completion:
-        with self._count_request() as outcome:
+        with self._count_request(request) as outcome:
             completion = await self.inner.complete(request)
-            outcome.reason, outcome.usage = completion.choices[0].finish_reason, completion.usage
+            outcome.set(completion)
             return completion
 
     def cancel(self, request_id: str) -> None:
@@ -84,19 +83,24 @@ class MeteredService(Service):
         return self.inner.ready
 
     @contextmanager
-    def _count_request(self) -> Iterator[_Outcome]:
-        """Count the request of the block with its duration when the block ends."""
-        outcome, started = _Outcome(), time.monotonic()
+    def _count_request(self, request: GenerationRequest) -> Iterator[_Outcome]:
+        """Count the request of the block with its duration when the block ends, and add it to the record of the client's request."""
+        record = CURRENT.get()
+        outcome = _Outcome(contents=record is not None and record.contents)
+        request.traced = record is not None and record.measured
         try:
             yield outcome
         except BaseException as error:
             outcome.failure = _outcome_of(error)
             raise
         finally:
+            ended = time.monotonic()
             self._counts.of(metrics.REQUESTS, self.model_name, outcome.name).inc()
-            self._duration.observe(time.monotonic() - started)
+            self._duration.observe(ended - outcome.started)
             if outcome.usage is not None:
                 self._count_tokens(outcome.usage.prompt_tokens, max(outcome.usage.completion_tokens, outcome.num_tokens))
+            if record is not None:
+                record.generations.append(outcome.generation(self.model_name, request, ended))
 
     def _count_tokens(self, num_prompt: int, num_output: int) -> None:
         """Count the prompt and output tokens of one ended request."""
@@ -176,13 +180,49 @@ class _TimedStream(AsyncGenerator[list[SequenceOutput], None]):
 
 
 class _Outcome:
-    """How one request ended, for the counters of requests and tokens."""
+    """What one request generated and how it ended, for counters and for the record of the client's request."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, contents: bool) -> None:
+        self.started = time.monotonic()
         self.reason: FinishReason | None = None
         self.failure: str | None = None
         self.usage: Usage | None = None
         self.num_tokens = 0  # counted in a stream, because a cancelled one has no last delta with the usage
+        self._first: float | None = None
+        self._timings: Timings | None = None
+        self._chunks: list[PrefillChunk] = []
+        self.texts: dict[int, list[str]] | None = {} if contents else None  # by sequence; None: they are not retained
+
+    def add(self, delta: Delta) -> None:
+        """Note the first delta of a stream, the last ones, and all of them if the contents are retained."""
+        if self._first is None and delta.token_ids:
+            self._first = time.monotonic()
+            self._chunks = delta.prefill_chunks
+        if self.texts is not None:
+            self.texts.setdefault(delta.index, []).append(delta.text)
+        if delta.finish_reason is not None:
+            self.reason = self.reason or delta.finish_reason
+        if delta.usage is not None:
+            self.usage, self._timings = delta.usage, delta.timings
+
+    def set(self, completion: Completion) -> None:
+        """Note the whole answer."""
+        choice, self.usage, self._timings = completion.choices[0], completion.usage, completion.timings
+        self.reason, self._chunks = choice.finish_reason, choice.prefill_chunks
+        if self._timings is not None and self.usage.completion_tokens:
+            self._first = self.started + self._timings.time_to_first_token_s
+        if self.texts is not None:
+            self.texts = {choice.index: [choice.text] for choice in completion.choices}
+
+    def generation(self, model: str, request: GenerationRequest, ended: float) -> Generation:
+        """The generation of `request`, which ended at `ended`, for the record."""
+        usage = self.usage or Usage()
+        usage = Usage(usage.prompt_tokens, max(usage.completion_tokens, self.num_tokens), usage.cached_tokens)
+        generation = Generation(model, self.started, ended, usage, self.name, self._first, self._timings, request.params, self._chunks)
+        if self.texts is not None:
+            generation.prompt = request.prompt
+            generation.texts = ["".join(texts) for _, texts in sorted(self.texts.items())]
+        return generation
 
     @property
     def name(self) -> str:

@@ -8,6 +8,7 @@ import math
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -29,6 +30,8 @@ from stoker.server.processes.engine_service import EngineService
 from stoker.server.processes.tasks import EXECUTOR, FrontendTask
 from stoker.server.protocol import Context
 from stoker.server.settings import ServerSettings
+from stoker.server.telemetry.log_control import follow_log
+from stoker.server.telemetry.summary import LoadLog
 
 log = get_logger(__name__)
 
@@ -81,6 +84,7 @@ async def serve(task: FrontendTask, report_ready: Callable[[], Any]) -> None:
     The server accepts requests while the model loads and refuses them with status 503. Raises the error of a failed load.
     """
     metrics, coordination = FrontendMetrics(), await connect_coordination(task)
+    follow_log(coordination)
     model = EngineService(task.model_name, task.settings, metrics, coordination)
     context = Context(model.repository, task.settings, metrics, coordination)
     server = HttpServer(http_config(make_app(context), task.settings), lambda: metrics.of(EXHAUSTED, "http").inc())
@@ -95,7 +99,8 @@ async def serve(task: FrontendTask, report_ready: Callable[[], Any]) -> None:
             raise error
         freeze_objects()
         report_ready()
-    stops = [start() for start in context.background] if loading.done() else []
+    load_log = LoadLog(model.repository, None if task.run_dir is None else Path(task.run_dir))
+    stops = [start() for start in (*context.background, load_log.start)] if loading.done() else []
 
     def stop_background() -> None:
         """End the work that runs beside requests."""

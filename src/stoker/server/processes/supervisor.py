@@ -29,6 +29,7 @@ from stoker.server.processes.tasks import FAILURE, RESTARTS, FrontendTask, Serve
 from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.settings import ServerSettings
 from stoker.server.state_directory import StateDirectory
+from stoker.server.telemetry.log_control import follow_log
 
 log = get_logger(__name__)
 
@@ -91,6 +92,7 @@ class Supervisor:
         self._children: list[Child] = []  # those whose end stops the server
         self._ended: asyncio.Queue[Child] = asyncio.Queue()
         self._coordinator = SupervisorCoordinator()
+        follow_log(self._coordinator)
         self._frontends = self._frontend_group()
         self._systemd = ServiceManager()
         self._executor = ExecutorControl(

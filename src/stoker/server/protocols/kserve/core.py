@@ -15,11 +15,11 @@ from stoker.server.protocols.kserve.config_override import CONFIG, read_batch_si
 from stoker.server.protocols.kserve.errors import TritonError
 from stoker.server.protocols.kserve.in_flight import CANCEL, InFlight
 from stoker.server.protocols.kserve.inference import Inference, Parameters, Response, Responses, ServedModel
+from stoker.server.protocols.kserve.log_settings import LogSettings
 from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.protocols.kserve.model_control import DRAIN, LOAD, SETTINGS, STATUS, UNLOAD, FixedEngine, ModelControl
 from stoker.server.protocols.kserve.models.catalogue import Catalogue, build_catalogue
 from stoker.server.protocols.kserve.shared_memory.registry import SharedMemory
-from stoker.server.protocols.kserve.trace_and_log import LogSettings
 from stoker.server.settings import ServerSettings
 
 ENSEMBLE_PARAMETERS: Parameters = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
@@ -43,7 +43,7 @@ class Core:
         self.shared_memory = SharedMemory(context)
         context.cleanup.callback(self.shared_memory.close)
         self.counts = context.metrics.triton
-        self.logging = LogSettings()
+        self.logging = LogSettings(context.coordination)
 
     @classmethod
     def of(cls, context: Context, core: Core | None = None) -> Core:

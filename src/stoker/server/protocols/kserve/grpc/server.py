@@ -18,10 +18,11 @@ from stoker.server.errors import describe
 from stoker.server.http.authentication import check_headers
 from stoker.server.protocol import Context
 from stoker.server.protocols.kserve import metadata as described
-from stoker.server.protocols.kserve import trace_and_log as settings
+from stoker.server.protocols.kserve import trace_settings as settings
 from stoker.server.protocols.kserve.core import Core, NotOneResponseError
 from stoker.server.protocols.kserve.errors import TritonError, client_message, grpc_code
 from stoker.server.protocols.kserve.grpc import messages as grpc_messages
+from stoker.server.protocols.kserve.grpc.calls import CallLog, response_metadata
 from stoker.server.protocols.kserve.grpc.shared_memory import SharedMemoryMethods
 from stoker.server.protocols.kserve.inference import Response, ServedModel
 from stoker.server.settings import ServerSettings
@@ -42,6 +43,7 @@ class KServeGRPC:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self._calls = CallLog(core.context.telemetry())
 
     def handlers(self) -> Any:
         """The argument of grpc.aio.Server.add_generic_rpc_handlers."""
@@ -62,12 +64,12 @@ class KServeGRPC:
         }
         table = {
             name: grpc.unary_unary_rpc_method_handler(
-                _with_grpc_status(handler, request_type), response_serializer=lambda response: response.SerializeToString()
+                self._call(name, handler, request_type), response_serializer=lambda response: response.SerializeToString()
             )
             for name, (handler, request_type, _) in unary.items()
         }
         # The handlers of these two return bytes.
-        table["ModelInfer"] = grpc.unary_unary_rpc_method_handler(_with_grpc_status(self.infer, pb.ModelInferRequest))
+        table["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self._call("ModelInfer", self.infer, pb.ModelInferRequest))
         table["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self.stream_infer)
         return grpc.method_handlers_generic_handler(SERVICE, table)
 
@@ -128,7 +130,7 @@ class KServeGRPC:
 
     async def logging(self, request: Any, context: Any) -> Any:
         """LogSettings: change settings of the log, and return all of them."""
-        self._core.logging.change(grpc_messages.parameters(request.settings))
+        await self._core.logging.change(grpc_messages.parameters(request.settings))
         response = pb.LogSettingsResponse()
         for name, value in self._core.logging.values().items():
             setting = response.settings[name]
@@ -169,14 +171,28 @@ class KServeGRPC:
                 async for data in requests:
                     request = grpc_messages.parse(pb.ModelInferRequest, data)
                     await free_places.acquire()
-                    group.create_task(self._respond(request, write)).add_done_callback(lambda _: free_places.release())
+                    group.create_task(self._respond(request, context, write)).add_done_callback(lambda _: free_places.release())
         except* TritonError as malformed:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, client_message(malformed.exceptions[0]))
         except* grpc.aio.BaseError:  # a write to a stream whose client has disconnected, or disconnects during the write
             pass
 
-    async def _respond(self, request: Any, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Run one request of a stream and write its responses, or its error as a message of the stream."""
+    async def _respond(self, request: Any, context: Any, write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Run one request of a stream and write its responses, or its error as a message of the stream. Each has a line in the log."""
+        record, status = self._calls.open("ModelStreamInfer", context, request.id), 499
+        try:
+            error = await self._run(request, write)
+            status = 200
+            if error is not None:
+                failure = describe(error)
+                status, record.error = failure.status, failure.code
+                message = client_message(error) if isinstance(error, StokerError) else failure.message
+                await write(grpc_messages.stream_error(message, request.id))
+        finally:
+            self._calls.close(record, status)
+
+    async def _run(self, request: Any, write: Callable[[bytes], Awaitable[None]]) -> Exception | None:
+        """Run one request of a stream, and write its responses. Returns its error."""
         try:
             served = self._ready(request)
             inference = grpc_messages.read_infer_message(request, served, self._core.shared_memory)
@@ -188,15 +204,36 @@ class KServeGRPC:
                         ended = response.final
                         if response.has_outputs or not response.final or empty_final:
                             await write(encoder.streamed(response))
-        except StokerError as error:
-            await write(grpc_messages.stream_error(client_message(error), request.id))
+            if empty_final and not ended:
+                await write(encoder.streamed(Response(final=True)))
         except grpc.aio.BaseError:
             raise
         except Exception as error:
-            await write(grpc_messages.stream_error(describe(error).message, request.id))
-        else:
-            if empty_final and not ended:
-                await write(encoder.streamed(Response(final=True)))
+            return error
+        return None
+
+    def _call(self, name: str, handler: Handler, request_type: Any) -> Handler:
+        """A handler of bytes, which ends a call with a gRPC status if they are malformed or `handler` raises an exception."""
+
+        async def run_handler(data: bytes, context: Any) -> Any:
+            """Parse the request and run the handler. An error ends the call with its gRPC status."""
+            record, status = self._calls.open(name, context), 499
+            try:
+                request = grpc_messages.parse(request_type, data)
+                self._calls.identify(record, context, getattr(request, "id", ""))
+                response = await handler(request, context)
+                status = 200
+                context.set_trailing_metadata(response_metadata(record))
+                return response
+            except Exception as error:
+                failure = describe(error)
+                status, record.error = failure.status, failure.code
+                code = getattr(grpc.StatusCode, grpc_code(status))
+                await context.abort(code, client_message(error), response_metadata(record))
+            finally:
+                self._calls.close(record, status)
+
+        return run_handler
 
     def _find(self, request: Any) -> ServedModel:
         """The model that a request names. Raises UnknownModelError."""
@@ -212,21 +249,6 @@ def _version(request: Any) -> str:
     """The model version that a request names, or an empty text. Two names of the field exist."""
     version: str = request.version if hasattr(request, "version") else request.model_version
     return version
-
-
-def _with_grpc_status(handler: Handler, request_type: Any) -> Handler:
-    """A handler of bytes, which ends a call with a gRPC status if they are malformed or `handler` raises an exception."""
-
-    async def run_handler(data: bytes, context: Any) -> Any:
-        """Parse the request and run the handler. An error ends the call with its gRPC status."""
-        try:
-            return await handler(grpc_messages.parse(request_type, data), context)
-        except Exception as error:
-            status = describe(error).status
-            code = getattr(grpc.StatusCode, grpc_code(status))
-            await context.abort(code, client_message(error))
-
-    return run_handler
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no type hints

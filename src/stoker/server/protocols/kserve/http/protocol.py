@@ -13,7 +13,7 @@ from stoker.server.errors import Failure, MethodError, RouteError, describe
 from stoker.server.http.request_context import EVENT_STREAM, JSON, PLAIN, RequestContext
 from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.kserve import metadata as described
-from stoker.server.protocols.kserve import trace_and_log as settings
+from stoker.server.protocols.kserve import trace_settings as settings
 from stoker.server.protocols.kserve.core import Core, NotOneResponseError
 from stoker.server.protocols.kserve.errors import TritonError, UnknownModelError, client_message
 from stoker.server.protocols.kserve.http import compression
@@ -147,7 +147,12 @@ class KServeHTTP(Protocol):
     async def set_logging(self, http: RequestContext) -> None:
         """POST /v2/logging: change settings of the log."""
         body = await http.body()
-        await self._respond_json(http, lambda: self._core.logging.change(read_object(body)))
+        try:
+            values = await self._core.logging.change(read_object(body))
+        except TritonError as error:
+            await self._refuse(http, error, JSON)
+        else:
+            await http.respond(200, _encode(values))
 
     async def trace(self, http: RequestContext) -> None:
         """GET …/trace/setting: the trace settings."""
