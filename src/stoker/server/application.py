@@ -22,6 +22,7 @@ from stoker.server.telemetry.record import CURRENT, RequestRecord
 log = get_logger(__name__)
 
 METRICS = "/metrics"
+POLLED = ("health", "console")  # protocols whose requests have lines at the level DEBUG
 
 # Content types that a web page may post to another origin without a preflight request ("" is none at all).
 WITHOUT_PREFLIGHT = ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
@@ -78,7 +79,7 @@ class Application:
             await self.handle(protocol, endpoint, http)
         finally:
             status = 499 if http.disconnected else http.status
-            self._telemetry.close(record, status, probe=endpoint.open or endpoint.path == METRICS)
+            self._telemetry.close(record, status, probe=endpoint.open or name in POLLED)
 
     def _open_record(self, http: RequestContext, scope: dict[str, Any], protocol: str, route: str) -> RequestRecord:
         """Open the record of a request, from which its response gets headers."""

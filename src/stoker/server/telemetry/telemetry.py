@@ -33,7 +33,7 @@ class Telemetry:
         return record
 
     def close(self, record: RequestRecord, status: int, *, probe: bool = False) -> None:
-        """The request has ended with this HTTP status. The lines of probes (health and metrics) have the level DEBUG."""
+        """The request has ended with this HTTP status. The lines of probes (health, metrics and the console) have the level DEBUG."""
         record.status = status
         if self._logs_requests:
             log_request(record, level=logging.DEBUG if probe else logging.INFO)
