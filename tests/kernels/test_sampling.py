@@ -157,3 +157,30 @@ def test_log_probabilities(module: ModuleType, num_top: int) -> None:
     assert best.shape == ids.shape == (5, num_top) and ids.dtype == torch.int32
     assert torch.allclose(best.double(), expected.sort(descending=True).values[:, :num_top], atol=1e-5)
     assert torch.allclose(expected.gather(1, ids.long()), best.double(), atol=1e-5)
+
+
+@EACH
+@pytest.mark.parametrize("max_drafts", [1, 3, 5])
+def test_verification_accepts_the_drafts_before_the_first_difference(module: ModuleType, max_drafts: int) -> None:
+    """Random sequences with 0 to max_drafts drafts, padding without rows, prompts before the drafts, and rows without a token (-1)."""
+    random = torch.Generator().manual_seed(max_drafts)
+    counts = torch.randint(0, max_drafts + 1, (40,), generator=random).tolist()
+    token_ids, logits_idx, starts, sampled = [], [], [0], []
+    expected: list[list[int]] = []
+    for count in counts:
+        token_ids += [9] * int(torch.randint(0, 3, (1,), generator=random))
+        drafts = torch.randint(0, 2, (count,), generator=random).tolist()
+        ids = torch.randint(0, 2, (count + 1,), generator=random).tolist()
+        if torch.rand((), generator=random) < 0.2:
+            ids[int(torch.randint(0, count + 1, (1,), generator=random))] = -1
+        logits_idx += range(len(token_ids), len(token_ids) + count + 1)
+        token_ids += [0, *drafts]
+        sampled += ids
+        starts.append(len(sampled))
+        accepted = next((i for i, (draft, token) in enumerate(zip(drafts, ids, strict=False)) if draft != token), count)
+        expected.append(ids[: accepted + 1])
+    arguments = [torch.tensor(values, dtype=torch.int32) for values in (sampled, token_ids, logits_idx, [*starts, starts[-1]])]
+    ids, num_accepted, newest = module.verify(*arguments, max_drafts)
+    assert ids.tolist() == [row + [-1] * (max_drafts + 1 - len(row)) for row in [*expected, []]]
+    assert num_accepted.tolist() == [len(row) - 1 for row in expected] + [0]
+    assert newest.tolist() == [row[-1] for row in expected] + [-1]

@@ -6,8 +6,9 @@ import gc
 
 import pytest
 
+from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.worker import cuda_graphs as graphs
-from stoker.runtime.worker.cuda_graphs import CapturedStep, Graphs, row_buckets
+from stoker.runtime.worker.cuda_graphs import CapturedStep, Graphs, drafted_rows, row_buckets
 from stoker.runtime.worker.inputs import Shape
 
 MIB = 1 << 20
@@ -17,27 +18,41 @@ TOTAL = 1000 * MIB
 class SimulatedGraphs(Graphs):
     """The first capture of a kind allocates memory for its tokens, from which later captures allocate. Each adds 1 MiB."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_drafts: int = 0) -> None:
         self.row_buckets, self.token_buckets, self.mixed_rows = row_buckets(64), [64, 128, 256], [8, 64]
+        self.max_drafts, self.max_sampled, self.drafted_rows = max_drafts, 64, drafted_rows(64) if max_drafts else []
         self._captured, self._pool, self._stream = {}, None, None
         self.free = TOTAL
 
     def capture(self, shape: Shape, all_greedy: bool) -> CapturedStep:
-        known = [s.tokens for s, _ in self._captured if s.is_decode == shape.is_decode]
+        known = [s.tokens for s, _ in self._captured if (s.is_decode, s.max_drafts) == (shape.is_decode, shape.max_drafts)]
         self.free -= MIB + max(shape.tokens - max(known, default=0), 0) * MIB // 4
         self._pool = self._pool or object()
         self._captured[shape, all_greedy] = CapturedStep(None, None)  # type: ignore[arg-type]
         return self._captured[shape, all_greedy]
 
 
-def test_the_footprint_is_what_the_warm_up_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe, real = SimulatedGraphs(), SimulatedGraphs()
+@pytest.mark.parametrize("max_drafts", [0, 5])
+def test_the_footprint_is_what_the_warm_up_allocates(monkeypatch: pytest.MonkeyPatch, max_drafts: int) -> None:
+    probe, real = SimulatedGraphs(max_drafts), SimulatedGraphs(max_drafts)
     monkeypatch.setattr(graphs, "_free_bytes", lambda: probe.free)
     expected = probe.footprint()
     assert not probe._captured and probe._pool is None  # a graph that remains would be destroyed during a later capture
     monkeypatch.setattr(graphs, "_free_bytes", lambda: real.free)
     assert real.warm_up() == expected == TOTAL - real.free
-    assert len(real._captured) == 2 * (len(real.row_buckets) + len(real.token_buckets))
+    assert len(real._captured) == 2 * (len(real.row_buckets) + len(real.token_buckets) + len(real.verifications()))
+
+
+def test_every_decode_with_drafts_has_a_graph_of_sufficient_size() -> None:
+    graphs = SimulatedGraphs(5)
+    for rows in range(1, 65):
+        for total in range(1, min(5 * rows, 64 - rows) + 1):
+            drafts = [[7] * (total * (row + 1) // rows - total * row // rows) for row in range(rows)]
+            plan = StepPlan()
+            plan.drafts, plan.num_tokens = [*drafts], rows + total
+            plan.sequences = [None] * rows  # type: ignore[list-item]
+            shape = graphs.shape_for(plan)
+            assert shape is not None and shape.rows >= rows and rows + total <= shape.tokens <= 64 and shape in graphs.verifications()
 
 
 def test_the_footprint_of_a_single_shape(monkeypatch: pytest.MonkeyPatch) -> None:

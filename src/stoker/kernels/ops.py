@@ -325,6 +325,17 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
     return _pick(logits, sampling_ref).sample(logits, params)
 
 
+def verify(sampled: Tensor, token_ids: Tensor, logits_idx: Tensor, starts: Tensor, max_drafts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Accept the drafts of S sequences while they equal the tokens that were sampled before them.
+
+    Sequence s has the rows starts[s] : starts[s + 1] of the sampled tokens, int32 [L], and its drafts are the tokens of the step,
+    `token_ids` [T], after that of its first row, whose index is in `logits_idx` [L]. `starts` is int32 [S + 1], of at most `max_drafts`
+    drafts each. Returns int32 (ids that each sequence yields, then -1: [S, max_drafts + 1]; accepted drafts [S]; the last yielded id [S]).
+    A sequence without rows yields -1.
+    """
+    return _pick(sampled, sampling_ref).verify(sampled, token_ids, logits_idx, starts, max_drafts)
+
+
 def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """(log-probability of token_ids [L], log-probabilities of the num_top most probable tokens [L, num_top], their int32 ids).
 

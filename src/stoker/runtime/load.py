@@ -18,7 +18,7 @@ from stoker.runtime.executor import Executor
 from stoker.runtime.kv.events.log import BlockEventLog
 from stoker.runtime.kv.events.publisher import EventPublisher
 from stoker.runtime.schedule.scheduler import Scheduler
-from stoker.runtime.worker.rank import Capacity, load_rank, use_device
+from stoker.runtime.worker.rank import Capacity, captures_steps, load_rank, use_device
 from stoker.runtime.worker_group.leader import WorkerGroup, rank_devices
 
 log = get_logger(__name__)
@@ -131,6 +131,7 @@ def _load(
         event_log=BlockEventLog() if events is not None else None,
         proposer=config.speculate,
         draft_tokens=config.draft_tokens,
+        drafts_beside_prefill=not captures_steps(config, model_config) or device.type == "cpu",  # such steps are not captured
     )
     runner = loaded.runner(num_blocks, ranks)
     budget = loaded.budget(num_blocks, runner.warm_up())

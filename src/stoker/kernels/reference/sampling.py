@@ -78,6 +78,20 @@ def _shift(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
+def verify(sampled: Tensor, token_ids: Tensor, logits_idx: Tensor, starts: Tensor, max_drafts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Accept drafts that equal the sampled tokens (`ops.verify`)."""
+    columns = torch.arange(max_drafts + 1, dtype=torch.int32, device=sampled.device)
+    row = starts[:-1].unsqueeze(1) + columns
+    has_draft = row + 1 < starts[1:].unsqueeze(1)
+    row = row.clamp(max=len(sampled) - 1).long()
+    ids = sampled[row]
+    drafts = token_ids[(logits_idx.long()[row] + 1).clamp(max=len(token_ids) - 1)]
+    num_accepted = ((ids == drafts) & (ids >= 0) & has_draft).to(torch.int32).cumprod(1).sum(1, dtype=torch.int32)
+    is_yielded = (columns <= num_accepted.unsqueeze(1)) & (starts[:-1] < starts[1:]).unsqueeze(1)
+    ids = torch.where(is_yielded, ids, -1)
+    return ids, num_accepted, ids.gather(1, num_accepted.long().unsqueeze(1)).squeeze(1)
+
+
 def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """The log-probabilities of the tokens `token_ids` and of the most probable tokens (`ops.logprobs`)."""
     wide = logits.float()

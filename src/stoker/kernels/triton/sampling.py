@@ -9,7 +9,9 @@ For a row of logits z [V], with x = z ÷ temperature:
     draw         the first kept token, in vocabulary order, at which the cumulative exp(x - max x) exceeds u × its total, with u from
                  (seed, counter)
 
-Two launches:
+Draft tokens are accepted by a third kernel, `verify_kernel`, with one CTA per sequence.
+
+Two launches sample:
 
     partial_argmax_kernel    grid rows × chunks of 8,192 logits      row of logits | chunk 0 | chunk 1 | ... |
                              the largest logit of each chunk                           v         v
@@ -71,6 +73,29 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
     return out
 
 
+def verify(sampled: Tensor, token_ids: Tensor, logits_idx: Tensor, starts: Tensor, max_drafts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Accept drafts that equal the sampled tokens (`ops.verify`), in one launch."""
+    count = len(starts) - 1
+    ids = torch.empty(count, max_drafts + 1, dtype=torch.int32, device=sampled.device)
+    num_accepted = torch.empty(count, dtype=torch.int32, device=sampled.device)
+    newest = torch.empty_like(num_accepted)
+    if count:
+        verify_kernel[(count,)](
+            sampled,
+            token_ids,
+            logits_idx,
+            starts,
+            ids,
+            num_accepted,
+            newest,
+            COLUMNS=max_drafts + 1,
+            BLOCK=triton.next_power_of_2(max_drafts + 1),
+            num_warps=1,
+            **pdl_launch_options(sampled),
+        )
+    return ids, num_accepted, newest
+
+
 def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """The log-probabilities of the tokens `token_ids` and of the most probable tokens (`ops.logprobs`), by PyTorch."""
     wide = logits.float()
@@ -104,6 +129,36 @@ def partial_argmax_kernel(
     value, index = tl.max(x, 0, return_indices=True)
     tl.store(best_ptr + row * chunks + chunk, tl.where(is_invalid > 0, float("nan"), value))
     tl.store(best_id_ptr + row * chunks + chunk, chunk * CHUNK + index)
+
+
+@triton.jit
+def verify_kernel(
+    sampled_ptr,  # int32 [L]
+    token_ids_ptr,  # int32 [T]
+    logits_idx_ptr,  # int32 [L]
+    starts_ptr,  # int32 [S + 1]
+    ids_ptr,  # int32 [S, COLUMNS]: the yielded ids, then -1
+    accepted_ptr,  # int32 [S]
+    newest_ptr,  # int32 [S]: the last yielded id
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,  # COLUMNS, rounded up to a power of two
+    USE_PDL: tl.constexpr,
+):
+    """One CTA: the drafts of one sequence. The draft after row i of the sequence is the token after that of the row."""
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
+    sequence = tl.program_id(0)
+    first = tl.load(starts_ptr + sequence)
+    count = tl.load(starts_ptr + sequence + 1) - first
+    column = tl.arange(0, BLOCK)
+    ids = tl.load(sampled_ptr + first + column, mask=column < count, other=-1)
+    token = tl.load(logits_idx_ptr + first + column, mask=column < count, other=0)
+    drafts = tl.load(token_ids_ptr + token + 1, mask=column + 1 < count, other=-1)
+    accepted = tl.min(tl.where((ids == drafts) & (ids >= 0), BLOCK, column), 0)  # the first row whose token is not the draft after it
+    ids = tl.where(column <= accepted, ids, -1)
+    tl.store(ids_ptr + sequence * COLUMNS + column, ids, mask=column < COLUMNS)
+    tl.store(accepted_ptr + sequence, accepted)
+    tl.store(newest_ptr + sequence, tl.sum(tl.where(column == accepted, ids, 0), 0))
 
 
 @triton.jit

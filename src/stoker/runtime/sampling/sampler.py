@@ -34,7 +34,7 @@ from stoker.runtime.staging import StagingBuffers, padded
 class Sampled:
     """The results of a step, on the device."""
 
-    token_ids: Tensor  # int32 [L]; -1 if no token can be sampled, and in rows after a rejected draft
+    token_ids: Tensor  # int32 [L]; -1 if no token can be sampled
     logprobs: Logprobs | None  # of the unchanged logits; None if no row requests them
     prompt: list[tuple[PromptChunk, Logprobs]]
     verified: Verified | None  # None if the step has no drafts
@@ -205,14 +205,15 @@ class Sampler:
         """Apply features to the logits [L, V], sample token ids [L], verify drafts, and report the tokens to the features."""
         if inputs:
             logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-            before = drafts.before if drafts is not None else logits.new_empty(len(logits), 0, dtype=torch.int32)
+            before = drafts.before() if drafts is not None else logits.new_empty(len(logits), 0, dtype=torch.int32)
             inputs = {feature: [before, *tensors] if feature.reads_drafts else tensors for feature, tensors in inputs.items()}
         for feature, tensors in inputs.items():
             feature.apply(logits, *tensors)
         token_ids, verified = ops.sample(logits, draw), None
         if drafts is not None:
             verified = verify(token_ids, drafts)
-            token_ids = verified.by_row
+            if inputs:
+                token_ids = torch.where(verified.is_yielded(drafts), token_ids, -1)
         for feature, tensors in inputs.items():
             feature.observe(token_ids, *tensors)
         return token_ids, verified

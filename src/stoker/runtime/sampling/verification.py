@@ -17,29 +17,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stoker.kernels import ops
 from stoker.runtime.staging import copy_to_host
 
 
 @dataclass(frozen=True, slots=True)
 class StepDrafts:
-    """The drafts of a step with S sequences that sample, L rows of logits and at most K drafts per sequence."""
+    """The drafts of a step with T tokens, S sequences that sample, L rows of logits and at most K drafts per sequence."""
 
+    token_ids: Tensor  # int32 [T], the tokens of the step; the drafts of a sequence are the last ones
+    logits_idx: Tensor  # int32 [L], the token of each row
     starts: Tensor  # int32 [S + 1], the first row of each sequence, and L
     owners: Tensor  # int32 [L], the sequence of each row
-    before: Tensor  # int32 [L, K], the drafts before each row, the newest first; -1: none
-    after: Tensor  # int32 [L], the draft that follows each row; -1: none
+    max_drafts: int  # K
 
-    @staticmethod
-    def of(token_ids: Tensor, logits_idx: Tensor, starts: Tensor, owners: Tensor, max_drafts: int) -> StepDrafts:
-        """Find the drafts among the tokens [T] of a step. `logits_idx` [L] is the token of each row, `max_drafts` is K."""
-        rows = torch.arange(len(owners), dtype=torch.int32, device=owners.device)
-        steps = torch.arange(max_drafts, dtype=torch.int32, device=owners.device)
-        num_before = rows - starts.index_select(0, owners)
-        index = (logits_idx.unsqueeze(1) - steps).clamp(min=0)
-        before = torch.where(steps < num_before.unsqueeze(1), token_ids[index.long()].to(torch.int32), -1)
-        is_last = rows + 1 == starts.index_select(0, owners + 1)
-        following = token_ids.index_select(0, (logits_idx + 1).clamp(max=len(token_ids) - 1)).to(torch.int32)
-        return StepDrafts(starts, owners, before, torch.where(is_last, -1, following))
+    def before(self) -> Tensor:
+        """The drafts before each row, the newest first: int32 [L, K]; -1: none."""
+        rows = torch.arange(len(self.owners), dtype=torch.int32, device=self.owners.device)
+        steps = torch.arange(self.max_drafts, dtype=torch.int32, device=self.owners.device)
+        num_before = rows - self.starts.index_select(0, self.owners)
+        index = (self.logits_idx.unsqueeze(1) - steps).clamp(min=0)
+        return torch.where(steps < num_before.unsqueeze(1), self.token_ids[index.long()].to(torch.int32), -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +47,21 @@ class Verified:
     token_ids: Tensor  # int32 [S, K + 1]; -1 after the yielded tokens, and for a token that could not be sampled
     num_accepted: Tensor  # int32 [S], the accepted drafts
     newest: Tensor  # int32 [S], the last yielded token of each sequence
-    by_row: Tensor  # int32 [L], the sampled token of each row; -1 in rows after a rejected draft
 
-    def to_host(self) -> Verified:
-        """Start to copy the tensors that `to_lists` reads to the host. The values are valid when the step has ended."""
-        return Verified(copy_to_host(self.token_ids), copy_to_host(self.num_accepted), self.newest, self.by_row)
+    def to_host(self, count: int) -> Verified:
+        """Start to copy what `to_lists` reads of the first `count` sequences. The values are valid when the step has ended."""
+        return Verified(copy_to_host(self.token_ids[:count]), copy_to_host(self.num_accepted[:count]), self.newest)
 
     def to_lists(self) -> list[list[int]]:
         """The ids that each sequence yields, after the copy has ended."""
         return [ids[: count + 1] for ids, count in zip(self.token_ids.tolist(), self.num_accepted.tolist(), strict=True)]
 
+    def is_yielded(self, drafts: StepDrafts) -> Tensor:
+        """Whether the token of each row is yielded, bool [L]."""
+        rows = torch.arange(len(drafts.owners), dtype=torch.int32, device=drafts.owners.device)
+        return rows <= (drafts.starts[:-1] + self.num_accepted).index_select(0, drafts.owners)
+
 
 def verify(sampled: Tensor, drafts: StepDrafts) -> Verified:
-    """Accept drafts while they equal the tokens `sampled` [L] in the rows before them."""
-    starts, max_drafts = drafts.starts, drafts.before.shape[1]
-    columns = torch.arange(max_drafts + 1, dtype=torch.int32, device=sampled.device)
-    index = starts[:-1].unsqueeze(1) + columns
-    is_row = index < starts[1:].unsqueeze(1)
-    index = index.clamp(max=len(sampled) - 1).long()
-    token_ids = sampled[index]
-    is_accepted = (token_ids == drafts.after[index]) & (token_ids >= 0) & is_row
-    num_accepted = is_accepted.to(torch.int32).cumprod(1).sum(1, dtype=torch.int32)
-    token_ids = torch.where(columns <= num_accepted.unsqueeze(1), token_ids, -1)
-    newest = token_ids.gather(1, num_accepted.long().unsqueeze(1)).squeeze(1)
-    rows = torch.arange(len(sampled), dtype=torch.int32, device=sampled.device)
-    is_yielded = rows <= (starts[:-1] + num_accepted).index_select(0, drafts.owners)
-    return Verified(token_ids, num_accepted, newest, torch.where(is_yielded, sampled, -1))
+    """Accept drafts while they equal the tokens `sampled`, int32 [L], in the rows before them."""
+    return Verified(*ops.verify(sampled, drafts.token_ids, drafts.logits_idx, drafts.starts, drafts.max_drafts))

@@ -11,7 +11,7 @@ from stoker.runtime.schedule.policies.policy import Demand
 from stoker.runtime.schedule.proposers.proposer import Proposer
 from stoker.runtime.schedule.running_set import RunningSet
 
-_MIN_SAMPLED = 64
+_MIN_SAMPLED, _MAX_SAMPLED = 64, 128  # tokens of a step with drafts; a device computes more at the cost of as many plain rows
 
 
 class Planner:
@@ -26,12 +26,17 @@ class Planner:
         max_num_tokens: int,
         chunked_prefill: bool,
         draft_tokens: int | None = None,
+        drafts_beside_prefill: bool = True,
     ) -> None:
-        """`draft_tokens`: the largest number of drafts per row, if smaller than that of the proposer."""
+        """`draft_tokens`: the largest number of drafts per row, if smaller than that of the proposer.
+
+        `drafts_beside_prefill`: whether steps with prefills have drafts, too.
+        """
         self._running_set = running_set
         self._proposer = proposer
         self._max_drafts = proposer.max_drafts if draft_tokens is None else min(draft_tokens, proposer.max_drafts)
         self._max_sampled = max_sampled_tokens(max_rows)
+        self._drafts_beside_prefill = drafts_beside_prefill
         self._row_limit = self._max_rows = max_rows
         self._max_num_tokens = max_num_tokens
         self._chunked_prefill = chunked_prefill
@@ -52,7 +57,7 @@ class Planner:
         if starved and not plan.sequences and not self._running_set.num_leaving:
             # Every selected sequence was preempted. The running set is smaller now, so the recursion ends.
             self.fill(plan, now, paused=paused)
-        elif self._max_drafts and plan.num_decodes and not starved:
+        elif self._max_drafts and plan.num_decodes and not starved and (self._drafts_beside_prefill or not plan.num_prefill_tokens):
             self._add_drafts(plan)
         if self._running_set.num_with_adapter:
             self._add_adapters(plan)
@@ -208,7 +213,7 @@ class Planner:
 
 def max_sampled_tokens(max_rows: int) -> int:
     """The largest number of tokens that a step with drafts samples. It bounds the memory of their logits."""
-    return max(max_rows, _MIN_SAMPLED)
+    return min(max(max_rows, _MIN_SAMPLED), _MAX_SAMPLED)
 
 
 def _add_prefill(plan: StepPlan, seq: Sequence, num_new: int) -> None:

@@ -31,7 +31,7 @@ class Scheduler:
     step, `max_num_tokens` its tokens, and `max_num_sequences` the sequences that hold blocks. If more sequences hold blocks than fit into
     a step, they alternate. With `num_stages` pipeline stages the sequences are spread over that number of steps in flight. Without
     `chunked_prefill` a prompt is computed in a single step. `num_adapters` is the number of low-rank adapters that the model has. A
-    row has at most `draft_tokens` drafts of the proposer.
+    row has at most `draft_tokens` drafts of the proposer, and none in a step with prefills unless `drafts_beside_prefill` is set.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Scheduler:
         num_stages: int = 1,
         proposer: str = "none",
         draft_tokens: int | None = None,
+        drafts_beside_prefill: bool = True,
         num_adapters: int = 0,
         host_tier: HostTier | None = None,
         event_log: BlockEventLog | None = None,
@@ -68,6 +69,7 @@ class Scheduler:
             max_num_tokens=max_num_tokens,
             chunked_prefill=chunked_prefill,
             draft_tokens=draft_tokens,
+            drafts_beside_prefill=drafts_beside_prefill,
         )
         self._num_stages = num_stages
         self._in_flight: deque[StepPlan] = deque()

@@ -112,6 +112,7 @@ def _runner(engine: Engine, config: RuntimeConfig, rank: int) -> ModelRunner:
         model, [caches[i] for i in first], num_rows=capacity.max_num_sequences,
         max_batch_size=capacity.max_batch_size, max_num_tokens=capacity.max_num_tokens,
         max_seq_len=capacity.max_seq_len, block_size=size, device=META,
+        max_drafts=config.draft_tokens if config.speculate != "none" else 0,
         use_graphs=captures_steps(config, settings.model),
         world=World(rank, mapping.world_size, group, stage, MetaGroup(rank, mapping.world_size), leader(mapping)),
     )  # fmt: skip
@@ -154,6 +155,7 @@ def _captured(graphs: Graphs) -> Iterator[Shape]:
         yield Shape(rows, rows, is_decode=True)
     for tokens, rows in itertools.product(graphs.token_buckets, graphs.mixed_rows):
         yield Shape(tokens, rows, is_decode=False)
+    yield from graphs.verifications()
 
 
 def _eager(runner: ModelRunner) -> Iterator[tuple[Shape, Bounds]]:

@@ -1,7 +1,8 @@
 """CUDA graphs of whole steps: inputs are copied into static buffers, and one replay runs the model and the sampler.
 
-Each graph has a padded shape. Decode steps have a graph per bucket of rows, short mixed steps a graph per bucket of tokens and rows. Longer
-steps are launched kernel by kernel, because the device is busy for longer than the launches take.
+Each graph has a padded shape. Decode steps have a graph per bucket of rows, short mixed steps a graph per bucket of tokens and rows, and
+decodes that verify draft tokens a graph per bucket of rows and of tokens. Longer steps, and prefills beside draft tokens, are launched
+kernel by kernel.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from stoker.base.logging import get_logger
-from stoker.core.forward_batch import ForwardBatch
+from stoker.runtime.sampling.verification import Verified
 from stoker.runtime.schedule.plan import StepPlan
+from stoker.runtime.schedule.planner import max_sampled_tokens
 from stoker.runtime.worker.dummy_step import Bounds, fill_dummy_step, static_buffer_size
 from stoker.runtime.worker.inputs import InputBuilder, PackedStep, Shape, StepInputs
 
@@ -28,16 +30,19 @@ log = get_logger(__name__)
 _TOKEN_BUCKETS = (64, 128, 256, 512, 1024, 2048)
 _MIXED_ROWS = (8, 64, 256)
 
-# The captured function: (batch, rows, counters, all_greedy) → token ids.
-Forward = Callable[[ForwardBatch, Tensor, Tensor, bool], Tensor]
+_DRAFTED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_DRAFTED_PARTS = (4, 2, 1)  # graphs have room for a quarter of the drafts, for half of them, and for all
+
+# The captured function: (inputs, max_drafts, all_greedy) → what the rows yield.
+Forward = Callable[[StepInputs, int, bool], "Tensor | Verified"]
 
 
 @dataclass(slots=True)
 class CapturedStep:
-    """A graph, and the tensor to which it writes the sampled token ids."""
+    """A graph, and the tensors to which it writes the sampled token ids, or what its rows with drafts yield."""
 
     graph: torch.cuda.CUDAGraph
-    token_ids: Tensor
+    result: Tensor | Verified
 
 
 @contextmanager
@@ -70,20 +75,37 @@ def row_buckets(max_rows: int) -> list[int]:
     return [*(bucket for bucket in buckets if bucket < max_rows), max_rows]
 
 
+def drafted_rows(max_rows: int) -> list[int]:
+    """The numbers of rows for which decodes with drafts are captured, up to `max_rows`."""
+    return [*(rows for rows in _DRAFTED_ROWS if rows < max_rows), max_rows]
+
+
 class Graphs:
     """The captured graphs of one device."""
 
     def __init__(
-        self, forward: Forward, inputs: InputBuilder, *, max_rows: int, max_seq_len: int, max_tokens: int, device: torch.device
+        self,
+        forward: Forward,
+        inputs: InputBuilder,
+        *,
+        max_rows: int,
+        max_seq_len: int,
+        max_tokens: int,
+        max_drafts: int,
+        device: torch.device,
     ) -> None:
+        """`max_drafts`: the largest number of drafts of a row; 0: without speculative decoding."""
         self.forward = forward
         self.inputs = inputs
         self.max_seq_len = max_seq_len
         self.row_buckets = row_buckets(max_rows)
         self.token_buckets = [b for b in _TOKEN_BUCKETS if b <= max_tokens]
         self.mixed_rows = sorted({min(r, max_rows) for r in _MIXED_ROWS})
+        self.max_drafts = max_drafts
+        self.max_sampled = min(max_sampled_tokens(max_rows), max_tokens)
+        self.drafted_rows = drafted_rows(min(max_rows, self.max_sampled)) if max_drafts else []
         blocks = inputs.tables.table.shape[1]
-        max_static_tokens = max([*self.token_buckets, max_rows])
+        max_static_tokens = max([*self.token_buckets, max_rows, self.max_sampled])
         self._static = torch.zeros(static_buffer_size(max_static_tokens, max_rows, blocks), dtype=torch.int32, device=device)
         self._tables = torch.zeros(max_rows, blocks, dtype=torch.int32, device=device)
         self._captured: dict[tuple[Shape, bool], CapturedStep] = {}
@@ -93,6 +115,8 @@ class Graphs:
     def shape_for(self, plan: StepPlan) -> Shape | None:
         """The padded shape of the graph that runs `plan`. None: the step runs without a graph."""
         num_rows = len(plan)
+        if any(plan.drafts):
+            return None if plan.num_prefill_tokens else self._drafted_shape(plan)
         if num_rows == plan.num_decodes:
             bucket = self.row_buckets[bisect.bisect_left(self.row_buckets, num_rows)]
             return Shape(bucket, bucket, is_decode=True)
@@ -102,44 +126,57 @@ class Graphs:
             return None
         return Shape(self.token_buckets[token_at], self.mixed_rows[row_at], is_decode=False)
 
-    def run(self, packed: PackedStep, all_greedy: bool) -> Tensor:
+    def _drafted_shape(self, plan: StepPlan) -> Shape | None:
+        """The shape of the graph that runs decodes with drafts; None if there is none."""
+        row_at = bisect.bisect_left(self.drafted_rows, len(plan))
+        if row_at == len(self.drafted_rows) or max(map(len, plan.drafts)) > self.max_drafts:
+            return None
+        shapes = self._drafted(self.drafted_rows[row_at])
+        return next((shape for shape in shapes if shape.tokens >= plan.num_tokens), None)
+
+    def _drafted(self, rows: int) -> list[Shape]:
+        """The shapes of decodes with drafts that have this number of rows, the smallest first."""
+        total = rows * self.max_drafts
+        counts = range(1, total + 1) if rows == 1 else [max(total // part, 1) for part in _DRAFTED_PARTS]
+        tokens = sorted({min(rows + count, self.max_sampled) for count in counts})
+        return [Shape(count, rows, is_decode=False, max_drafts=self.max_drafts) for count in tokens]
+
+    def run(self, packed: PackedStep, all_greedy: bool) -> Tensor | Verified:
         """Copy the inputs to the static buffers and replay the graph. Returns the token ids of all rows of the shape."""
         shape = packed.shape
         captured = self._captured.get((shape, all_greedy)) or self.capture(shape, all_greedy)
         self.inputs.unpack(packed, self._static, self._tables[: shape.rows])
         captured.graph.replay()
-        return captured.token_ids
+        return captured.result
 
     def capture(self, shape: Shape, all_greedy: bool) -> CapturedStep:
         """Capture the step of a shape. It is run once before, which compiles kernels and allocates workspaces of libraries."""
         step = self._dummy_step(shape)
-        batch = step.batch
         # One stream for all captures, because libraries keep a workspace per stream.
         stream = self._stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), _without_garbage_collection():
-            self.forward(batch, step.rows, step.counters, all_greedy)
-            batch.shared.clear()
+            self.forward(step, shape.max_drafts, all_greedy)
+            step.batch.shared.clear()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                token_ids = self.forward(batch, step.rows, step.counters, all_greedy)
+                result = self.forward(step, shape.max_drafts, all_greedy)
         torch.cuda.current_stream().wait_stream(stream)
         self._pool = self._pool or graph.pool()
-        self._captured[shape, all_greedy] = CapturedStep(graph, token_ids)
+        self._captured[shape, all_greedy] = CapturedStep(graph, result)
         return self._captured[shape, all_greedy]
 
     def trace(self, shape: Shape, all_greedy: bool) -> None:
         """Launch the kernels that `capture` would record, on meta tensors."""
-        step = self._dummy_step(shape)
-        self.forward(step.batch, step.rows, step.counters, all_greedy)
+        self.forward(self._dummy_step(shape), shape.max_drafts, all_greedy)
 
     def warm_up(self) -> int:
-        """Capture the buckets of decodes and of short prefills, greedy and sampled. Other shapes are captured when a step needs them.
+        """Capture decodes, short prefills and decodes with drafts, greedy and sampled. Other shapes are captured when a step needs them.
 
         Returns the bytes that were allocated.
         """
         started = time.monotonic()
-        num_bytes = self._capture_all([*self._decodes(), *self._prefills()])
+        num_bytes = self._capture_all([*self._decodes(), *self._prefills(), *self.verifications()])
         log.info("captured %d graphs in %.1f s", len(self._captured), time.monotonic() - started)
         return num_bytes
 
@@ -148,9 +185,10 @@ class Graphs:
 
         The graphs are captured for the measurement and discarded.
         """
-        decodes, prefills = self._decodes(), self._prefills()
-        num_bytes = self._capture_all([*decodes[:1], *prefills[:1]])
-        num_others = max(len(decodes) + len(prefills) - 2, 0)
+        decodes, prefills, verifications = self._decodes(), self._prefills(), self.verifications()
+        largest = [*decodes[:1], *prefills[:1], *verifications[:1]]
+        num_bytes = self._capture_all(largest)
+        num_others = len(decodes) + len(prefills) + len(verifications) - len(largest)
         if num_others:
             num_bytes += num_others * self._capture_all(decodes[-1:])
         self._captured.clear()
@@ -164,6 +202,10 @@ class Graphs:
     def _prefills(self) -> list[Shape]:
         """The shapes of short prefills, the largest first."""
         return [Shape(tokens, self.mixed_rows[0], is_decode=False) for tokens in reversed(self.token_buckets)]
+
+    def verifications(self) -> list[Shape]:
+        """The shapes of decodes with drafts, the largest first; none without speculative decoding."""
+        return [shape for rows in reversed(self.drafted_rows) for shape in reversed(self._drafted(rows))]
 
     def _capture_all(self, shapes: list[Shape]) -> int:
         """Capture a graph of each shape with greedy sampling, and one with any sampling. Returns the bytes allocated on the device."""

@@ -22,18 +22,20 @@ class Bounds:
     @staticmethod
     def of_graph(shape: Shape, max_seq_len: int) -> Bounds:
         """The bounds of a captured step. They must be valid for every step that is padded to its shape."""
-        return Bounds(shape.rows, 1, max_seq_len) if shape.is_decode else Bounds(0, shape.tokens, max_seq_len)
+        if shape.is_decode:
+            return Bounds(shape.rows, 1, max_seq_len)
+        return Bounds(0, shape.max_drafts + 1 if shape.max_drafts else shape.tokens, max_seq_len)
 
 
 def static_buffer_size(max_tokens: int, max_rows: int, width: int) -> int:
     """The number of int32 elements of a buffer for the inputs of any padded step, including block tables of `width` columns."""
-    return buffer_size((*_sizes(Shape(max_tokens, max_rows, False)), max_rows * width))
+    return buffer_size((*_sizes(Shape(max_tokens, max_rows, False, max_drafts=1)), max_rows * width))
 
 
 def fill_dummy_step(static: Tensor, tables: Tensor, shape: Shape, bounds: Bounds, padding_row: int) -> StepInputs:
     """Write a dummy step to the buffer `static` (int32), in the layout of InputBuilder. It stores no token and reads no key."""
     parts = split_buffer(static, _sizes(shape))
-    for part, value in zip(parts, (0, 0, -1, 0, 0, 0, padding_row, 0), strict=True):
+    for part, value in zip(parts, (0, 0, -1, 0, 0, 0, padding_row, 0, 0, 0, padding_row), strict=True):
         part.fill_(value)
     batch = ForwardBatch(
         token_ids=parts[0],
@@ -47,7 +49,7 @@ def fill_dummy_step(static: Tensor, tables: Tensor, shape: Shape, bounds: Bounds
         max_seq_len=bounds.max_seq_len,
         logits_idx=parts[5],
     )
-    return StepInputs(batch, parts[6], parts[7])
+    return StepInputs(batch, parts[6], parts[7], *parts[8:]) if shape.max_drafts else StepInputs(batch, parts[6], parts[7])
 
 
 def allocate_dummy_step(
@@ -81,4 +83,7 @@ def pack_dummy_step(inputs: InputBuilder, shape: Shape, *, is_prefix_lm: bool = 
 
 def _sizes(shape: Shape) -> tuple[int, ...]:
     """The sizes of the parts of a step's buffer, in int32 elements, without block tables."""
-    return (*[shape.tokens] * 3, shape.rows + 1, *[shape.rows] * 4)
+    tokens, rows = shape.tokens, shape.rows
+    if shape.max_drafts:
+        return (*[tokens] * 3, rows + 1, rows, *[tokens] * 3, rows + 1, tokens, rows)
+    return (*[tokens] * 3, rows + 1, *[rows] * 4, 0, 0, 0)

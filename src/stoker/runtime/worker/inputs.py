@@ -29,6 +29,7 @@ class Shape:
     tokens: int
     rows: int
     is_decode: bool  # every row has exactly one token
+    max_drafts: int = 0  # above 0: the step consists of decodes with at most this number of drafts, and samples after every token
 
 
 @dataclass(slots=True)
@@ -57,12 +58,15 @@ class PackedStep:
         """The sizes of the buffer's parts, in int32 elements, in their order."""
         tokens, rows = self.shape.tokens, self.shape.rows
         sizes: tuple[int, ...] = (tokens, tokens, tokens, rows + 1, rows)
-        sizes = (*sizes, self.num_logits, self.num_sampled, self.num_sampled, rows * self.width)
+        sizes = (*sizes, self.num_logits, self.num_sampled, self.num_sampled, *self._draft_sizes, rows * self.width)
         if self.is_prefix_lm:
             sizes = (*sizes, tokens, rows)
-        if self.max_drafts:
-            sizes = (*sizes, self.num_sequences + 1, self.num_sampled)
         return (*sizes, tokens) if self.has_adapters else sizes
+
+    @property
+    def _draft_sizes(self) -> tuple[int, int, int]:
+        """The sizes of `StepInputs.starts`, `owners` and `sequence_rows`."""
+        return (self.num_sequences + 1, self.num_sampled, self.num_sequences) if self.max_drafts else (0, 0, 0)
 
     @property
     def buffer_size(self) -> int:
@@ -79,11 +83,12 @@ class StepInputs:
     counters: Tensor  # int32 [num_sampled], positions of the tokens to sample
     starts: Tensor | None = None  # int32 [num_sequences + 1], with drafts: the first logits of each sequence, and num_sampled
     owners: Tensor | None = None  # int32 [num_sampled], with drafts: the sequence of the logits
+    sequence_rows: Tensor | None = None  # int32 [num_sequences], with drafts: like rows, for each sequence
 
     @property
-    def sequence_rows(self) -> Tensor:
-        """The index of each sampled sequence in the device buffers, int32 [num_sequences]."""
-        return self.rows if self.starts is None else self.rows.index_select(0, self.starts[:-1])
+    def newest_rows(self) -> Tensor:
+        """The index of each sequence that samples in the device buffers."""
+        return self.rows if self.sequence_rows is None else self.sequence_rows
 
 
 class HostBlockTables:
@@ -131,15 +136,18 @@ class InputBuilder:
         seq_lens = starts + counts
         sampled = list(range(num_rows)) if all(plan.samples) else [i for i in range(num_rows) if plan.samples[i]]
         max_drafts = max(map(len, plan.drafts))
+        if is_padded:
+            max_drafts = shape.max_drafts
         num_sampled = len(sampled) + sum(map(len, plan.drafts)) if max_drafts else len(sampled)
+        if is_padded:  # a captured graph samples after every row or token, so that the number of logits depends only on the shape
+            num_sampled = shape.tokens if max_drafts else shape.rows
         extra = [at for chunk in prompt_chunks(plan) for at in range(chunk.at, chunk.at + len(chunk.targets))]
         packed = PackedStep(
             host=_NOTHING,
             shape=shape,
             width=-(-int(seq_lens.max()) // self.block_size),
-            # A captured graph computes logits of every row, so that their number depends only on the shape.
-            num_logits=shape.rows if is_padded else num_sampled + len(extra),
-            num_sampled=shape.rows if is_padded else num_sampled,
+            num_logits=num_sampled if is_padded else num_sampled + len(extra),
+            num_sampled=num_sampled,
             num_decodes=shape.rows if shape.is_decode else 0 if is_padded else plan.num_decodes,
             max_query_len=int(counts.max()),
             max_seq_len=int(seq_lens.max()),
@@ -149,13 +157,13 @@ class InputBuilder:
             is_prefix_lm=sequences[0].bidirectional_prefix is not None,
             has_adapters=plan.adapters is not None,
             max_drafts=max_drafts,
-            num_sequences=len(sampled) if max_drafts else 0,
+            num_sequences=(shape.rows if is_padded else len(sampled)) if max_drafts else 0,
             draft_ids=[plan.drafts[i] for i in sampled] if max_drafts else [],
         )
         packed.host = self.buffer(packed.buffer_size)
-        ids, positions, slots, query_starts, lens, logits_idx, sampled_rows, counters, flat_tables, *optional = split_buffer(
-            packed.host.numpy(), packed.sizes
-        )
+        parts = split_buffer(packed.host.numpy(), packed.sizes)
+        ids, positions, slots, query_starts, lens, logits_idx, sampled_rows, counters, *drafted, flat_tables = parts[:12]
+        optional = parts[12:]
 
         query_starts[0] = 0
         np.cumsum(counts, out=query_starts[1 : num_rows + 1])
@@ -171,28 +179,15 @@ class InputBuilder:
             adapter_ids = optional.pop()
             adapter_ids[:num_tokens] = np.repeat(np.array(plan.adapters, dtype=np.int32), counts)
             adapter_ids[num_tokens:] = NO_ADAPTER
-        if max_drafts:
-            owners, sequence_starts = optional.pop(), optional.pop()
-            self._fill_drafted(
-                packed.draft_ids,
-                extra,
-                rows[sampled],
-                query_starts[1:][sampled],
-                seq_lens[sampled],
-                logits_idx,
-                sampled_rows,
-                counters,
-                sequence_starts,
-                owners,
-            )
-        else:
-            self._fill_sampled(sampled, extra, rows, query_starts, seq_lens, logits_idx, sampled_rows, counters)
         if optional:
             prefixes = [seq.bidirectional_prefix for seq in sequences if seq.bidirectional_prefix is not None]
             fill_prefix_lm_positions(prefixes, counts, positions, *optional)
         for padded in (ids, positions):
             padded[num_tokens:] = 0
         slots[num_tokens:] = -1
+        self._fill_sampled(sampled, extra, rows, query_starts, seq_lens, logits_idx, sampled_rows, counters, packed.draft_ids)
+        if max_drafts:
+            self._fill_drafts(rows[sampled], packed.draft_ids, *drafted)
         return packed
 
     def unpack(self, packed: PackedStep, static: Tensor | None = None, tables: Tensor | None = None) -> StepInputs:
@@ -207,17 +202,16 @@ class InputBuilder:
             slots=views[2],
             query_starts=views[3],
             seq_lens=views[4],
-            block_tables=views[8].view(packed.shape.rows, -1),
+            block_tables=views[11].view(packed.shape.rows, -1),
             num_decodes=packed.num_decodes,
             max_query_len=packed.max_query_len,
             max_seq_len=packed.max_seq_len,
             logits_idx=views[5],
-            block_positions=views[9] if packed.is_prefix_lm else None,
-            prefix_lens=views[10] if packed.is_prefix_lm else None,
+            block_positions=views[12] if packed.is_prefix_lm else None,
+            prefix_lens=views[13] if packed.is_prefix_lm else None,
             adapter_ids=views[-1] if packed.has_adapters else None,
         )
-        drafted = views[11 if packed.is_prefix_lm else 9 :][:2] if packed.max_drafts else (None, None)
-        return StepInputs(batch, views[6], views[7], *drafted)
+        return StepInputs(batch, views[6], views[7], *views[8:11]) if packed.max_drafts else StepInputs(batch, views[6], views[7])
 
     def buffer(self, size: int) -> Tensor:
         """A host buffer, int32 [size], that is valid for one step."""
@@ -239,49 +233,39 @@ class InputBuilder:
 
     def _fill_sampled(
         self, sampled: list[int], extra: list[int], rows: np.ndarray, query_starts: np.ndarray, seq_lens: np.ndarray,
-        logits_idx: np.ndarray, sampled_rows: np.ndarray, counters: np.ndarray,
+        logits_idx: np.ndarray, sampled_rows: np.ndarray, counters: np.ndarray, drafts: list[Seq[int]],
     ) -> None:  # fmt: skip
         """Write the indices of the tokens whose logits are computed, the rows that sample, and their counters.
 
-        `sampled` are the rows of the plan that sample; `extra` are further tokens that need logits.
+        `sampled` are the rows of the plan that sample, `drafts` those of each, or empty if no row has any; a row with k drafts has the
+        logits of its last k + 1 tokens. `extra` are further tokens that need logits.
         """
         picked = np.array(sampled, dtype=np.int32)
-        count = len(sampled)
-        logits_idx[:count] = query_starts[1:][picked] - 1
+        num_after: np.ndarray | int = 1  # the row's tokens from the one with the logits on
+        if drafts:
+            counts = np.array([1 + len(ids) for ids in drafts], dtype=np.int32)
+            picked = np.repeat(picked, counts)
+            num_after = np.repeat(np.cumsum(counts), counts) - np.arange(len(picked), dtype=np.int32)
+        count = len(picked)
+        logits_idx[:count] = query_starts[1:][picked] - num_after
         logits_idx[count : count + len(extra)] = extra
         logits_idx[count + len(extra) :] = 0
         sampled_rows[:count] = rows[picked]
         sampled_rows[count:] = self.num_rows
-        counters[:count] = seq_lens[picked]
+        counters[:count] = seq_lens[picked] + 1 - num_after
         counters[count:] = 0
 
-    def _fill_drafted(
-        self,
-        drafts: list[Seq[int]],
-        extra: list[int],
-        rows: np.ndarray,
-        ends: np.ndarray,
-        seq_lens: np.ndarray,
-        logits_idx: np.ndarray,
-        sampled_rows: np.ndarray,
-        counters: np.ndarray,
-        starts: np.ndarray,
-        owners: np.ndarray,
-    ) -> None:
-        """The same for a step with drafts: a sequence with k drafts has the logits of its last k + 1 tokens.
-
-        `rows`, `ends` (the index after the last token) and `seq_lens` are those of the sequences that sample; `starts` and `owners` are
-        written, too.
-        """
+    def _fill_drafts(self, rows: np.ndarray, drafts: list[Seq[int]], starts: np.ndarray, owners: np.ndarray, padded: np.ndarray) -> None:
+        """Write the first logits of each sequence that samples to `starts`, their owners, and `rows` to `padded`."""
         counts = np.array([1 + len(ids) for ids in drafts], dtype=np.int32)
         starts[0] = 0
-        np.cumsum(counts, out=starts[1:])
-        owners[:] = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        num_after = starts[1:][owners] - np.arange(len(owners), dtype=np.int32)  # tokens of the sequence from this one on
-        logits_idx[: len(owners)] = ends[owners] - num_after
-        logits_idx[len(owners) :] = extra
-        sampled_rows[:] = rows[owners]
-        counters[:] = seq_lens[owners] - num_after + 1
+        np.cumsum(counts, out=starts[1 : len(counts) + 1])
+        count = int(starts[len(counts)])
+        starts[len(counts) + 1 :] = count
+        owners[:count] = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        owners[count:] = 0
+        padded[: len(rows)] = rows
+        padded[len(rows) :] = self.num_rows
 
     def _views(self, packed: PackedStep, static: Tensor | None, tables: Tensor | None) -> list[Tensor]:
         """The parts of the buffer as tensors on the device, in the order of `sizes`."""
@@ -292,8 +276,8 @@ class InputBuilder:
         buffer.copy_(host, non_blocking=True)
         views = split_buffer(buffer, sizes)
         rows = tables.shape[0]
-        tables[:, : packed.width].copy_(views[8].view(rows, packed.width))
-        views[8] = tables.view(-1)
+        tables[:, : packed.width].copy_(views[11].view(rows, packed.width))
+        views[11] = tables.view(-1)
         return views
 
 

@@ -23,7 +23,7 @@ from stoker.runtime.sampling.grammar_compiler import Grammars
 from stoker.runtime.sampling.logprobs import score
 from stoker.runtime.sampling.prompt_logprobs import PromptScores, prompt_chunks
 from stoker.runtime.sampling.sampler import DraftedRows, Sampler
-from stoker.runtime.sampling.verification import StepDrafts
+from stoker.runtime.sampling.verification import StepDrafts, Verified, verify
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.worker.cuda_graphs import Graphs
 from stoker.runtime.worker.drafter import Drafter, DraftInputs
@@ -52,8 +52,9 @@ class ModelRunner:
         self, model: Decoder, caches: list[KVCache], *,
         num_rows: int, max_batch_size: int, max_num_tokens: int, max_seq_len: int, block_size: int, device: torch.device, use_graphs: bool,
         world: World = ALONE_WORLD, publisher: StepPublisher | None = None, grammars: Grammars | None = None,
-        drafter: Drafter | None = None,
+        drafter: Drafter | None = None, max_drafts: int = 0,
     ) -> None:  # fmt: skip
+        """`max_drafts`: the largest number of drafts of a row, for which steps are captured."""
         self.model = model
         self.caches = caches
         self.device = device
@@ -74,7 +75,13 @@ class ModelRunner:
         self.graphs: Graphs | None = None
         if use_graphs and device.type != "cpu":
             self.graphs = Graphs(
-                self._forward, self.inputs, max_rows=max_batch_size, max_seq_len=max_seq_len, max_tokens=max_num_tokens, device=device
+                self._forward,
+                self.inputs,
+                max_rows=max_batch_size,
+                max_seq_len=max_seq_len,
+                max_tokens=max_num_tokens,
+                max_drafts=max_drafts,
+                device=device,
             )
 
     def prepare(self, request: TokenRequest) -> Future[Any] | None:
@@ -119,7 +126,7 @@ class ModelRunner:
         assert not plan.transfers
         table = self.sampler.table
         table.update(plan.sequences)
-        is_plain = self.graphs is not None and plan.adapters is None and not any(plan.drafts) and self.sampler.is_plain(plan.sequences)
+        is_plain = self.graphs is not None and plan.adapters is None and self.sampler.is_plain(plan.sequences)
         packed = self.inputs.pack(plan, self.graphs.shape_for(plan) if self.graphs is not None and is_plain else None)
         all_greedy = table.all_greedy(plan.sequences)
         if self.publisher is not None:
@@ -131,8 +138,10 @@ class ModelRunner:
         if packed.is_padded:
             assert self.graphs is not None
             with self._fatal_error(self.world.size > 1):
-                token_ids = self.graphs.run(packed, all_greedy)
-            return StepHandle(packed.sampled, token_ids[: len(packed.sampled)])
+                result = self.graphs.run(packed, all_greedy)
+            if isinstance(result, Tensor):
+                return StepHandle(packed.sampled, result[: len(packed.sampled)])
+            return StepHandle(packed.sampled, result.newest[:0], verified=result)
         with self._fatal_error(self.world.size > 1):
             inputs = self.inputs.unpack(packed)
             batch = self._resolve(inputs.batch)
@@ -141,9 +150,8 @@ class ModelRunner:
         drafts = DraftedRows(packed.draft_ids, drafts_of(inputs, batch, packed.max_drafts)) if packed.max_drafts else None
         with self._fatal_error(self._broadcasts_ids):
             sampled = self.sampler.sample(logits, inputs.rows, inputs.counters, packed.sampled, prompt, drafts)
-            self._store_last_ids(inputs.sequence_rows, sampled.newest)
-            if self.drafter is not None:
-                self._store_drafts(self.drafter.draft(DraftInputs(batch, inputs.sequence_rows, sampled.newest, sampled.verified)), inputs)
+            self._store_last_ids(inputs.newest_rows, sampled.newest)
+            self._draft(batch, inputs, sampled.newest, sampled.verified)
         scored = [(chunk, scores.to_host()) for chunk, scores in sampled.prompt]
         return StepHandle(
             packed.sampled,
@@ -178,8 +186,7 @@ class ModelRunner:
             return
         inputs = self.inputs.unpack(packed)
         self._logits(inputs.batch)
-        rows = inputs.sequence_rows
-        self._store_last_ids(rows, torch.zeros_like(rows))
+        self._store_last_ids(inputs.newest_rows, torch.zeros_like(inputs.newest_rows))
 
     @torch.inference_mode()
     def run_dummy_step(self, shape: Shape) -> None:
@@ -221,15 +228,24 @@ class ModelRunner:
                 if pages is not None:
                     pages.view(torch.uint8).index_fill_(0, index, 0)  # index_fill_ does not support float8
 
-    def _forward(self, batch: ForwardBatch, rows: Tensor, counters: Tensor, all_greedy: bool) -> Tensor:
-        """Run the model and the sampler without features: the step that a graph captures. Returns token ids [L]."""
-        logits = self._logits(batch)
+    def _forward(self, inputs: StepInputs, max_drafts: int, all_greedy: bool) -> Tensor | Verified:
+        """Run the model and the sampler without features: the step that a graph captures.
+
+        Returns the token ids [L], or with drafts what the sequences yield.
+        """
+        batch, rows = self._resolve(inputs.batch), inputs.rows
+        logits = self.model(batch, self.caches)
+        verified: Verified | None = None
         if self.world.is_leader:
-            token_ids = ops.sample(logits, self.sampler.table.gather(rows, counters, all_greedy))
+            token_ids = newest = ops.sample(logits, self.sampler.table.gather(rows, inputs.counters, all_greedy))
+            if max_drafts:
+                verified = verify(token_ids, drafts_of(inputs, batch, max_drafts))
+                newest = verified.newest
         else:
-            token_ids = torch.zeros_like(rows)
-        self._store_last_ids(rows, token_ids)
-        return token_ids
+            token_ids = newest = torch.zeros_like(inputs.newest_rows)
+        self._store_last_ids(inputs.newest_rows, newest)
+        self._draft(batch, inputs, newest, verified)
+        return token_ids if verified is None else verified
 
     def _logits(self, batch: ForwardBatch) -> Tensor:
         """The logits [L, V] of a step, after ids that only the device has were resolved."""
@@ -247,14 +263,17 @@ class ModelRunner:
             token_ids = self.world.tensor.broadcast(token_ids)
         ops.remember(self.last_ids, rows, token_ids)
 
-    def _store_drafts(self, drafts: Tensor, inputs: StepInputs) -> None:
-        """Store the drafts [S, K] of a drafter, to which the next step refers."""
-        num_rows = self.inputs.num_rows + 1
+    def _draft(self, batch: ForwardBatch, inputs: StepInputs, newest: Tensor, verified: Verified | None) -> None:
+        """Compute the drafts of the next step, if there is a drafter, and store them in `last_ids`, to which that step refers."""
+        if self.drafter is None:
+            return
+        rows, num_rows = inputs.newest_rows, self.inputs.num_rows + 1
+        drafts = self.drafter.draft(DraftInputs(batch, rows, newest, verified))
         for i, token_ids in enumerate(drafts.unbind(1), 1):
-            ops.remember(self.last_ids[i * num_rows : (i + 1) * num_rows], inputs.sequence_rows, token_ids)
+            ops.remember(self.last_ids[i * num_rows : (i + 1) * num_rows], rows, token_ids)
 
 
 def drafts_of(inputs: StepInputs, batch: ForwardBatch, max_drafts: int) -> StepDrafts:
     """The drafts of a step whose ids were resolved."""
     assert inputs.starts is not None and inputs.owners is not None and batch.logits_idx is not None
-    return StepDrafts.of(batch.token_ids, batch.logits_idx[: len(inputs.owners)], inputs.starts, inputs.owners, max_drafts)
+    return StepDrafts(batch.token_ids, batch.logits_idx[: len(inputs.owners)], inputs.starts, inputs.owners, max_drafts)

@@ -15,6 +15,7 @@ from stoker.engine.reader import Engine
 from stoker.kernels import ops
 from stoker.layers.decoder import Decoder
 from stoker.runtime.sampling.grammar_compiler import Grammars
+from stoker.runtime.schedule.planner import max_sampled_tokens
 from stoker.runtime.worker.dummy_step import Bounds
 from stoker.runtime.worker.inputs import Shape
 from stoker.runtime.worker.memory import MemoryBudget, block_bytes, free_memory, make_caches, num_kv_blocks
@@ -87,7 +88,7 @@ class LoadedRank:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        for shape, bounds in largest_steps(self.capacity):
+        for shape, bounds in largest_steps(self.capacity, speculates=self.config.speculate != "none"):
             runner.run_dummy_step_with_sampling(shape, bounds)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated(self.device) - before
@@ -140,6 +141,7 @@ class LoadedRank:
             max_batch_size=capacity.max_batch_size,
             max_num_tokens=capacity.max_num_tokens,
             max_seq_len=max_seq_len,
+            max_drafts=self.config.draft_tokens if self.config.speculate != "none" else 0,
             block_size=size,
             device=self.device,
             use_graphs=use_graphs,
@@ -154,9 +156,14 @@ def captures_steps(config: RuntimeConfig, model: ModelConfig) -> bool:
     return config.cuda_graphs and not model.requires_whole_prompt
 
 
-def largest_steps(capacity: Capacity) -> list[tuple[Shape, Bounds]]:
-    """(shape, bounds) of the steps at the limits: only decodes, decodes with one prompt, and only prompts."""
+def largest_steps(capacity: Capacity, *, speculates: bool = False) -> list[tuple[Shape, Bounds]]:
+    """(shape, bounds) of the steps at the limits: only decodes, decodes with one prompt, and only prompts.
+
+    With speculative decoding, also decodes with drafts; the steps then have logits for as many rows as these sample tokens.
+    """
     rows, tokens, longest = capacity.max_batch_size, max(capacity.max_num_tokens, capacity.max_batch_size), capacity.max_seq_len
+    if speculates:
+        rows = max(rows, min(max_sampled_tokens(rows), tokens))
     steps = [(Shape(rows, rows, is_decode=True), Bounds(rows, 1, longest))]
     if tokens > rows:
         steps += [(Shape(tokens, rows, False), Bounds(rows - 1, tokens - rows + 1, longest))]

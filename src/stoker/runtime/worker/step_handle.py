@@ -48,7 +48,7 @@ class StepHandle:
         """
         self._sequences = sequences
         self._token_ids = copy_to_host(token_ids)
-        self._verified = verified.to_host() if verified is not None else None
+        self._verified = verified.to_host(len(sequences)) if verified is not None else None
         self._num_rows = num_rows
         self._scores = scores.to_host() if scores is not None else None
         self._prompt = prompt

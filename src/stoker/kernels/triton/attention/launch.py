@@ -25,7 +25,7 @@ from stoker.kernels.triton.attention.arguments import (
 )
 from stoker.kernels.triton.attention.decode_kernel import decode_attention_kernel
 from stoker.kernels.triton.attention.prefill_kernel import prefill_attention_kernel
-from stoker.kernels.triton.attention.tiles import AttentionTile, Splits, choose_splits, decode_tile, prefill_tile
+from stoker.kernels.triton.attention.tiles import AttentionTile, Splits, choose_splits, decode_tile, prefill_tile, verify_tile
 from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.kv_pages import kv_pages, require_dense_pages
 from stoker.kernels.triton.pdl import pdl_launch_options
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CACHE_DTYPES = (*QUERY_DTYPES, torch.int8, torch.float8_e4m3fn)
 PAIRED_SIZES = (64, 128, 256)  # head sizes that are read two 8-bit features at a time: half of them is a power of two
+MAX_VERIFIED_TOKENS = 9  # rows of at most this number of tokens have tiles for draft tokens (`verify_tile`)
 MAX_SPLIT_TILES = 1 << 16  # query tiles that have a counter
 MAX_FLAG_WORDS = 4096  # words of a split's result when splits combine by flags
 # Scratch for splits of one launch. A launch that would need more has thousands of tiles, which fill the device without splits: 8,192
@@ -184,7 +185,8 @@ def prefill(
     if tile is None:
         num_tiles, narrow = triton.cdiv(num_tokens * group, 128) * kv_heads, cache.keys.dtype.itemsize == 1
         size = triton.next_power_of_2(q.shape[2]) if _needs_one_part(cache) else q.shape[2]
-        tile = prefill_tile(size, q.dtype, batch.max_query_len * group, num_tiles, num_sms(q.device), device_tuning(q.device), narrow)
+        arguments = (size, q.dtype, batch.max_query_len * group, num_tiles, num_sms(q.device), device_tuning(q.device), narrow)
+        tile = (verify_tile(*arguments) if batch.max_query_len <= MAX_VERIFIED_TOKENS else None) or prefill_tile(*arguments)
     tile_heads = min(group, tile.block_m)
     tokens = tile.block_m // tile_heads
     num_tiles = (num_tokens // tokens + num_rows) * kv_heads * triton.cdiv(group, tile_heads)  # upper bound: see `find_row`

@@ -12,6 +12,8 @@ from stoker.kernels.tuning.table import TuningTable
 
 LONG_SPLIT = 8192  # tokens: longer splits are cut again, so that the CTAs of one row do not outlast the rest of the batch
 MAX_SPLITS = 64
+MAX_VERIFIED_ROWS = 64  # queries of a row with draft tokens that one tile holds
+MAX_VERIFIED_HEAD = 256  # features of their heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,20 @@ def prefill_tile(
     row = _first_match(tuning, "prefill", _dtype_name(dtype, narrow), head_size, rows, num_tiles, num_sms)
     assert row.block_m is not None
     return AttentionTile(row.block_m, row.block_n, row.num_warps, row.num_stages)
+
+
+def verify_tile(
+    head_size: int, dtype: torch.dtype, rows: int, num_tiles: int, num_sms: int, tuning: TuningTable, narrow: bool = False
+) -> AttentionTile | None:
+    """A tile that holds all `rows` queries of a row that verifies draft tokens (tokens × heads of a group), so that the row's keys are
+    loaded once. None if there are too many, or for float32. The other parameters are those of `prefill_tile`.
+    """
+    if dtype == torch.float32 or rows > MAX_VERIFIED_ROWS or head_size > MAX_VERIFIED_HEAD:
+        return None
+    if rows <= 32:
+        return decode_tile(head_size, dtype, rows, num_tiles, num_sms, tuning)
+    row = _first_match(tuning, "prefill", _dtype_name(dtype, narrow), head_size, rows, num_tiles, num_sms)
+    return AttentionTile(MAX_VERIFIED_ROWS, row.block_n, row.num_warps, row.num_stages)
 
 
 def _first_match(tuning: TuningTable, op: str, dtype: str, head_size: int, rows: int, num_tiles: int, num_sms: int) -> AttentionRow:
