@@ -1,7 +1,7 @@
 """Prepares a server: from a path or address on the command line to an engine and the settings with which it is served.
 
 `read_deployment` reads what the path requests and applies the command line's options; it fetches and builds nothing but the folder itself.
-`prepare_server` fetches or builds the engine.
+`prepare_server` fetches or builds the engine, and imports torch, which `read_deployment` does not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from stoker.deploy.deployment import Deployment, EngineInfo, EngineSource
 from stoker.deploy.model_name import model_name_of
 from stoker.deploy.runtime_checks import check_device, check_runtime, with_runtime_limits
 from stoker.deploy.triton.export import five_models
-from stoker.engine.reader import Engine
 from stoker.server.names import check_names
 from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.settings import ServerSettings
@@ -100,6 +99,8 @@ def check_engine(deployment: Deployment) -> None:
 
 def engine_info(path: Path) -> EngineInfo:
     """The data in an engine's config.json that an export to a deployment folder needs. Raises EngineError."""
+    from stoker.engine.reader import Engine
+
     config = Engine.open(path).config
     return EngineInfo(
         path=str(path.resolve()), architecture=config.model.architecture, vocab_size=config.model.vocab_size, dtype=config.dtype,
@@ -119,6 +120,7 @@ def override_fields(base: S, settings: S, explicit: frozenset[str] | None = None
 
 def _check_start(path: Path, deployment: Deployment) -> None:
     """Raise ConfigError or EngineError if the engine does not run on this machine with the deployment's settings."""
+    from stoker.engine.reader import Engine
     from stoker.runtime.load import check_start
 
     engine, options = Engine.open(path), deployment.server.options

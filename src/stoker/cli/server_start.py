@@ -4,28 +4,44 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import NamedTuple
 
 from stoker.cli.prepare_server import PreparedServer, engine_is_missing, prepare_server
 from stoker.cli.serve_arguments import ServeArguments
 from stoker.deploy.deployment import Deployment
 from stoker.deploy.model_name import model_name_of
 from stoker.deploy.prepare import Progress
+from stoker.server.processes.executor_control import prestart_executor
 from stoker.server.processes.listeners import listen
 from stoker.server.processes.loading import LoadingServer
+from stoker.server.processes.prestart import Prestarted
 from stoker.server.processes.systemd import ServiceManager
 from stoker.server.settings import ServerSettings
 
 
-def prepare(arguments: ServeArguments, progress: Progress) -> tuple[PreparedServer, list[socket.socket]]:
+class ServerStart(NamedTuple):
+    """What `server.processes.supervisor.serve` needs."""
+
+    server: PreparedServer
+    listeners: list[socket.socket]
+    executor: Prestarted | None  # imports torch since the deployment was read, if its engine exists
+
+
+def prepare(arguments: ServeArguments, progress: Progress) -> ServerStart:
     """The engine and the listening sockets. Until they are returned, the ports answer with status 503 and the progress.
 
     Raises ConfigError, CheckpointError and EngineError.
     """
     deployment, listeners = _read(arguments, progress)
     if not engine_is_missing(deployment):
-        return prepare_server(deployment, progress), listeners
+        executor = prestart_executor()
+        try:
+            return ServerStart(prepare_server(deployment, progress), listeners, executor)
+        except BaseException:
+            executor.close()
+            raise
     with LoadingServer(listeners, deployment.server, deployment.server.model_name or "model") as loading_server:
-        return prepare_server(deployment, _report_to(loading_server, progress)), listeners
+        return ServerStart(prepare_server(deployment, _report_to(loading_server, progress)), listeners, None)
 
 
 def _read(arguments: ServeArguments, progress: Progress) -> tuple[Deployment, list[socket.socket]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +22,7 @@ from stoker.server.protocols.common.parsers.tools import TOOL_PARSERS
 from stoker.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from stoker.cli.prepare_server import PreparedServer
+    from stoker.cli.server_start import ServerStart
 
 log = get_logger(__name__)
 
@@ -155,16 +154,16 @@ def _serve(arguments: ServeArguments) -> int:
     with shown_progress("preparing", log.info) as progress:
         from stoker.cli.server_start import prepare
 
-        prepared = prepare(arguments, progress)
-    return _run(*prepared)
+        start = prepare(arguments, progress)
+    return _run(start)
 
 
-def _run(prepared: PreparedServer, listeners: list[socket.socket]) -> int:
+def _run(start: ServerStart) -> int:
     """Serve a prepared engine until it is stopped, and print a line when it is ready. Returns the exit status."""
     from stoker.api.progress import Waiting
     from stoker.server.processes.supervisor import serve as run_server
 
-    waiting = Waiting("loading")
+    waiting, server = Waiting("loading"), start.server
 
     def announce(line: str) -> None:
         """Print the line that the server is ready."""
@@ -173,7 +172,10 @@ def _run(prepared: PreparedServer, listeners: list[socket.socket]) -> int:
 
     try:
         return run_server(
-            prepared.engine, prepared.runtime, prepared.settings, announce, tokenizer=prepared.tokenizer, listeners=listeners
+            server.engine, server.runtime, server.settings, announce, tokenizer=server.tokenizer, listeners=start.listeners,
+            prestarted=start.executor,
         )  # fmt: skip
     finally:
         waiting.stop()
+        if start.executor is not None:
+            start.executor.close()

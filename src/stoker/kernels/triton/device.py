@@ -60,8 +60,7 @@ def capability(x: torch.Tensor) -> int:
     if x.is_cpu:
         return INTERPRETER
     if x.is_cuda:
-        major, minor = torch.cuda.get_device_capability(x.device)
-        return 10 * major + minor
+        return _name_and_capability(x.device)[1]
     return int(driver.active.get_current_target().arch)
 
 

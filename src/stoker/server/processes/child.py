@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from stoker.base import env
 
@@ -22,10 +22,32 @@ READY = b"ready\n"
 KILL_AFTER_S = 60.0  # between SIGTERM and SIGKILL when the parent has ended
 
 
+class ChildProcess(Protocol):
+    """What `Child` needs of a process, as in `asyncio.subprocess.Process`."""
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, or None while the process runs."""
+
+    @property
+    def stdout(self) -> asyncio.StreamReader | None:
+        """The standard output of the process."""
+
+    async def wait(self) -> int:
+        """Return the exit status when the process has ended."""
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal."""
+
+
 class Child:
     """A child process, as the parent controls it."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, process: ChildProcess) -> None:
         self.name = name
         self.process = process
 
@@ -52,8 +74,7 @@ class Child:
             env=env.child_environment(**(environment or {})),
         )
         assert process.stdin is not None
-        data = pickle.dumps(task)
-        process.stdin.write(len(data).to_bytes(8, "little") + data)
+        process.stdin.write(encode_task(task))
         return cls(name, process)
 
     async def ready(self) -> None:
@@ -90,10 +111,16 @@ class Child:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
 
+def encode_task(task: Any) -> bytes:
+    """A task as `receive_task` reads it: its size in 8 bytes, and its pickle."""
+    data = pickle.dumps(task)
+    return len(data).to_bytes(8, "little") + data
+
+
 def receive_task() -> tuple[Any, Callable[..., Any]]:
     """In the child: its task, and the function that reports readiness, or an error that is its argument.
 
-    Afterwards, standard output goes to standard error.
+    Afterwards, standard output goes to standard error. Ends the process if the parent ends without sending a task.
     """
     status = os.dup(1)
     os.dup2(2, 1)
@@ -101,6 +128,8 @@ def receive_task() -> tuple[Any, Callable[..., Any]]:
     data = b""
     while len(data) < size and (chunk := os.read(0, size - len(data))):
         data += chunk
+    if not data:
+        sys.exit(1)
     return pickle.loads(data), lambda error="": os.write(status, f"{' '.join(error.split())}\n".encode() if error else READY)
 
 

@@ -42,6 +42,8 @@ class StoppableMailbox(ZmqMailbox):
 def main() -> int:
     """Run the executor of the task that the supervisor sends. Returns the exit status."""
     configure()
+    import stoker.runtime.load  # noqa: F401  # torch takes seconds, in which the supervisor may still prepare the task
+
     task, report_ready = receive_task()
     end_with_parent()
     try:
@@ -61,7 +63,7 @@ def run(task: ExecutorTask, report_ready: Callable[[], Any]) -> None:
     Before that, SIGTERM ends the process immediately, which is its default action: no request can be lost, and the exception of a handler
     could be swallowed by an import.
     """
-    from stoker.runtime.load import load_executor  # imports torch, which takes seconds; SIGTERM must work during that time
+    from stoker.runtime.load import load_executor
 
     def listen(info: ExecutorInfo) -> StoppableMailbox:
         """Open the mailbox of the executor. From now on SIGTERM sets `stopping`."""

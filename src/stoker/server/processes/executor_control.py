@@ -13,6 +13,7 @@ from stoker.base.logging import get_logger
 from stoker.server.coordination import Coordinator
 from stoker.server.processes.child import Child
 from stoker.server.processes.executor_restarts import ExecutorRestarts
+from stoker.server.processes.prestart import Prestarted
 from stoker.server.processes.tasks import EXECUTOR, FAILURE, ExecutorPlace, ExecutorTask, ServedEngine
 from stoker.server.settings import ServerSettings
 
@@ -24,12 +25,17 @@ STOP_S = 10.0
 ReadAgain = Callable[[], ServedEngine]
 
 
+def prestart_executor() -> Prestarted:
+    """Start the process of an executor whose engine is not known yet."""
+    return Prestarted("executor", MODULE)
+
+
 class ExecutorControl:
     """One executor at a time, which is started again when it fails, if the settings say so (`restarts`).
 
     `attach` and `detach` are called when the supervisor is to watch a child, and when its end is expected. `report` is called when the
     executor has failed and is started again, with the reason, and when it is ready again, with None. With `ends_hung`, an executor that
-    does not answer is ended, also if it is not started again.
+    does not answer is ended, also if it is not started again. `prestarted` becomes the first executor.
     """
 
     def __init__(
@@ -43,6 +49,7 @@ class ExecutorControl:
         report: Callable[[str | None], None],
         *,
         ends_hung: bool = False,
+        prestarted: Prestarted | None = None,
     ) -> None:
         self.child: Child | None = None
         self._next = served  # the engine of the next start
@@ -52,6 +59,7 @@ class ExecutorControl:
         self._read_again = read_again
         self._attach, self._detach = attach, detach
         self._num_starts = 0
+        self._prestarted = prestarted
         self.restarts = ExecutorRestarts(self, served.settings.restarts, attach, report, ends_hung=ends_hung)
 
     async def launch(self) -> Child:
@@ -61,7 +69,11 @@ class ExecutorControl:
         self._place = ExecutorPlace(f"ipc://{self._run_dir}/executor{self._num_starts}", str(served.tokenizer), str(served.engine))
         self._task = ExecutorTask(str(served.engine), served.runtime, self._place.address)
         self._load_timeout_s = served.settings.load_timeout_s
-        self.child = await Child.start("executor", MODULE, self._task)
+        prestarted, self._prestarted = self._prestarted, None
+        if prestarted is not None and prestarted.is_waiting:
+            self.child = await prestarted.adopt(self._task)
+        else:
+            self.child = await Child.start("executor", MODULE, self._task)
         return self.child
 
     async def relaunch(self) -> Child:

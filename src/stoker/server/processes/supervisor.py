@@ -23,6 +23,7 @@ from stoker.server.processes.coordinator import SupervisorCoordinator
 from stoker.server.processes.executor_control import ExecutorControl, ReadAgain
 from stoker.server.processes.frontend_group import FrontendGroup
 from stoker.server.processes.listeners import address_of, listen, reserve, with_metrics_port
+from stoker.server.processes.prestart import Prestarted
 from stoker.server.processes.running import registered
 from stoker.server.processes.systemd import ServiceManager
 from stoker.server.processes.tasks import FAILURE, RESTARTS, FrontendTask, ServedEngine
@@ -46,6 +47,7 @@ def serve(
     tokenizer: Path | str | None = None,
     listeners: list[socket.socket] | None = None,
     read_again: ReadAgain | None = None,
+    prestarted: Prestarted | None = None,
 ) -> int:
     """Serve the engine directory until SIGINT or SIGTERM. Returns the exit status: 0 after a signal, 1 if a child process ended by itself.
 
@@ -54,7 +56,8 @@ def serve(
     The second signal stops the server at once. systemd receives the state of the server if it has started this process.
 
     `tokenizer` is a directory whose tokenizer replaces the engine's own. `listeners` are the sockets of `listen` if they are open already.
-    `read_again` returns what to serve after a reload. `announce` is called with one line that contains the URL when the server is ready.
+    `read_again` returns what to serve after a reload. `prestarted` is the process of the executor, if it is
+    running already. `announce` is called with one line that contains the URL when the server is ready.
     Raises ConfigError if an address, the certificate or the state directory cannot be used.
     """
     if settings.state_dir is not None:
@@ -65,7 +68,7 @@ def serve(
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-"))
         settings = msgspec.structs.replace(settings, state_dir=settings.state_dir or str(Path(run_dir) / "state"))
         served = ServedEngine(engine=Path(engine), tokenizer=Path(tokenizer or engine), runtime=runtime, settings=settings)
-        supervisor = Supervisor(served, listeners, grpc, Path(run_dir), announce, read_again)
+        supervisor = Supervisor(served, listeners, grpc, Path(run_dir), announce, read_again, prestarted)
         return asyncio.run(supervisor.run())
 
 
@@ -80,6 +83,7 @@ class Supervisor:
         run_dir: Path,
         announce: Callable[[str], None],
         read_again: ReadAgain | None = None,
+        prestarted: Prestarted | None = None,
     ) -> None:
         self._served = served
         self._settings = served.settings
@@ -97,7 +101,7 @@ class Supervisor:
         self._systemd = ServiceManager()
         self._executor = ExecutorControl(
             served, run_dir, self._coordinator, read_again, self._attach, self._detach, self._report_executor,
-            ends_hung=self._systemd.watchdog_s is not None,
+            ends_hung=self._systemd.watchdog_s is not None, prestarted=prestarted,
         )  # fmt: skip
         self._num_restarts = {"executor": 0, "frontend": 0}
         self._tasks: set[asyncio.Task[None]] = set()
