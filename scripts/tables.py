@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from stoker.base.fields.table import FieldRow
+from stoker.base.metrics import ALL_METRICS, Metric
 from stoker.deploy.lmi import environment as lmi_environment
 from stoker.deploy.lmi import keys as lmi
 from stoker.deploy.truss import keys as truss_keys
+from stoker.server.metrics import vllm
 from stoker.server.protocols.anthropic import fields as anthropic
 from stoker.server.protocols.ollama import fields as ollama
 from stoker.server.protocols.openai import fields
@@ -23,7 +25,7 @@ from stoker.server.protocols.sagemaker import parameters as sagemaker
 from stoker.server.protocols.truss import parameters as truss
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = ("anthropic.md", "batches.md", "sagemaker.md", "ollama.md", "openai.md", "responses.md", "truss.md")
+PAGES = ("anthropic.md", "batches.md", "metrics.md", "sagemaker.md", "ollama.md", "openai.md", "responses.md", "truss.md")
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -82,6 +84,25 @@ def _spelled(value: Any) -> str:
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
+def _metrics() -> str:
+    rows = ((f"`{metric.name}`", metric.kind, ", ".join(metric.labels), metric.help, _buckets(metric)) for metric in ALL_METRICS)
+    return _table(("name", "kind", "labels", "meaning", "buckets"), rows)
+
+
+def _buckets(metric: Metric) -> str:
+    return f"{metric.buckets[0]:g} to {metric.buckets[-1]:g}" if metric.buckets else ""
+
+
+def _vllm_metrics() -> str:
+    rows = [(f"`{name.name}`", f"`{name.source}`") for name in vllm.NAMES]
+    rows += [(f"`{name}`", "`stoker_kv_blocks_used` ÷ `stoker_kv_blocks`") for name in vllm.GAUGES]
+    rows += [
+        ("`vllm:prefix_cache_queries`", "`stoker_prefix_tokens_reused` + `stoker_prefill_tokens_computed`"),
+        ("`vllm:request_success`", "`stoker_requests`, by `finished_reason`: stop, length, abort or error"),
+    ]
+    return _table(("vLLM's name", "values"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "keys": _keys,
     "truss_keys": lambda: _key_rows(truss_keys.TABLE),
@@ -98,6 +119,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "ollama_generate": lambda: _fields("field", ollama.GENERATE_ONLY),
     "ollama_options": lambda: _fields("option", ollama.OPTION_ROWS),
     "batches": lambda: _fields("field", batches.TABLE),
+    "metrics": _metrics,
+    "vllm_metrics": _vllm_metrics,
     "chat": lambda: _fields("field", fields.CHAT_ONLY),
 }
 

@@ -148,11 +148,13 @@ def test_trace_contexts_are_those_of_opentelemetry() -> None:
 def test_phases_are_returned_as_server_timing() -> None:
     record = RequestRecord("a", client="-", protocol="openai", method="POST", route="/")
     timings = Timings(0.002, 0.010, 0.050, 100.0, 0.01, prepare_s=0.001)
-    assert timings.phases() == pytest.approx({"prepare": 0.001, "queue": 0.002, "prefill": 0.007, "decode": 0.04, "total": 0.05})
+    assert timings.phases() == pytest.approx(
+        {"prepare": 0.001, "queue": 0.002, "prefill": 0.007, "decode": 0.04, "compute": 0.047, "total": 0.05}
+    )
     record.generations = [Generation("m", 0.0, 1.0, usage=Any, timings=timings)]
     assert record.response_headers() == []
     record.returns_timings = True
-    expected = b"prepare;dur=1.000, queue;dur=2.000, prefill;dur=7.000, decode;dur=40.000, total;dur=50.000"
+    expected = b"prepare;dur=1.000, queue;dur=2.000, prefill;dur=7.000, decode;dur=40.000, compute;dur=47.000, total;dur=50.000"
     assert record.response_headers() == [(b"server-timing", expected)]
 
 

@@ -32,6 +32,20 @@ INTER_TOKEN_LATENCY = Metric("stoker_inter_token_latency_seconds", "histogram", 
 REQUEST_DURATION = Metric(
     "stoker_request_duration_seconds", "histogram", "Time from submission of a request to its end.", buckets=LATENCY_S
 )
+QUEUE_TIME = Metric(
+    "stoker_request_queue_seconds", "histogram", "Time that the first sequence of a request waited in the queue.", buckets=LATENCY_S
+)
+PREFILL_TIME = Metric(
+    "stoker_request_prefill_seconds", "histogram", "Time from the admission of a request to its first token.", buckets=LATENCY_S
+)
+DECODE_TIME = Metric("stoker_request_decode_seconds", "histogram", "Time from the first to the last token of a request.", buckets=LATENCY_S)
+COMPUTE_TIME = Metric(
+    "stoker_request_compute_seconds", "histogram", "Time from the admission of a request to its last token.", buckets=LATENCY_S
+)
+TIME_PER_OUTPUT_TOKEN = Metric(
+    "stoker_request_time_per_output_token_seconds", "histogram", "Mean time between two tokens of a request.", buckets=STEP_S
+)
+MAX_TOKENS = Metric("stoker_request_max_tokens", "histogram", "Maximum number of new tokens that a request allows.", buckets=TOKENS)
 PROMPT_LENGTH = Metric("stoker_request_prompt_tokens", "histogram", "Prompt tokens of a request.", buckets=TOKENS)
 OUTPUT_LENGTH = Metric(
     "stoker_request_output_tokens", "histogram", "Generated tokens of a request, over all its sequences.", buckets=TOKENS
@@ -54,9 +68,14 @@ EXHAUSTED = Metric(
 PROCESS_RESTARTS = Metric(
     "stoker_process_restarts_total", "counter", "Processes that failed and were started again: executor or frontend.", labels=("process",)
 )
+TRITON_FAILED_DURATION = Metric(
+    "stoker_triton_failed_duration_us_total", "counter", "Duration of failed KServe requests, for the statistics of Triton's models.",
+    labels=("model", "version"),
+)  # fmt: skip
 
 FRONTEND_METRICS = (
-    TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY, REQUEST_DURATION, PROMPT_LENGTH, OUTPUT_LENGTH, PROMPT_TOKENS, OUTPUT_TOKENS,
+    TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY, TIME_PER_OUTPUT_TOKEN, REQUEST_DURATION, QUEUE_TIME, PREFILL_TIME, DECODE_TIME, COMPUTE_TIME,
+    PROMPT_LENGTH, OUTPUT_LENGTH, MAX_TOKENS, PROMPT_TOKENS, OUTPUT_TOKENS,
     REQUESTS, RESPONSES, RETRIED_REQUESTS, EXHAUSTED,
 )  # fmt: skip
 
@@ -96,3 +115,5 @@ EXECUTOR_METRICS = (
         "num_costly_guides",
     ),
 )
+
+ALL_METRICS = (*FRONTEND_METRICS, TRITON_FAILED_DURATION, *EXECUTOR_METRICS, PROCESS_RESTARTS)

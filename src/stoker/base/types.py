@@ -255,10 +255,17 @@ class Timings(msgspec.Struct, frozen=True):
     """Time spent on converting tokens to text. Measured only for requests that are traced."""
 
     def phases(self) -> dict[str, float]:
-        """Seconds by phase: prepare, queue, prefill and decode follow each other, and total is their sum."""
+        """Seconds by phase: prepare, queue, prefill and decode follow each other. compute is prefill and decode; total is the sum."""
         prefill_s = max(0.0, self.time_to_first_token_s - self.prepare_s - self.queue_s)
         decode_s = self.total_s - self.time_to_first_token_s
-        return {"prepare": self.prepare_s, "queue": self.queue_s, "prefill": prefill_s, "decode": decode_s, "total": self.total_s}
+        return {
+            "prepare": self.prepare_s,
+            "queue": self.queue_s,
+            "prefill": prefill_s,
+            "decode": decode_s,
+            "compute": prefill_s + decode_s,
+            "total": self.total_s,
+        }
 
 
 class PrefillChunk(msgspec.Struct, frozen=True, array_like=True):

@@ -11,6 +11,7 @@ MIN_KEY_CHARS = 8
 MAX_TIMEOUT_S = 1 << 24
 MAX_FRONTENDS = 256
 MAX_RESTARTS = 1 << 20
+METRIC_NAMES = ("stoker", "triton", "vllm")
 LOG_REQUESTS = ("none", "line", "contents")
 
 
@@ -40,6 +41,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     # Formats of the model's tool calls and reasoning: names of TOOL_PARSERS and REASONING_PARSERS, or "auto", by the chat template.
     tool_parser: str | None = "auto"  # None, or a template of no known family: tools are refused
     reasoning_parser: str | None = None  # None: reasoning remains in the text
+    metric_names: tuple[str, ...] = ("stoker", "triton")  # systems whose names metrics have: METRIC_NAMES
     log_requests: str = "line"  # in the log: none, a line per request, or also its contents (prompt and answer)
     state_dir: str | None = None  # directory of stored responses, files and batches; None: a temporary one of this server
     max_stored_bytes: int = 1 << 30  # of stored responses, and of files; each
@@ -60,6 +62,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("retry_unstarted=True is refused: a failed executor is not started again.", cure="Set --restarts, too.")
         check_range("max_request_bytes", self.max_request_bytes, 1 << 10, 1 << 32)
         check_range("max_stored_bytes", self.max_stored_bytes, 1 << 20, 1 << 50)
+        if not self.metric_names:
+            raise ConfigError("metric_names is empty.", cure=f"Use one or more of: {', '.join(METRIC_NAMES)}.")
+        for name in self.metric_names:
+            check_choice("metric_names", name, METRIC_NAMES)
         check_choice("log_requests", self.log_requests, LOG_REQUESTS)
         if self.default_max_tokens is not None:
             check_range("default_max_tokens", self.default_max_tokens, 1, 1 << 24)

@@ -18,6 +18,14 @@ from stoker.server.metrics.counters import BufferedHistogram
 from stoker.server.metrics.frontend import FrontendMetrics
 from stoker.server.telemetry.record import CURRENT, Generation
 
+# Phase of `Timings.phases`: the histogram of its duration.
+PHASES = {
+    "queue": metrics.QUEUE_TIME,
+    "prefill": metrics.PREFILL_TIME,
+    "decode": metrics.DECODE_TIME,
+    "compute": metrics.COMPUTE_TIME,
+}
+
 
 class MeteredService(Service):
     """Counts the requests of a service by outcome, duration and size. A request's outcome is that of its first sequence."""
@@ -28,6 +36,9 @@ class MeteredService(Service):
         self.chat_template = inner.chat_template
         self._counts = counts
         self._duration = counts.of(metrics.REQUEST_DURATION, self.model_name)
+        self._time_per_token = counts.of(metrics.TIME_PER_OUTPUT_TOKEN, self.model_name)
+        self._phases = {name: counts.of(metric, self.model_name) for name, metric in PHASES.items()}
+        self._max_tokens = counts.of(metrics.MAX_TOKENS, self.model_name)
         self._prompt_length = counts.of(metrics.PROMPT_LENGTH, self.model_name)
         self._output_length = counts.of(metrics.OUTPUT_LENGTH, self.model_name)
         self._prompt_tokens = counts.of(metrics.PROMPT_TOKENS, self.model_name)
@@ -97,10 +108,21 @@ class MeteredService(Service):
             ended = time.monotonic()
             self._counts.of(metrics.REQUESTS, self.model_name, outcome.name).inc()
             self._duration.observe(ended - outcome.started)
+            if (timings := outcome.timings) is not None:
+                self._count_times(timings, request)
             if outcome.usage is not None:
                 self._count_tokens(outcome.usage.prompt_tokens, max(outcome.usage.completion_tokens, outcome.num_tokens))
             if record is not None:
                 record.generations.append(outcome.generation(self.model_name, request, ended))
+
+    def _count_times(self, timings: Timings, request: GenerationRequest) -> None:
+        """Count the durations of one request that ended by itself."""
+        seconds = timings.phases()
+        for name, histogram in self._phases.items():
+            histogram.observe(seconds[name])
+        if timings.time_per_output_token_s:
+            self._time_per_token.observe(timings.time_per_output_token_s)
+        self._max_tokens.observe(request.params.max_tokens)
 
     def _count_tokens(self, num_prompt: int, num_output: int) -> None:
         """Count the prompt and output tokens of one ended request."""
@@ -189,7 +211,7 @@ class _Outcome:
         self.usage: Usage | None = None
         self.num_tokens = 0  # counted in a stream, because a cancelled one has no last delta with the usage
         self._first: float | None = None
-        self._timings: Timings | None = None
+        self.timings: Timings | None = None
         self._chunks: list[PrefillChunk] = []
         self.texts: dict[int, list[str]] | None = {} if contents else None  # by sequence; None: they are not retained
 
@@ -203,14 +225,14 @@ class _Outcome:
         if delta.finish_reason is not None:
             self.reason = self.reason or delta.finish_reason
         if delta.usage is not None:
-            self.usage, self._timings = delta.usage, delta.timings
+            self.usage, self.timings = delta.usage, delta.timings
 
     def set(self, completion: Completion) -> None:
         """Note the whole answer."""
-        choice, self.usage, self._timings = completion.choices[0], completion.usage, completion.timings
+        choice, self.usage, self.timings = completion.choices[0], completion.usage, completion.timings
         self.reason, self._chunks = choice.finish_reason, choice.prefill_chunks
-        if self._timings is not None and self.usage.completion_tokens:
-            self._first = self.started + self._timings.time_to_first_token_s
+        if self.timings is not None and self.usage.completion_tokens:
+            self._first = self.started + self.timings.time_to_first_token_s
         if self.texts is not None:
             self.texts = {choice.index: [choice.text] for choice in completion.choices}
 
@@ -218,7 +240,7 @@ class _Outcome:
         """The generation of `request`, which ended at `ended`, for the record."""
         usage = self.usage or Usage()
         usage = Usage(usage.prompt_tokens, max(usage.completion_tokens, self.num_tokens), usage.cached_tokens)
-        generation = Generation(model, self.started, ended, usage, self.name, self._first, self._timings, request.params, self._chunks)
+        generation = Generation(model, self.started, ended, usage, self.name, self._first, self.timings, request.params, self._chunks)
         if self.texts is not None:
             generation.prompt = request.prompt
             generation.texts = ["".join(texts) for _, texts in sorted(self.texts.items())]

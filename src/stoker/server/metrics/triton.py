@@ -11,6 +11,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from stoker.base.metrics import TRITON_FAILED_DURATION
 from stoker.server.metrics.counters import CounterBuffer
 from stoker.server.metrics.triton_gauges import LABELS, VERSION
 
@@ -56,7 +57,9 @@ class TritonMetrics:
             ("model", "reason", "version"),
             registry=registry,
         )
-        self._failed_us = Counter("stoker_triton_failed_duration_us", "Cumulative duration of failed requests.", LABELS, registry=registry)
+        self._failed_us = Counter(
+            TRITON_FAILED_DURATION.name, TRITON_FAILED_DURATION.help, TRITON_FAILED_DURATION.labels, registry=registry
+        )
         self._first = Histogram(
             "nv_inference_first_response_histogram_ms",
             "Duration from request to first response in milliseconds",

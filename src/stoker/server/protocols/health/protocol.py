@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from stoker.server.errors import Failure
 from stoker.server.http.request_context import PLAIN, RequestContext
 from stoker.server.metrics.frontend import CONTENT_TYPE
+from stoker.server.metrics.names import with_names
 from stoker.server.operation import OBJECT, STRING, TEXT_TYPE, Operation, list_of, record
 from stoker.server.protocol import Endpoint, Protocol
 from stoker.server.replica_report import make_report
@@ -70,7 +72,9 @@ class Health(Protocol):
 
     async def metrics(self, http: RequestContext) -> None:
         """GET /metrics: Prometheus' text format."""
-        await http.respond(200, await self.context.metrics.exposition(self.context.repository), CONTENT_TYPE)
+        exposition = await self.context.metrics.exposition(self.context.repository)
+        body = await asyncio.to_thread(with_names, exposition, self.context.settings.metric_names)
+        await http.respond(200, body, CONTENT_TYPE)
 
     def failure_body(self, failure: Failure) -> bytes:
         return msgspec.json.encode({"error": failure.message})
