@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 WORKERS ?= 2
 
-.PHONY: help demo serve test test-fast coverage bounds triton check check-deploy docs wheel setup clean
+.PHONY: help demo serve test test-cluster test-fast coverage bounds triton check check-deploy docs wheel setup clean
 
 # Tests without a model that is trained or downloaded, and without processes that serve one. FAST_SKIPS are files of these folders that take long.
 FAST := tests/test_architecture.py tests/test_vocabulary.py tests/project tests/unit tests/base tests/engine tests/deploy \
@@ -27,8 +27,12 @@ demo: $(VENV)/.installed  ## Build, serve and ask a small model, then stop
 serve: $(VENV)/.installed  ## The same, with the server left running
 	@$(BIN)/stoker demo --serve
 
-test: $(VENV)/.installed-dev  ## The whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+test: $(VENV)/.installed-dev  ## The whole test suite, except test-cluster
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore=tests/cluster
+
+test-cluster: $(VENV)/.installed-dev  ## Several hosts, Slurm and MPI: needs root; installs slurm-wlm, munge and iproute2 with apt if it can
+	sh scripts/cluster_packages.sh
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 tests/cluster
 
 test-fast: $(VENV)/.installed-dev  ## Unit and contract tests, less than a minute on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(FAST) $(FAST_SKIPS:%=--ignore=%)

@@ -15,8 +15,9 @@ from harness import BLOCK, Harness, Sequence, generate_in_batch, prefill_logits
 from torch import Tensor
 
 from stoker.base.config import Mapping
+from stoker.base.nodes import leader
 from stoker.core.forward_batch import ForwardBatch
-from stoker.distributed.world import World, join, leader
+from stoker.distributed.world import World, join
 from stoker.engine.reader import Engine
 from stoker.layers.decoder import Decoder
 from stoker.runtime.worker.memory import make_caches

@@ -1,11 +1,10 @@
-"""Plan channels: every follower receives all records in order, through each channel of the table and through a stub that spans hosts."""
+"""Plan channels: every follower receives all records in order, in shared memory and through TCP."""
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -13,73 +12,21 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from node_links import FACTS, link_pair
 
 from stoker.base.config import Mapping
-from stoker.base.errors import ConfigError, RankError
+from stoker.base.errors import RankError
 from stoker.distributed.world import World, address_of, join
 from stoker.runtime.worker.inputs import PackedStep, Shape
-from stoker.runtime.worker_group.channels import CHANNELS, select_channel
-from stoker.runtime.worker_group.channels.channel import HEADER_SIZE, ChannelAddress, ChannelKind, Numbers, PlanChannel, PlanReader
-from stoker.runtime.worker_group.channels.shared_memory import NUM_SLOTS
+from stoker.runtime.worker_group.channels.channel import PlanReader
+from stoker.runtime.worker_group.channels.shared_memory import NUM_SLOTS, SharedMemoryChannel, SharedMemoryReader
+from stoker.runtime.worker_group.channels.tcp import TcpChannel, TcpReader
+from stoker.runtime.worker_group.hosts.link import Link
+from stoker.runtime.worker_group.hosts.messages import JoinRequest, NodeStatus
+from stoker.runtime.worker_group.hosts.remote_node import RemoteNode
 from stoker.runtime.worker_group.records import END, STEP, ZERO_BLOCKS, decode_record, encode_step, max_step_size
 
 LIMIT = max_step_size(max_num_tokens=6, max_rows=3, max_blocks=4)
-
-
-class StubChannel(PlanChannel):
-    """Copies records to a queue per follower, as a channel between hosts would."""
-
-    latest: StubChannel
-
-    def __init__(self, num_readers: int, record_size: int) -> None:
-        self.address = ChannelAddress("stub", num_readers, record_size)
-        self.queues: list[queue.Queue[Numbers]] = [queue.Queue(NUM_SLOTS) for _ in range(num_readers)]
-        self.published, self.released, self.heartbeats = 0, [0] * num_readers, [0] * num_readers
-        StubChannel.latest = self
-
-    def publish(self, header: tuple[int, ...], numbers: Numbers, check: Callable[[], None]) -> None:
-        while self.published - min(self.released) >= NUM_SLOTS:
-            check()
-            time.sleep(1e-4)
-        record = np.zeros(HEADER_SIZE + len(numbers), dtype=np.int32)
-        record[: len(header)], record[HEADER_SIZE:] = header, numbers
-        self.published += 1
-        for each in self.queues:
-            each.put(record)
-
-    def heartbeats_ns(self) -> list[int]:
-        return list(self.heartbeats)
-
-    def positions(self) -> list[int]:
-        return list(self.released)
-
-    def lags(self) -> list[int]:
-        return [self.published - released for released in self.released]
-
-    def close(self) -> None:
-        return
-
-
-class StubReader(PlanReader):
-    def __init__(self, address: ChannelAddress, reader: int) -> None:
-        self.channel, self.reader = StubChannel.latest, reader
-
-    def receive(self, spin_s: float) -> Numbers:
-        return self.channel.queues[self.reader].get()
-
-    def release(self) -> None:
-        self.channel.released[self.reader] += 1
-
-    def beat(self) -> None:
-        self.channel.heartbeats[self.reader] = time.monotonic_ns()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def stub_channel() -> Iterator[None]:
-    """Add a row to the table of channels."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(CHANNELS._rows, "stub", ChannelKind(StubChannel, StubReader, spans_hosts=True))
-        yield
 
 
 @st.composite
@@ -108,6 +55,7 @@ def receive_all(reader: PlanReader, pauses: Iterator[float], received: list[obje
             received.append(record.blocks)
         time.sleep(next(pauses))
         reader.release()
+        reader.beat()
         if record.kind == END:
             return
 
@@ -116,16 +64,43 @@ def comparable(packed: PackedStep, all_greedy: bool) -> tuple[object, ...]:
     return (*encode_step(packed, all_greedy), packed.sizes, packed.host.tolist())
 
 
-@pytest.mark.parametrize("kind", ["shared_memory", "stub"])
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+class TcpEnds:
+    """The channel of node 0 and the readers of the other nodes, connected over the loopback interface."""
+
+    def __init__(self, num_readers: int, record_size: int) -> None:
+        pairs = [link_pair() for _ in range(num_readers)]
+        nodes = [RemoteNode(server, JoinRequest(node_rank=index + 1, name="test", facts=FACTS)) for index, (server, _) in enumerate(pairs)]
+        self.channel = TcpChannel(nodes, record_size)
+        self.released = [0] * num_readers
+        self.readers: list[PlanReader] = [self._reader(index, pairs[index][1], record_size) for index in range(num_readers)]
+
+    def _reader(self, index: int, link: Link, record_size: int) -> PlanReader:
+        class Counting(TcpReader):
+            def release(inner) -> None:
+                self.released[index] += 1
+
+        return Counting(link, record_size, 5.0, lambda: NodeStatus(0, self.released[index]))
+
+
+class SharedMemoryEnds:
+    def __init__(self, num_readers: int, record_size: int) -> None:
+        self.channel = SharedMemoryChannel(num_readers, record_size)
+        self.readers = [SharedMemoryReader(self.channel.address, index) for index in range(num_readers)]
+
+
+ENDS = {"shared_memory": SharedMemoryEnds, "tcp": TcpEnds}
+
+
+@pytest.mark.parametrize("kind", list(ENDS))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(records=RECORDS, num_readers=st.integers(1, 3), seed=st.integers(0, 1 << 16))
 def test_every_follower_receives_all_records_in_order(kind: str, records: list[object], num_readers: int, seed: int) -> None:
-    channel = CHANNELS.get(kind).create(num_readers, LIMIT)
+    ends = ENDS[kind](num_readers, LIMIT)
+    channel = ends.channel
     received: list[list[object]] = [[] for _ in range(num_readers)]
     threads = []
-    for index in range(num_readers):
+    for index, reader in enumerate(ends.readers):
         pauses = map(float, np.random.default_rng(seed + index).choice([0.0, 0.0, 2e-4], len(records) + 1))
-        reader = CHANNELS.get(kind).open(channel.address, index)
         threads.append(threading.Thread(target=receive_all, args=(reader, pauses, received[index]), daemon=True))
         threads[-1].start()
     for record in records:
@@ -137,21 +112,23 @@ def test_every_follower_receives_all_records_in_order(kind: str, records: list[o
     for thread in threads:
         thread.join(10)
     assert received == [[record if isinstance(record, list) else comparable(*record) for record in records]] * num_readers
+    deadline = time.monotonic() + 10
+    while channel.positions() != [len(records) + 1] * num_readers and time.monotonic() < deadline:
+        time.sleep(1e-3)
     assert channel.positions() == [len(records) + 1] * num_readers and channel.lags() == [0] * num_readers
     channel.close()
 
 
-@pytest.mark.parametrize("kind", ["shared_memory", "stub"])
-def test_failures_of_followers_are_detected(kind: str) -> None:
-    channel = CHANNELS.get(kind).create(2, LIMIT)
-    readers = [CHANNELS.get(kind).open(channel.address, index) for index in range(2)]
+def failed() -> None:
+    raise RankError("rank 1 has ended.")
+
+
+def test_failures_of_followers_are_detected() -> None:
+    ends = SharedMemoryEnds(2, LIMIT)
+    channel, readers = ends.channel, ends.readers
     started = time.monotonic_ns()
     readers[0].beat()
     assert channel.heartbeats_ns()[0] >= started and channel.heartbeats_ns()[1] == 0
-
-    def failed() -> None:
-        raise RankError("rank 1 has ended.")
-
     for _ in range(NUM_SLOTS):
         channel.publish((ZERO_BLOCKS, 1), np.zeros(1, dtype=np.int32), failed)
     readers[0].receive(0.0)
@@ -162,11 +139,13 @@ def test_failures_of_followers_are_detected(kind: str) -> None:
     channel.close()
 
 
-def test_the_hosts_of_the_ranks_select_the_channel(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert select_channel(("a", "a")) == "shared_memory" and select_channel(("a", "b", "a")) == "stub"
-    monkeypatch.delitem(CHANNELS._rows, "stub")
-    with pytest.raises(ConfigError, match=r"the ranks of an engine are on 2 hosts \(a, b\)"):
-        select_channel(("b", "a"))
+def test_a_node_that_does_not_read_is_detected() -> None:
+    channel = TcpEnds(1, 1 << 18).channel
+    record = np.zeros(1 << 18, dtype=np.int32)
+    with pytest.raises(RankError, match="rank 1 has ended"):
+        for _ in range(100):
+            channel.publish((ZERO_BLOCKS, 1), record, failed)
+    channel.close()
 
 
 def test_a_world_has_the_host_of_each_rank() -> None:

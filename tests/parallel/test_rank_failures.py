@@ -73,7 +73,7 @@ def wait_for_rank_error(executor: Executor) -> float:
 
 def test_a_killed_rank_ends_all_ranks(engine: Path) -> None:
     executor = load(engine)
-    process = ranks_of(executor)._followers[0].process
+    process = ranks_of(executor)._local.followers[0].process
     assert generate(executor, [[5, 6, 7]], 3)
     threading.Timer(0.05, process.kill).start()
     assert wait_for_rank_error(executor) < 5
@@ -119,7 +119,7 @@ world.close()
 
 def test_a_hung_rank_ends_all_ranks(engine: Path) -> None:
     executor = load(engine)
-    process = ranks_of(executor)._followers[0].process
+    process = ranks_of(executor)._local.followers[0].process
     generate(executor, [[5, 6, 7]], 3)
     os.kill(process.pid, signal.SIGSTOP)
     assert wait_for_rank_error(executor) < 10
@@ -150,8 +150,8 @@ def test_a_rank_that_dies_during_the_start_is_named(engine: Path, moment: str, m
         wait(ranks)
         states.append("before" if not states else "after loading")
         if moment.startswith(states[-1]):
-            ranks._followers[0].process.kill()
-        while moment == "before the leader joins" and ranks._rendezvous is not None:  # the watch thread closes the rendezvous
+            ranks._local.followers[0].process.kill()
+        while moment == "before the leader joins" and ranks._server is not None:  # the watch thread closes the rendezvous
             time.sleep(0.01)
 
     monkeypatch.setattr(WorkerGroup, "wait", kill_after)
@@ -193,7 +193,7 @@ def test_started_processes_end_if_another_cannot_start(tmp_path: Path, monkeypat
     monkeypatch.setattr(FollowerProcess, "__init__", first_only)
     model = SimpleNamespace(config=SimpleNamespace(mapping=Mapping(tensor_parallel=3), limits=Limits()), path=tmp_path)
     with pytest.raises(OSError, match="no more processes"):
-        WorkerGroup(model, RuntimeConfig(), Capacity(1, 1, 16, 32), [torch.device("cpu")] * 3)  # type: ignore[arg-type]
+        WorkerGroup(model, RuntimeConfig(), Capacity(1, 1, 16, 32), dict.fromkeys(range(3), torch.device("cpu")))  # type: ignore[arg-type]
     assert started[0].process.returncode == -signal.SIGKILL
 
 
@@ -203,13 +203,13 @@ def test_closing_does_not_wait_for_a_rank_that_reads_no_records(tmp_path: Path, 
     sleeper.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(sleeper))
     model = SimpleNamespace(config=SimpleNamespace(mapping=TWO, limits=Limits()), path=tmp_path)
-    ranks = WorkerGroup(model, RuntimeConfig(), Capacity(1, 1, 16, 32), [torch.device("cpu")] * 2)  # type: ignore[arg-type]
+    ranks = WorkerGroup(model, RuntimeConfig(), Capacity(1, 1, 16, 32), dict.fromkeys(range(2), torch.device("cpu")))  # type: ignore[arg-type]
     for block in range(NUM_SLOTS):
         ranks.publish_zero_blocks([block])
     closing = threading.Thread(target=ranks.close, daemon=True)
     closing.start()
     closing.join(10)
-    assert not closing.is_alive() and ranks._followers[0].process.returncode == -signal.SIGKILL
+    assert not closing.is_alive() and ranks._local.followers[0].process.returncode == -signal.SIGKILL
 
 
 def test_a_leader_that_fails_within_a_step_ends_all_ranks(engine: Path) -> None:
@@ -235,7 +235,7 @@ import sys; sys.path[:0] = {[str(Path(__file__).parent)]!r}
 from rank_executors import load
 from pathlib import Path
 executor = load(Path({str(engine)!r}))
-print(executor._ranks._followers[0].process.pid, flush=True)
+print(executor._ranks._local.followers[0].process.pid, flush=True)
 import os, signal
 os.kill(os.getpid(), signal.SIGKILL)
 """

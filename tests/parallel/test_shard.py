@@ -92,15 +92,13 @@ def test_a_record_holds_every_padded_step(num_sequences: int, tmp_path: Path) ->
     """Captured steps may have more rows than sequences, and every row has a block table of the largest width."""
     capacity = Capacity(max_batch_size=256, max_num_sequences=num_sequences, max_num_tokens=2048, max_seq_len=1 << 17)
     engine = SimpleNamespace(config=SimpleNamespace(mapping=Mapping(), limits=Limits(tokens_per_block=64)), path=tmp_path)
-    ranks = WorkerGroup(engine, RuntimeConfig(), capacity, [torch.device("cpu")])  # type: ignore[arg-type]  # without followers
+    ranks = WorkerGroup(engine, RuntimeConfig(), capacity, {0: torch.device("cpu")})  # type: ignore[arg-type]  # without followers
     try:
         for rows, tokens in ((8, 2048), (64, 2048), (256, 2048), (256, 256)):
             packed = PackedStep(torch.empty(0), Shape(tokens, rows, tokens == rows), 2048, rows, rows, 0, tokens, 1 << 17, True, [])
-            assert packed.buffer_size <= ranks._channel.address.record_size
+            assert packed.buffer_size <= ranks.record_size
     finally:
-        ranks._closing.set()
-        ranks._watcher.join()
-        ranks._kill_followers()
+        ranks.close()
 
 
 def test_names_of_rank_engines_in_lmi_repositories() -> None:

@@ -21,6 +21,7 @@ from live_http import events, until
 
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
+from stoker.server.processes.child import EXECUTOR_STOP_SIGNAL
 from stoker.server.processes.listeners import bind, reserve
 from stoker.server.processes.supervisor import serve as run
 from stoker.server.processes.tasks import ExecutorTask
@@ -206,7 +207,7 @@ async def test_children_end_with_their_parent(engine: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("library", ["_multiarray_umath", "libtorch_cpu", "libtorch_python"])
-async def test_sigterm_during_the_start_prints_nothing(engine: Path, tmp_path: Path, library: str) -> None:
+async def test_the_stop_signal_during_the_start_prints_nothing(engine: Path, tmp_path: Path, library: str) -> None:
     """An exception in a signal handler during the import of a compiled module would surface as a different exception."""
     with (tmp_path / "stderr").open("w") as stderr:
         task = pickle.dumps(ExecutorTask(str(engine), RuntimeConfig(device="cpu"), f"ipc://{tmp_path}/executor"))
@@ -216,8 +217,8 @@ async def test_sigterm_during_the_start_prints_nothing(engine: Path, tmp_path: P
     process.stdin.write(len(task).to_bytes(8, "little") + task)
     process.stdin.flush()
     await until(lambda: library in Path(f"/proc/{process.pid}/maps").read_text())
-    process.terminate()
-    assert await asyncio.to_thread(process.wait, 10) == -signal.SIGTERM
+    process.send_signal(EXECUTOR_STOP_SIGNAL)
+    assert await asyncio.to_thread(process.wait, 10) == -EXECUTOR_STOP_SIGNAL
     process.stdin.close()
     assert not (tmp_path / "stderr").read_text()
 

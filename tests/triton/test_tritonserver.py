@@ -136,11 +136,12 @@ def test_options_are_checked_before_anything_is_read(args: tuple[str, ...], erro
     assert status == 2 and error in err and "Traceback" not in err
 
 
-def test_a_job_on_several_hosts_is_rejected(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_NNODES", "2")):
+def test_a_job_on_several_hosts_requires_a_secret(run: Run, repository: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[01-02]"}
+    for name, value in job.items():
         monkeypatch.setenv(name, value)
-    status, _, err = run("tritonserver", "--model-repository=repo")
-    assert status == 2 and "the 2 processes of this job are on several hosts" in err and "srun --nodes 1" in err
+    status, _, err = run("tritonserver", f"--model-repository={repository(2)}")
+    assert status == 2 and "nnodes=2 requires a shared secret, and STOKER_CLUSTER_TOKEN is not set" in err
 
 
 def test_an_unknown_model_and_option(run: Run, repository: Callable[[int], Path]) -> None:

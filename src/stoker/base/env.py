@@ -30,6 +30,8 @@ VARIABLES = {
         Variable("STOKER_THREADS", "OMP_NUM_THREADS", "CPU threads for computation."),
         Variable("STOKER_NATIVE", "1", "0 disables the C kernels for the CPU; PyTorch computes instead."),
         Variable("STOKER_API_KEY", "", "API key that servers require, and that Stoker's clients send. It is never printed."),
+        Variable("STOKER_CLUSTER_TOKEN", "", "Shared secret of the nodes of an engine, at least 16 bytes. It is never printed."),
+        Variable("STOKER_RENDEZVOUS", "", "HOST:PORT at which node 0 of an engine on several nodes listens."),
         Variable("STOKER_PYTHON", "this interpreter", "Python interpreter of the executor that a Triton or Truss server starts."),
         Variable("STOKER_COMMIT", "git describe", "Commit to record in benchmark results, on a machine without git."),
         Variable("HF_TOKEN", "", "Access token for the Hugging Face hub. It is never printed."),
@@ -48,9 +50,17 @@ VARIABLES = {
         Variable("PMI_SIZE", "", "The same as OMPI_COMM_WORLD_SIZE; set by MPICH and Intel MPI."),
         Variable("SLURM_PROCID", "", "The same as OMPI_COMM_WORLD_RANK; set by srun."),
         Variable("SLURM_NTASKS", "", "The same as OMPI_COMM_WORLD_SIZE; set by srun."),
-        Variable("OMPI_COMM_WORLD_LOCAL_SIZE", "", "Set by Open MPI: the number of processes on this host, which must be all of them."),
-        Variable("MPI_LOCALNRANKS", "", "The same; set by MPICH and Intel MPI."),
-        Variable("SLURM_NNODES", "", "Set by Slurm: the number of hosts, which must be 1."),
+        Variable("OMPI_COMM_WORLD_LOCAL_SIZE", "", "Set by Open MPI: the number of processes on this host."),
+        Variable("OMPI_COMM_WORLD_LOCAL_RANK", "", "Set by Open MPI: the index of the process on its host, which selects its GPUs."),
+        Variable("MPI_LOCALNRANKS", "", "The same as OMPI_COMM_WORLD_LOCAL_SIZE; set by MPICH and Intel MPI."),
+        Variable("MPI_LOCALRANKID", "", "The same as OMPI_COMM_WORLD_LOCAL_RANK; set by MPICH and Intel MPI."),
+        Variable("SLURM_NNODES", "", "Set by Slurm: the number of hosts of the job."),
+        Variable("SLURM_LOCALID", "", "The same as OMPI_COMM_WORLD_LOCAL_RANK; set by srun."),
+        Variable("SLURM_JOB_ID", "", "Set by Slurm. It selects the port of the rendezvous of `stoker tritonserver` on several hosts."),
+        Variable("SLURM_JOB_NODELIST", "", "Set by Slurm: the hosts of the job, the first of which has the rendezvous."),
+        Variable("SLURM_STEP_NODELIST", "", "The same for one srun; it takes precedence."),
+        Variable("TRTLLM_ORCHESTRATOR", "", "1: one process starts all ranks, as Stoker always does on one host."),
+        Variable("TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES", "", "0 is rejected with TRTLLM_ORCHESTRATOR=1."),
         Variable("PROMETHEUS_MULTIPROC_DIR", "", "Set by Stoker for servers with several frontend processes: files of shared metrics."),
         Variable("NOTIFY_SOCKET", "", "Set by systemd for a unit with Type=notify: the socket that receives the state of a server."),
         Variable("WATCHDOG_USEC", "", "Set by systemd for a unit with WatchdogSec=: the microseconds within which a server reports."),
@@ -105,25 +115,31 @@ class JobProcess(msgspec.Struct, frozen=True):
     rank: int = 0
     size: int = 1
     variable: str = ""
-    one_host: bool = True
+    num_hosts: int = 1
+    local_rank: int = 0  # index among the processes of this host
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all processes are on one host."""
+        return self.num_hosts == 1
 
 
 def job_process() -> JobProcess:
     """The position of this process in an MPI or Slurm job; rank 0 of 1 outside of a job. Open MPI's variables precede Slurm's."""
-    for variable, size_variable, local_variable in _JOB_VARIABLES:
+    for variable, size_variable, local_variable, local_rank in _JOB_VARIABLES:
         rank, size = _whole(variable), _whole(size_variable)
         if rank is not None and size is not None:
-            local = _whole(local_variable)
-            one_host = local in (None, 1) if local_variable == "SLURM_NNODES" else local in (None, size)
-            return JobProcess(rank, size, variable, one_host)
+            local = _whole(local_variable) or (1 if variable == "SLURM_PROCID" else size)
+            num_hosts = local if variable == "SLURM_PROCID" else -(-size // local)
+            return JobProcess(rank, size, variable, num_hosts, _whole(local_rank) or 0)
     return JobProcess()
 
 
-# Rank, number of processes, and number of processes on this host; of Slurm the number of hosts.
+# Rank, number of processes, number of processes on this host (of Slurm: of hosts), and rank among the processes of this host.
 _JOB_VARIABLES = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NNODES"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_LOCALID"),
 )
 
 
@@ -141,6 +157,11 @@ def hub_token() -> str | None:
 def api_key() -> str | None:
     """The value of STOKER_API_KEY without white space around it. None if it is unset or empty."""
     return text("STOKER_API_KEY").strip() or None
+
+
+def cluster_token() -> str:
+    """The value of STOKER_CLUSTER_TOKEN without white space around it; empty if it is unset."""
+    return text("STOKER_CLUSTER_TOKEN").strip()
 
 
 def commit() -> str | None:

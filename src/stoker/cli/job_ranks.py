@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 
 from stoker.base.env import JobProcess
-from stoker.base.errors import ConfigError
 from stoker.base.logging import get_logger
 
 log = get_logger(__name__)
@@ -32,15 +31,6 @@ def wait_for_first_rank(process: JobProcess) -> None:
             first_rank = _find_first_rank(f"{process.variable}=0".encode(), launcher, job)
         elif _has_ended(first_rank):
             return
-
-
-def check_one_host(process: JobProcess) -> None:
-    """Raise ConfigError if the processes of the job are on several hosts."""
-    if not process.one_host:
-        raise ConfigError(
-            f"the {process.size} processes of this job are on several hosts, and the ranks of an engine run on one host.",
-            cure="Start all processes on one host, such as with mpirun --host localhost or srun --nodes 1.",
-        )
 
 
 def _find_first_rank(entry: bytes, launcher: int, job: frozenset[bytes]) -> Path | None:

@@ -16,9 +16,10 @@ from stoker.base import env
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.base.logging import get_logger
+from stoker.base.nodes import NodeSettings, describe_placement, place_ranks
 from stoker.deploy import prepare
 from stoker.deploy.build_settings import BuildSettings, apply_build_settings
-from stoker.deploy.deployment import Deployment, EngineInfo, EngineSource
+from stoker.deploy.deployment import BuildOptions, Deployment, EngineInfo, EngineSource
 from stoker.deploy.model_name import model_name_of
 from stoker.deploy.runtime_checks import check_device, check_runtime, with_runtime_limits
 from stoker.deploy.triton.export import five_models
@@ -64,12 +65,14 @@ def read_deployment(
     return _with_name(deployment, path)
 
 
-def prepare_server(deployment: Deployment, progress: prepare.Progress | None = None) -> PreparedServer:
+def prepare_server(
+    deployment: Deployment, progress: prepare.Progress | None = None, nodes: NodeSettings = NodeSettings()
+) -> PreparedServer:
     """Fetch or build the deployment's engine, and log the deployment's notes. Raises ConfigError, CheckpointError and EngineError."""
     for note in deployment.notes:
         log.log(logging.WARNING if note.severity == "warning" else logging.INFO, "%s", note)
     prepared = prepare.prepare_engine(deployment, env.child_environment(), progress)
-    _check_start(prepared.engine, deployment)
+    _check_start(prepared.engine, deployment, nodes)
     return PreparedServer(
         engine=prepared.engine,
         settings=_with_models(prepared.deployment.server, prepared.engine),
@@ -84,7 +87,7 @@ def engine_is_missing(deployment: Deployment) -> bool:
     return _local_engine(deployment) is None
 
 
-def check_engine(deployment: Deployment) -> None:
+def check_engine(deployment: Deployment, nodes: NodeSettings = NodeSettings()) -> None:
     """Raise the errors of a start that would not accept the deployment's local engine. Without one, only paths are checked.
 
     A start rejects a missing or incomplete engine, one of another format version or for other devices or ranks, and settings above its
@@ -94,7 +97,7 @@ def check_engine(deployment: Deployment) -> None:
     path = _local_engine(deployment)
     if path is not None:
         prepare.check_ranks(deployment, path)
-        _check_start(path, deployment)
+        _check_start(path, deployment, nodes)
 
 
 def engine_info(path: Path) -> EngineInfo:
@@ -104,7 +107,7 @@ def engine_info(path: Path) -> EngineInfo:
     config = Engine.open(path).config
     return EngineInfo(
         path=str(path.resolve()), architecture=config.model.architecture, vocab_size=config.model.vocab_size, dtype=config.dtype,
-        limits=config.limits, mapping=config.mapping,
+        device=config.target.device, limits=config.limits, mapping=config.mapping,
     )  # fmt: skip
 
 
@@ -118,13 +121,25 @@ def override_fields(base: S, settings: S, explicit: frozenset[str] | None = None
     return msgspec.structs.replace(base, **changed)
 
 
-def _check_start(path: Path, deployment: Deployment) -> None:
+def describe_nodes(deployment: Deployment, nodes: NodeSettings) -> list[str]:
+    """The lines that show which ranks run on which node. Raises ConfigError if the ranks cannot be divided among the nodes."""
+    path, source = _local_engine(deployment), deployment.source
+    if path is not None:
+        mapping = engine_info(path).mapping
+    elif isinstance(source, BuildOptions):
+        mapping = source.mapping
+    else:
+        return []
+    return describe_placement(mapping, place_ranks(mapping, nodes.num_nodes))
+
+
+def _check_start(path: Path, deployment: Deployment, nodes: NodeSettings) -> None:
     """Raise ConfigError or EngineError if the engine does not run on this machine with the deployment's settings."""
     from stoker.engine.reader import Engine
     from stoker.runtime.load import check_start
 
     engine, options = Engine.open(path), deployment.server.options
-    check_start(engine, deployment.runtime)
+    check_start(engine, deployment.runtime, nodes)
     beams, limit = options.max_beam_width if isinstance(options, TritonOptions) else 1, engine.config.limits.max_beam_width
     if beams > limit:
         raise ConfigError(

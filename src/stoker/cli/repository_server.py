@@ -11,24 +11,33 @@ import msgspec
 
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
+from stoker.base.nodes import NodeSettings
 from stoker.cli.api_keys import collect_keys
 from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from stoker.cli.prepare_server import PreparedServer
+    from stoker.deploy.deployment import Deployment
 
 _PR_SET_NAME = 15  # of prctl(2)
 
 
-def prepare_repository(repository: Path) -> tuple[PreparedServer, TritonOptions]:
-    """The server of a model repository, and its options. Raises ConfigError for a folder of another format."""
-    from stoker.cli.prepare_server import prepare_server, read_deployment
+def read_repository(repository: Path) -> Deployment:
+    """The deployment of a model repository. Raises ConfigError for a folder of another format."""
+    from stoker.cli.prepare_server import read_deployment
 
     deployment = read_deployment(repository, ServerSettings(), RuntimeConfig())
     if not isinstance(deployment.server.options, TritonOptions | None):
         raise ConfigError(f"{repository} is of the format {deployment.format}.", cure=f"Serve it: stoker serve {repository}.")
-    prepared = prepare_server(deployment)
+    return deployment
+
+
+def prepare_repository(repository: Path, nodes: NodeSettings = NodeSettings()) -> tuple[PreparedServer, TritonOptions]:
+    """The server of a model repository, and its options. Raises ConfigError for a folder of another format."""
+    from stoker.cli.prepare_server import prepare_server
+
+    prepared = prepare_server(read_repository(repository), nodes=nodes)
     assert isinstance(prepared.settings.options, TritonOptions)
     return prepared, prepared.settings.options
 
@@ -46,7 +55,11 @@ def check_world_size(name: str, requested: int | None, prepared: PreparedServer)
 
 
 def serve_repository(
-    repository: Path, prepared: PreparedServer, announce: Callable[[str], None], complete: Callable[[PreparedServer], ServerSettings]
+    repository: Path,
+    prepared: PreparedServer,
+    announce: Callable[[str], None],
+    complete: Callable[[PreparedServer], ServerSettings],
+    nodes: NodeSettings = NodeSettings(),
 ) -> int:
     """Serve until SIGINT or SIGTERM. Returns the exit status. `complete` applies the command line's options to the settings.
 
@@ -64,7 +77,7 @@ def serve_repository(
 
     settings = msgspec.structs.replace(complete(prepared), api_keys=collect_keys([], None))
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"tritonserver", 0, 0, 0)
-    return serve(prepared.engine, prepared.runtime, settings, announce, tokenizer=prepared.tokenizer, read_again=read_again)
+    return serve(prepared.engine, prepared.runtime, settings, announce, tokenizer=prepared.tokenizer, read_again=read_again, nodes=nodes)
 
 
 def with_options(settings: ServerSettings, **changes: object) -> ServerSettings:

@@ -36,12 +36,12 @@ def prepare(arguments: ServeArguments, progress: Progress) -> ServerStart:
     if not engine_is_missing(deployment):
         executor = prestart_executor()
         try:
-            return ServerStart(prepare_server(deployment, progress), listeners, executor)
+            return ServerStart(prepare_server(deployment, progress, arguments.nodes), listeners, executor)
         except BaseException:
             executor.close()
             raise
     with LoadingServer(listeners, deployment.server, deployment.server.model_name or "model") as loading_server:
-        return ServerStart(prepare_server(deployment, _report_to(loading_server, progress)), listeners, None)
+        return ServerStart(prepare_server(deployment, _report_to(loading_server, progress), arguments.nodes), listeners, None)
 
 
 def _read(arguments: ServeArguments, progress: Progress) -> tuple[Deployment, list[socket.socket]]:

@@ -112,8 +112,17 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     vocab_size: int
     dtype: str = "float16"
+    device: str = "cuda"
     limits: Limits = Limits()
     mapping: Mapping = Mapping()
+
+
+class RequiredNodes(msgspec.Struct, frozen=True, kw_only=True):
+    """The nodes that a format requires. None: any."""
+
+    num_nodes: int | None = None  # hosts
+    participants: tuple[int, ...] | None = None  # processes of the job that hold ranks
+    origin: str = ""  # the file, for messages
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +135,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     runtime: RuntimeConfig = RuntimeConfig()
     server: ServerSettings = ServerSettings()
     settings: tuple[Setting, ...] = ()  # the settings that are used, in the order of reading
+    nodes: RequiredNodes = RequiredNodes()
     notes: tuple[Note, ...] = ()  # remarks, such as why a key has no effect
 
 

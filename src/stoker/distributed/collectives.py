@@ -74,9 +74,13 @@ class ProcessGroup(Group):
             try:
                 self._check()
             except Exception:
-                # gloo's thread keeps waiting, and destroying the group would wait for the thread: keep the group as long as the process.
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.inner))
+                keep_group(self.inner)
                 raise
+
+
+def keep_group(inner: dist.ProcessGroup) -> None:
+    """Keep a group as long as the process: a thread of gloo keeps waiting in it, and destroying it would wait for the thread."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(inner))
 
 
 _FROM_FIRST = dist.BroadcastOptions()

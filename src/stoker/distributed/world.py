@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from stoker.base.config import Mapping
 from stoker.base.logging import get_logger
+from stoker.base.nodes import leader
 from stoker.base.private_api import check_private_api
 from stoker.distributed.collectives import ProcessGroup
 from stoker.distributed.group import SINGLE, Group
@@ -71,11 +72,6 @@ def address_of(rank: int, hosts: tuple[str, ...]) -> str:
     return hosts[rank] if spans_hosts(hosts) else "127.0.0.1"
 
 
-def leader(mapping: Mapping) -> int:
-    """The rank that plans steps and samples: the first rank of the last stage, which computes the logits."""
-    return (mapping.pipeline_parallel - 1) * mapping.tensor_parallel
-
-
 def join(
     store: dist.Store,
     rank: int,
@@ -107,7 +103,10 @@ def join(
             inner.append(members)
             has_peer_memory = custom_all_reduce and not spans_hosts(hosts[member] for member in ranks)
             tensor = _group(members, device, has_peer_memory, check)
-    linked = LinkedStage(everyone, index, mapping.pipeline_parallel, tp) if mapping.pipeline_parallel > 1 else ALONE
+    linked: Stage = ALONE
+    if mapping.pipeline_parallel > 1:
+        checks = spans_hosts(hosts) and device.type == "cpu"
+        linked = LinkedStage(everyone, index, mapping.pipeline_parallel, tp, check if checks else None)
     return World(rank, size, tensor, linked, ProcessGroup(everyone, device, check), leader(mapping), hosts, inner, device.type != "cpu")
 
 

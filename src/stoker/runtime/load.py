@@ -11,35 +11,40 @@ import torch
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError, StokerError
 from stoker.base.logging import get_logger
-from stoker.distributed.world import ALONE_WORLD, leader
+from stoker.base.nodes import NodeSettings, leader
+from stoker.distributed.world import ALONE_WORLD
 from stoker.engine.reader import Engine
 from stoker.runtime.client import ExecutorInfo, Mailbox
 from stoker.runtime.executor import Executor
 from stoker.runtime.kv.events.log import BlockEventLog
 from stoker.runtime.kv.events.publisher import EventPublisher
 from stoker.runtime.schedule.scheduler import Scheduler
+from stoker.runtime.worker.devices import rank_devices
 from stoker.runtime.worker.rank import Capacity, captures_steps, load_rank, use_device
-from stoker.runtime.worker_group.leader import WorkerGroup, rank_devices
+from stoker.runtime.worker_group.leader import ONE_NODE, WorkerGroup
 
 log = get_logger(__name__)
 
 STEP_TIMEOUT_S = {"cuda": 30.0, "cpu": 120.0}  # a prompt of 8192 tokens takes about 35 s on a CPU
 
 
-def load_executor(path: str | Path, config: RuntimeConfig, make_mailbox: Callable[[ExecutorInfo], Mailbox]) -> Executor:
+def load_executor(
+    path: str | Path, config: RuntimeConfig, make_mailbox: Callable[[ExecutorInfo], Mailbox], nodes: NodeSettings = ONE_NODE
+) -> Executor:
     """Load the engine at `path` and return its executor, ready to run.
 
-    For an engine of several ranks, this process is the leader and starts a process for each other rank. `make_mailbox` is called when the
-    limits are known. Raises EngineError, ConfigError or RankError.
+    For an engine of several ranks, this process is the leader and starts a process for each other rank on this node. With several `nodes`,
+    it first waits for the others (`load_node`). `make_mailbox` is called when the limits are known. Raises EngineError, ConfigError or
+    RankError.
     """
     started = time.monotonic()
     engine = Engine.open(path)
-    devices = check_start(engine, config)
+    devices = check_start(engine, config, nodes)
     capacity = Capacity.of(engine.config.limits, engine.config.model.max_positions, config)
     events = _open_events(engine, config)
     ranks = None
     try:
-        ranks = WorkerGroup(engine, config, capacity, devices) if len(devices) > 1 else None
+        ranks = WorkerGroup(engine, config, capacity, devices, nodes) if engine.world_size > 1 else None
         executor = _load(engine, config, devices[leader(engine.config.mapping)], ranks, events, make_mailbox)
     except BaseException as error:
         if events is not None:
@@ -50,18 +55,32 @@ def load_executor(path: str | Path, config: RuntimeConfig, make_mailbox: Callabl
     log.info(
         "%s is ready on %s after %.1f s",
         engine.config.checkpoint.name,
-        ", ".join(dict.fromkeys(map(str, devices))),
+        ", ".join(dict.fromkeys(map(str, devices.values()))),
         time.monotonic() - started,
     )
     return executor
 
 
-def check_start(engine: Engine, config: RuntimeConfig) -> list[torch.device]:
-    """The device of each rank. Loads nothing. Raises ConfigError or EngineError if the engine cannot run with `config` on this machine."""
-    devices = rank_devices(engine, config)
-    for device in devices:
+def load_node(path: str | Path, config: RuntimeConfig, nodes: NodeSettings, joined: Callable[[list[int]], None]) -> None:
+    """Run the ranks of a node other than node 0, until node 0 ends the engine.
+
+    `joined` is called with the ranks of this node when all nodes have joined. Raises EngineError, ConfigError or RankError.
+    """
+    from stoker.runtime.worker_group.hosts.node import run_node
+
+    engine = Engine.open(path)
+    run_node(engine, config, check_start(engine, config, nodes), nodes, joined)
+
+
+def check_start(engine: Engine, config: RuntimeConfig, nodes: NodeSettings = ONE_NODE) -> dict[int, torch.device]:
+    """The device of each rank of this node. Loads nothing.
+
+    Raises ConfigError or EngineError if the engine cannot run with `config` on this machine.
+    """
+    devices = rank_devices(engine, config, nodes)
+    for device in devices.values():
         engine.check_device(device)
-    _check(engine, config)
+    _check(engine, config, list(devices))
     Capacity.of(engine.config.limits, engine.config.model.max_positions, config)
     return devices
 
@@ -75,8 +94,8 @@ def _close_after_error(ranks: WorkerGroup, error: BaseException) -> None:
         ranks.close()
 
 
-def _check(engine: Engine, config: RuntimeConfig) -> None:
-    """Raise ConfigError or EngineError for settings or files that do not match the engine."""
+def _check(engine: Engine, config: RuntimeConfig, ranks: list[int]) -> None:
+    """Raise ConfigError or EngineError for settings, or files of `ranks`, that do not match the engine."""
     built = str(engine.kv_dtype).removeprefix("torch.")
     if config.kv_cache_dtype not in (None, "auto", built):
         dtype = config.kv_cache_dtype
@@ -85,7 +104,7 @@ def _check(engine: Engine, config: RuntimeConfig) -> None:
         raise ConfigError(
             f"kv_events={config.kv_events!r} is refused: this model reuses no prefixes, so there are no events.", cure="Leave it out."
         )
-    for rank in range(engine.world_size):
+    for rank in ranks:
         engine.check_rank(rank)
 
 

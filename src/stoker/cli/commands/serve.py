@@ -11,9 +11,11 @@ import typer
 from stoker.base import env
 from stoker.base.config import RuntimeConfig
 from stoker.base.logging import get_logger
+from stoker.base.nodes import NodeSettings
 from stoker.cli.api_keys import collect_keys
 from stoker.cli.config_file import read_config_file
 from stoker.cli.log_options import LogFile, LogFormat, LogLevel, logging_to
+from stoker.cli.node_options import NodeOptions, node_options, read_nodes
 from stoker.cli.options import build_options, explicit_parameters, runtime_options, struct_options
 from stoker.cli.serve_arguments import ServeArguments
 from stoker.deploy.build_settings import BuildSettings
@@ -64,6 +66,7 @@ SERVER_HELP = {
 
 @build_options
 @runtime_options
+@node_options
 @struct_options(ServerSettings, "settings", SERVER_HELP)
 def serve(
     context: typer.Context,
@@ -103,12 +106,15 @@ def serve(
     settings: ServerSettings,
     runtime: RuntimeConfig,
     build: BuildSettings,
+    node_options: NodeOptions,
 ) -> None:
     """Serve a model over HTTP: the OpenAI, Triton (KServe v2) and SageMaker protocols on one port, Prometheus metrics at /metrics.
 
     For a checkpoint, an engine is built first and cached. Options on the command line override the settings of a deployment folder.
 
     Ctrl-C or SIGTERM stops the server after the requests in flight. A second one stops it at once.
+
+    With --nnodes, the ranks of the engine run on several hosts, on each of which this command runs.
 
     Examples:
 
@@ -121,6 +127,8 @@ def serve(
       stoker serve --config server.yaml --port 8080
 
       stoker serve my-truss --dry-run
+
+      stoker serve engine --nnodes 2 --node-rank 1 --rendezvous gpu01:29400
     """
     default_level = "warning" if dry_run and not env.text("STOKER_LOG") else None
     with logging_to(log_file, log_level or default_level, log_format):
@@ -128,24 +136,27 @@ def serve(
         settings = msgspec.structs.replace(settings, api_keys=collect_keys(api_key or [], api_keys))
         if settings.api_keys:
             origins["api_keys"] = "command line, a file or the environment"
-        arguments = ServeArguments(model, settings, runtime, build, origins)
+        arguments = ServeArguments(model, settings, runtime, build, origins, read_nodes(node_options))
         if dry_run:
             return _print_report(arguments)
         if stop_at_eof:
             from stoker.server.processes.child import end_with_parent
 
             end_with_parent()
-        raise typer.Exit(_serve(arguments))
+        raise typer.Exit(_serve(arguments) if arguments.nodes.is_first else _run_node(arguments))
 
 
 def _print_report(arguments: ServeArguments) -> None:
     """Print the report of --dry-run."""
     from stoker.cli.output.deployment_report import deployment_report
-    from stoker.cli.prepare_server import check_engine
+    from stoker.cli.prepare_server import check_engine, describe_nodes
 
     deployment = arguments.read_deployment()
-    check_engine(deployment)
-    typer.echo("\n".join(deployment_report(deployment, arguments.origins)))
+    check_engine(deployment, arguments.nodes)
+    lines = deployment_report(deployment, arguments.origins)
+    if arguments.nodes.num_nodes > 1:
+        lines += ["", "nodes", *(f"  {line}" for line in describe_nodes(deployment, arguments.nodes))]
+    typer.echo("\n".join(lines))
 
 
 def _serve(arguments: ServeArguments) -> int:
@@ -156,10 +167,22 @@ def _serve(arguments: ServeArguments) -> int:
         from stoker.cli.server_start import prepare
 
         start = prepare(arguments, progress)
-    return _run(start)
+    return _run(start, arguments.nodes)
 
 
-def _run(start: ServerStart) -> int:
+def _run_node(arguments: ServeArguments) -> int:
+    """Run the ranks of a node other than node 0 until node 0 ends. Returns the exit status. The ports are not opened."""
+    from stoker.api.progress import shown_progress
+
+    with shown_progress("preparing", log.info) as progress:
+        from stoker.cli.node_process import run_node
+        from stoker.cli.prepare_server import prepare_server
+
+        prepared = prepare_server(arguments.read_deployment(progress), progress, arguments.nodes)
+    return run_node(prepared.engine, prepared.runtime, arguments.nodes, typer.echo)
+
+
+def _run(start: ServerStart, nodes: NodeSettings) -> int:
     """Serve a prepared engine until it is stopped, and print a line when it is ready. Returns the exit status."""
     from stoker.api.progress import Waiting
     from stoker.server.processes.supervisor import serve as run_server
@@ -174,7 +197,7 @@ def _run(start: ServerStart) -> int:
     try:
         return run_server(
             server.engine, server.runtime, server.settings, announce, tokenizer=server.tokenizer, listeners=start.listeners,
-            prestarted=start.executor,
+            prestarted=start.executor, nodes=nodes,
         )  # fmt: skip
     finally:
         waiting.stop()

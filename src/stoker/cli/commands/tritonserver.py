@@ -12,9 +12,11 @@ import msgspec
 import typer
 
 from stoker.base import env
+from stoker.base.env import JobProcess
 from stoker.base.errors import ConfigError
 from stoker.base.fields.errors import InvalidValueError
 from stoker.base.logging import get_logger
+from stoker.base.nodes import NodeSettings
 from stoker.deploy.triton.server_options import SERVER_OPTIONS, ServerOption
 from stoker.server.protocols.kserve.log_settings import LOG_FORMATS
 from stoker.server.protocols.kserve.model_config import TRITON, TritonOptions
@@ -81,8 +83,8 @@ def tritonserver(given: dict[str, Any]) -> None:
     """Serve a Triton model repository in the foreground. The options are those of Triton's own server program.
 
     `stoker-tritonserver` is the same command as a program of its own, for tools that accept the path of a tritonserver:
-    `launch_triton_server.py --tritonserver $(which stoker-tritonserver)`. In a job of several processes (mpirun, srun), rank 0 starts all
-    ranks of the engine and serves; the other processes wait for its end.
+    `launch_triton_server.py --tritonserver $(which stoker-tritonserver)`. In a job of several processes (mpirun, srun) on one host,
+    process 0 starts all ranks and serves, and the others wait for its end. On several hosts, each process runs a part of the ranks.
 
     Examples:
 
@@ -93,26 +95,54 @@ def tritonserver(given: dict[str, Any]) -> None:
       stoker tritonserver --model-repository=repo --http-port=9000 --log-verbose=1 --log-file=triton.log
     """
     values = _parse(given)
-    from stoker.cli.job_ranks import check_one_host, wait_for_first_rank
     from stoker.cli.log_options import logging_to
+    from stoker.cli.node_options import check_orchestrator
 
     process = env.job_process()
-    check_one_host(process)
+    check_orchestrator(process)
     with logging_to(Path(values["log_file"]) if "log_file" in values else None, _log_level(values), _log_format(values)):
         for name, reason in values["notes"]:
             log.debug("--%s has no effect: %s", name, reason)
-        if process.rank > 0:
-            wait_for_first_rank(process)
-        else:
-            raise typer.Exit(_serve(values, process.size))
+        raise typer.Exit(_run(values, process))
 
 
-def _serve(values: dict[str, Any], num_processes: int) -> int:
+def _run(values: dict[str, Any], process: JobProcess) -> int:
+    """Serve in process 0 of a job. In the others, run ranks if the job is on several hosts, else wait. Returns the exit status."""
+    from stoker.cli.job_ranks import wait_for_first_rank
+    from stoker.cli.node_options import check_required_nodes, job_nodes
+    from stoker.cli.node_process import run_node
+    from stoker.cli.repository_server import prepare_repository, read_repository
+
+    repository = _repository(values)
+    if process.one_host and process.rank > 0:
+        wait_for_first_rank(process)
+        return 0
+    required = read_repository(repository).nodes
+    nodes: NodeSettings | None = NodeSettings()
+    if not process.one_host:
+        check_required_nodes(required, NodeSettings(num_hosts=process.num_hosts), process)
+        nodes = job_nodes(process, required)
+    else:
+        check_required_nodes(required, NodeSettings(), process)
+    if nodes is None:
+        log.info("process %d of %d is not among the participant_ids, and ends.", process.rank, process.size)
+        return 0
+    if nodes.is_first:
+        return _serve(values, process.size if process.one_host else 1, nodes)
+    prepared, _ = prepare_repository(repository, nodes)
+    return run_node(prepared.engine, prepared.runtime, nodes, typer.echo)
+
+
+def _serve(values: dict[str, Any], num_processes: int, nodes: NodeSettings) -> int:
     """Serve the repository with these values of options. Returns the exit status."""
     from stoker.cli.repository_server import check_world_size, prepare_repository, serve_repository, with_options
 
+    if nodes.num_nodes > 1 and values.get("options.model_control") == "explicit":
+        raise ConfigError(
+            "--model-control-mode=explicit is refused for an engine on several nodes, which cannot be loaded again.", cure="Leave it out."
+        )
     repository = _repository(values)
-    prepared, options = prepare_repository(repository)
+    prepared, options = prepare_repository(repository, nodes)
     check_world_size("the number of processes", num_processes if num_processes > 1 else None, prepared)
     changes = {"server_name": TRITON} | {
         name.removeprefix("options."): value for name, value in values.items() if name.startswith("options.")
@@ -123,7 +153,7 @@ def _serve(values: dict[str, Any], num_processes: int) -> int:
         """The settings read from the repository, with the options of the command line applied."""
         return with_options(msgspec.structs.replace(server.settings, **fields), **changes, load_models=load_models)
 
-    return serve_repository(repository, prepared, typer.echo, complete)
+    return serve_repository(repository, prepared, typer.echo, complete, nodes)
 
 
 def _parse(given: dict[str, Any]) -> dict[str, Any]:

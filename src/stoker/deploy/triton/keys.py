@@ -10,7 +10,8 @@ from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.base.fields.errors import InvalidValueError
 from stoker.base.fields.table import FieldRow, FieldTable
-from stoker.base.fields.values import ValueType, exactly
+from stoker.base.fields.values import ValueType, Whole, exactly
+from stoker.base.nodes import MAX_NODES
 from stoker.deploy.triton.values import (
     BOOLEAN,
     NUMBER,
@@ -20,6 +21,7 @@ from stoker.deploy.triton.values import (
     AttentionWindow,
     DeviceIndices,
     GptModelType,
+    ParticipantIds,
     decoding_mode,
 )
 from stoker.server.protocols.kserve.model_config import DECODING_MODES, KINDS, TritonOptions
@@ -78,7 +80,6 @@ _NO_VISION = "Stoker serves text models only"
 _NO_ENCODER = "Stoker serves decoder-only models"
 _NO_SPECULATION = "Stoker decodes without draft tokens"
 _NO_ADAPTERS = "adapters are not supported; a request with one is refused"
-_ONE_HOST = "Stoker starts its own ranks, on one host"
 
 _ROWS = (
     _accepted(PRE, "tokenizer_dir", TEXT, "tokenizer", "0.5"),
@@ -124,8 +125,8 @@ _ROWS = (
     _accepted(LLM, "normalize_log_probs", BOOLEAN, "options.normalize_log_probs", "0.8", default="true"),
     _accepted(LLM, "enable_chunked_context", BOOLEAN, "runtime.chunked_prefill", "0.8"),
     _accepted(LLM, "gpu_device_ids", DeviceIndices(), "runtime.devices", "0.8"),
-    _rejected(LLM, "participant_ids", TEXT, _ONE_HOST, "0.13"),
-    _rejected(LLM, "num_nodes", WHOLE, _ONE_HOST, "0.19", harmless=(1,)),
+    _accepted(LLM, "participant_ids", ParticipantIds(), "nodes.participants", "0.13"),
+    _accepted(LLM, "num_nodes", Whole(1, MAX_NODES), "nodes.num_nodes", "0.19", default="1"),
     _no_effect(LLM, "lora_cache_optimal_adapter_size", WHOLE, _NO_ADAPTERS, "0.9"),
     _no_effect(LLM, "lora_cache_max_adapter_size", WHOLE, _NO_ADAPTERS, "0.9"),
     _no_effect(LLM, "lora_cache_gpu_memory_fraction", NUMBER, _NO_ADAPTERS, "0.9"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from stoker.base.errors import ConfigError
 from stoker.base.fields.errors import InvalidValueError
-from stoker.deploy.deployment import Deployment, EngineSource, Note, Section, Setting
+from stoker.deploy.deployment import Deployment, EngineSource, Note, RequiredNodes, Section, Setting
 from stoker.deploy.devices import visible_gpus
 from stoker.deploy.syntax.pbtxt import Scalar
 from stoker.deploy.triton.dependent_settings import RepositoryContent, runtime_config, triton_options
@@ -105,7 +105,7 @@ class CollectedParameters:
         if other != value:
             raise file.error(scalar.line, f"{row.name}={value!r}, and it is {other!r} elsewhere.", "Make the two equal.")
         target, _, field = row.target.partition(".")
-        section: Section = "runtime" if target in ("runtime", "engine", "batching") else "server"
+        section: Section = "runtime" if target in ("runtime", "engine", "batching", "nodes") else "server"
         origin = file.origin(scalar.line)
         self.settings.append(Setting(section=section, name=field or target, value=value, origin=origin, key=row.name))
 
@@ -150,6 +150,7 @@ def load_repository(path: Path, environment: Mapping[str, str]) -> Deployment:
         tokenizer=_in_repository(path, content.values["tokenizer"]) if "tokenizer" in content.values else None,
         runtime=runtime,
         server=server,
+        nodes=RequiredNodes(origin=str(files[LLM].origin(0)), **content.section("nodes")),
         settings=tuple(collected.settings),
         notes=tuple(collected.notes),
     )

@@ -8,6 +8,7 @@ import msgspec
 
 from stoker.base.fields.errors import InvalidValueError
 from stoker.base.fields.values import Choice, Flag, Real, Text, Whole
+from stoker.base.nodes import MAX_NODES
 
 TEXT = Text()
 WHOLE = Whole(0, (1 << 63) - 1)
@@ -74,6 +75,21 @@ class DeviceIndices(msgspec.Struct, frozen=True):
 
     def parse(self, text: str) -> tuple[int, ...]:
         """The indices in the text, as `check` returns them."""
+        return self.check(text)
+
+
+class ParticipantIds(msgspec.Struct, frozen=True):
+    """The processes of an MPI or Slurm job that hold ranks, separated by commas, such as "0,1"."""
+
+    def check(self, value: Any) -> tuple[int, ...]:
+        """The ids as a tuple. Raises InvalidValueError for text that is not a list of different ids below MAX_NODES."""
+        ids = tuple(int(WHOLE.parse(part)) for part in str(value).split(","))
+        if len(set(ids)) != len(ids) or max(ids) >= MAX_NODES:
+            raise InvalidValueError(value, f"it must be different ids of processes below {MAX_NODES}")
+        return ids
+
+    def parse(self, text: str) -> tuple[int, ...]:
+        """The ids in the text, as `check` returns them."""
         return self.check(text)
 
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from stoker.base.config import RuntimeConfig
+from stoker.base.nodes import leader
 from stoker.core.specs import LinearSpec
 from stoker.distributed.group import Group
 from stoker.distributed.inbox import ONE_SHOT_BYTES, Inboxes
 from stoker.distributed.pipeline import Stage
-from stoker.distributed.world import World, leader
+from stoker.distributed.world import World
 from stoker.engine.reader import Engine
 from stoker.kernels import ops
 from stoker.kernels.triton.all_reduce import check_sums

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from typing import TYPE_CHECKING
@@ -13,8 +14,8 @@ from stoker.base.config import RuntimeConfig
 from stoker.base.errors import StokerError
 from stoker.base.logging import configure, get_logger
 from stoker.base.process import freeze_objects
-from stoker.runtime.worker_group.channels import CHANNELS
-from stoker.runtime.worker_group.channels.channel import ChannelAddress, PlanReader
+from stoker.runtime.worker_group.channels.channel import PlanReader
+from stoker.runtime.worker_group.channels.shared_memory import ChannelAddress, SharedMemoryReader
 
 if TYPE_CHECKING:
     from stoker.runtime.worker.model_runner import ModelRunner
@@ -39,12 +40,14 @@ class FollowTask(msgspec.Struct):
     hosts: tuple[str, ...]  # of all ranks
     address: str  # of the rendezvous store
     port: int
+    store_prefix: str  # of the names in the store; unknown to strangers
     channel: ChannelAddress
     status_fd: int
 
 
 def main() -> int:
     """Run the follower process whose task is on standard input. Returns the exit status."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to all processes of a job; this one ends with its leader
     configure()
     task = msgspec.msgpack.decode(_read_task(), type=FollowTask)
     _end_with_leader()
@@ -65,12 +68,12 @@ def follow(task: FollowTask) -> None:
     from stoker.engine.reader import Engine
     from stoker.runtime.worker.rank import load_rank, use_device
 
-    channel = CHANNELS.get(task.channel.kind).open(task.channel, task.reader)
+    channel = SharedMemoryReader(task.channel, task.reader)
     threading.Thread(target=_beat, args=(channel,), name="heartbeat", daemon=True).start()
     engine, device = Engine.open(task.engine), torch.device(task.device)
     use_device(device, task.config, engine.world_size)
     os.write(task.status_fd, JOINING)
-    store = dist.TCPStore(task.address, task.port, is_master=False)
+    store = dist.PrefixStore(task.store_prefix, dist.TCPStore(task.address, task.port, is_master=False))
     world = join(store, task.rank, engine.config.mapping, device, hosts=task.hosts, custom_all_reduce=task.config.custom_all_reduce)
     loaded = load_rank(engine, task.config, device, world)
     os.write(task.status_fd, LOADED)

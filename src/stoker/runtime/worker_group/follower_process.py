@@ -24,6 +24,7 @@ class FollowerProcess:
 
     def __init__(self, task: FollowTask, pass_fds: tuple[int, ...]) -> None:
         self.rank, self.device = task.rank, task.device
+        self._num_reported = 0
         # Unnamed, so that it disappears with the processes, however they end.
         self._log = tempfile.TemporaryFile(prefix="stoker-rank-")  # noqa: SIM115
         self._status, theirs = os.pipe()
@@ -44,10 +45,17 @@ class FollowerProcess:
         with contextlib.suppress(BrokenPipeError):  # the process has ended, which the watch thread finds and reports
             self.process.stdin.write(len(data).to_bytes(8, "little") + data)
 
-    def has_reported(self, timeout_s: float) -> bool:
-        """Wait for the next state that the process reports. False after `timeout_s` seconds, or if the process has ended."""
-        ready, _, _ = select.select([self._status], [], [], timeout_s)
-        return bool(ready) and os.read(self._status, 1) != b""
+    def num_reported(self) -> int:
+        """The number of states that the process has reported so far."""
+        poll = select.poll()
+        poll.register(self._status, select.POLLIN)
+        while any(event & select.POLLIN for _, event in poll.poll(0)) and (states := os.read(self._status, 64)):
+            self._num_reported += len(states)
+        return self._num_reported
+
+    def log_end(self, max_bytes: int) -> str:
+        """The end of the process's output."""
+        return self._read_log()[-max_bytes:].decode(errors="replace")
 
     def kill(self) -> None:
         """Kill the process, wait for it, and close its files."""

@@ -19,7 +19,10 @@ from typing import Any, Protocol
 from stoker.base import env
 
 READY = b"ready\n"
-KILL_AFTER_S = 60.0  # between SIGTERM and SIGKILL when the parent has ended
+KILL_AFTER_S = 60.0  # between the stop signal and SIGKILL when the parent has ended
+# The stop signal of executors. Slurm and systemd send SIGTERM to all processes of a job or service at once, which the executor ignores,
+# because requests in flight have the drain time to end.
+EXECUTOR_STOP_SIGNAL = signal.SIGUSR1
 
 
 class ChildProcess(Protocol):
@@ -47,9 +50,11 @@ class ChildProcess(Protocol):
 class Child:
     """A child process, as the parent controls it."""
 
-    def __init__(self, name: str, process: ChildProcess) -> None:
+    def __init__(self, name: str, process: ChildProcess, stop_signal: signal.Signals = signal.SIGTERM) -> None:
+        """`stop_signal`: the signal that makes the process end in an orderly way."""
         self.name = name
         self.process = process
+        self._stop_signal = stop_signal
 
     @classmethod
     async def start(
@@ -61,6 +66,7 @@ class Child:
         pass_fds: Sequence[int] = (),
         python: str = sys.executable,
         environment: dict[str, str] | None = None,
+        stop_signal: signal.Signals = signal.SIGTERM,
     ) -> Child:
         """Run `python -m module` in its own session, so that Ctrl-C in a terminal sends SIGINT to the parent only."""
         process = await asyncio.create_subprocess_exec(
@@ -75,7 +81,7 @@ class Child:
         )
         assert process.stdin is not None
         process.stdin.write(encode_task(task))
-        return cls(name, process)
+        return cls(name, process, stop_signal)
 
     async def ready(self) -> None:
         """Return when the child has reported that it is ready. Never returns if the child ends or reports an error before that."""
@@ -89,8 +95,8 @@ class Child:
         return None if line == READY else line.decode().strip()
 
     async def stop(self, timeout_s: float) -> None:
-        """Send SIGTERM, and SIGKILL if the process is still running after `timeout_s`."""
-        self.signal(signal.SIGTERM)
+        """Send the stop signal, and SIGKILL if the process is still running after `timeout_s`."""
+        self.signal(self._stop_signal)
         try:
             await asyncio.wait_for(self.process.wait(), timeout_s)
         except TimeoutError:
@@ -133,15 +139,15 @@ def receive_task() -> tuple[Any, Callable[..., Any]]:
     return pickle.loads(data), lambda error="": os.write(status, f"{' '.join(error.split())}\n".encode() if error else READY)
 
 
-def end_with_parent() -> None:
-    """Start a thread that sends this process SIGTERM when standard input has ended, and SIGKILL KILL_AFTER_S later."""
+def end_with_parent(stop_signal: signal.Signals = signal.SIGTERM) -> None:
+    """Start a thread that sends this process its stop signal when standard input has ended, and SIGKILL KILL_AFTER_S later."""
 
     def watch() -> None:
         """Read until the pipe from the parent closes, then end this process."""
         with contextlib.suppress(OSError):  # a closed descriptor
             while os.read(0, 4096):
                 pass
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), stop_signal)
         threading.Event().wait(KILL_AFTER_S)
         os.kill(os.getpid(), signal.SIGKILL)
 

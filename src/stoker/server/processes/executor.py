@@ -14,7 +14,7 @@ from stoker.base.process import freeze_objects
 from stoker.runtime.client import ExecutorInfo, Message, Shutdown
 from stoker.runtime.request import SequenceOutput
 from stoker.runtime.transport.zmq_mailbox import ZmqMailbox
-from stoker.server.processes.child import end_with_parent, receive_task
+from stoker.server.processes.child import EXECUTOR_STOP_SIGNAL, end_with_parent, receive_task
 from stoker.server.processes.tasks import ExecutorTask
 
 log = get_logger(__name__)
@@ -41,11 +41,12 @@ class StoppableMailbox(ZmqMailbox):
 
 def main() -> int:
     """Run the executor of the task that the supervisor sends. Returns the exit status."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # inherited by its child processes
     configure()
     import stoker.runtime.load  # noqa: F401  # torch takes seconds, in which the supervisor may still prepare the task
 
     task, report_ready = receive_task()
-    end_with_parent()
+    end_with_parent(EXECUTOR_STOP_SIGNAL)
     try:
         run(task, report_ready)
     except StokerError as error:
@@ -59,19 +60,19 @@ def main() -> int:
 def run(task: ExecutorTask, report_ready: Callable[[], Any]) -> None:
     """Load the engine, call `report_ready`, and run the executor until it is shut down.
 
-    Once the mailbox (the executor's end of the ZeroMQ connection) exists, SIGTERM ends all requests and the executor in an orderly way.
-    Before that, SIGTERM ends the process immediately, which is its default action: no request can be lost, and the exception of a handler
+    Once the mailbox (the executor's end of the ZeroMQ connection) exists, the stop signal ends all requests and the executor in an orderly
+    way. Before that, it ends the process immediately, which is its default action: no request can be lost, and the exception of a handler
     could be swallowed by an import.
     """
     from stoker.runtime.load import load_executor
 
     def listen(info: ExecutorInfo) -> StoppableMailbox:
-        """Open the mailbox of the executor. From now on SIGTERM sets `stopping`."""
+        """Open the mailbox of the executor. From now on the stop signal sets `stopping`."""
         mailbox = StoppableMailbox(task.address, info)
-        signal.signal(signal.SIGTERM, lambda number, frame: setattr(mailbox, "stopping", True))
+        signal.signal(EXECUTOR_STOP_SIGNAL, lambda number, frame: setattr(mailbox, "stopping", True))
         return mailbox
 
-    executor = load_executor(task.engine, task.config, listen)
+    executor = load_executor(task.engine, task.config, listen, task.nodes)
     freeze_objects()
     report_ready()
     executor.run()

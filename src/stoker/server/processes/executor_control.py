@@ -11,7 +11,7 @@ from pathlib import Path
 from stoker.base.errors import EngineError
 from stoker.base.logging import get_logger
 from stoker.server.coordination import Coordinator
-from stoker.server.processes.child import Child
+from stoker.server.processes.child import EXECUTOR_STOP_SIGNAL, Child
 from stoker.server.processes.executor_restarts import ExecutorRestarts
 from stoker.server.processes.prestart import Prestarted
 from stoker.server.processes.tasks import EXECUTOR, FAILURE, ExecutorPlace, ExecutorTask, ServedEngine
@@ -27,7 +27,7 @@ ReadAgain = Callable[[], ServedEngine]
 
 def prestart_executor() -> Prestarted:
     """Start the process of an executor whose engine is not known yet."""
-    return Prestarted("executor", MODULE)
+    return Prestarted("executor", MODULE, EXECUTOR_STOP_SIGNAL)
 
 
 class ExecutorControl:
@@ -67,13 +67,13 @@ class ExecutorControl:
         served, self._running = self._next, _identity(self._next)
         self._num_starts += 1
         self._place = ExecutorPlace(f"ipc://{self._run_dir}/executor{self._num_starts}", str(served.tokenizer), str(served.engine))
-        self._task = ExecutorTask(str(served.engine), served.runtime, self._place.address)
+        self._task = ExecutorTask(str(served.engine), served.runtime, self._place.address, served.nodes)
         self._load_timeout_s = served.settings.load_timeout_s
         prestarted, self._prestarted = self._prestarted, None
         if prestarted is not None and prestarted.is_waiting:
             self.child = await prestarted.adopt(self._task)
         else:
-            self.child = await Child.start("executor", MODULE, self._task)
+            self.child = await Child.start("executor", MODULE, self._task, stop_signal=EXECUTOR_STOP_SIGNAL)
         return self.child
 
     async def relaunch(self) -> Child:
@@ -81,7 +81,7 @@ class ExecutorControl:
 
         Raises EngineError if it ends before that, or is not ready after load_timeout_s.
         """
-        starting = asyncio.create_task(Child.start("executor", MODULE, self._task))
+        starting = asyncio.create_task(Child.start("executor", MODULE, self._task, stop_signal=EXECUTOR_STOP_SIGNAL))
         try:
             child = self.child = await asyncio.shield(starting)
         except asyncio.CancelledError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import subprocess
 import sys
 import threading
@@ -16,8 +17,8 @@ from stoker.server.processes.child import Child, encode_task
 class Prestarted:
     """A running child process without a task. It is started without an event loop, and `adopt` gives it its task within one."""
 
-    def __init__(self, name: str, module: str) -> None:
-        self._name = name
+    def __init__(self, name: str, module: str, stop_signal: signal.Signals = signal.SIGTERM) -> None:
+        self._name, self._stop_signal = name, stop_signal
         self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
             [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
             env=env.child_environment(),
@@ -34,7 +35,7 @@ class Prestarted:
         assert process is not None and process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, which `Child` reports
             process.stdin.write(encode_task(task))  # less than the pipe holds: it is read after the imports
-        return Child(self._name, await AdoptedProcess.connect(process))
+        return Child(self._name, await AdoptedProcess.connect(process), self._stop_signal)
 
     def close(self) -> None:
         """End the process, unless it has been given a task."""

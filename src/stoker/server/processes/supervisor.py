@@ -17,6 +17,7 @@ import msgspec
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import EngineError
 from stoker.base.logging import get_logger
+from stoker.base.nodes import NodeSettings
 from stoker.server.coordination import Values
 from stoker.server.processes.child import Child
 from stoker.server.processes.coordinator import SupervisorCoordinator
@@ -48,6 +49,7 @@ def serve(
     listeners: list[socket.socket] | None = None,
     read_again: ReadAgain | None = None,
     prestarted: Prestarted | None = None,
+    nodes: NodeSettings = NodeSettings(),
 ) -> int:
     """Serve the engine directory until SIGINT or SIGTERM. Returns the exit status: 0 after a signal, 1 if a child process ended by itself.
 
@@ -56,8 +58,8 @@ def serve(
     The second signal stops the server at once. systemd receives the state of the server if it has started this process.
 
     `tokenizer` is a directory whose tokenizer replaces the engine's own. `listeners` are the sockets of `listen` if they are open already.
-    `read_again` returns what to serve after a reload. `prestarted` is the process of the executor, if it is
-    running already. `announce` is called with one line that contains the URL when the server is ready.
+    `read_again` returns what to serve after a reload. `prestarted` is the process of the executor, if it is running already. `nodes`: those
+    of the ranks, of which this process is the first. `announce` is called with one line that contains the URL when the server is ready.
     Raises ConfigError if an address, the certificate or the state directory cannot be used.
     """
     if settings.state_dir is not None:
@@ -67,7 +69,7 @@ def serve(
         grpc = stack.enter_context(reserve(settings.host, settings.grpc_port)) if settings.grpc_port is not None else None
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-"))
         settings = msgspec.structs.replace(settings, state_dir=settings.state_dir or str(Path(run_dir) / "state"))
-        served = ServedEngine(engine=Path(engine), tokenizer=Path(tokenizer or engine), runtime=runtime, settings=settings)
+        served = ServedEngine(engine=Path(engine), tokenizer=Path(tokenizer or engine), runtime=runtime, settings=settings, nodes=nodes)
         supervisor = Supervisor(served, listeners, grpc, Path(run_dir), announce, read_again, prestarted)
         return asyncio.run(supervisor.run())
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from stoker.base.config import RuntimeConfig
+from stoker.base.nodes import NodeSettings
 from stoker.server.settings import ServerSettings
 
 
@@ -19,6 +20,7 @@ class ExecutorTask(msgspec.Struct):
     engine: str  # directory
     config: RuntimeConfig
     address: str  # ZeroMQ address on which the executor listens for frontends
+    nodes: NodeSettings = NodeSettings()
 
 
 class ExecutorPlace(msgspec.Struct, frozen=True):
@@ -36,6 +38,7 @@ class ServedEngine(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: Path  # directory
     runtime: RuntimeConfig
     settings: ServerSettings
+    nodes: NodeSettings = NodeSettings()
 
 
 class FrontendTask(msgspec.Struct):

@@ -4,6 +4,10 @@ from stoker.cli.command_table import Command
 
 COMMANDS = (
     Command(
+        "slurm", "stoker.cli.commands.export.slurm:slurm", "The scripts of a Slurm job on one or several hosts.",
+        "stoker export slurm engine job",
+    ),
+    Command(
         "triton", "stoker.cli.commands.export.triton:triton", "The five models of an inflight_batcher_llm repository.",
         "stoker export triton engine repo",
     ),

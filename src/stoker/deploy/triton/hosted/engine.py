@@ -11,7 +11,7 @@ from stoker.deploy.triton.hosted.model import HostedModel, engine_directory, tok
 from stoker.frontend.generation import GenerationService
 from stoker.frontend.tokenizer import Tokenizer
 from stoker.runtime.transport.zmq_client import ZmqExecutorClient
-from stoker.server.processes.child import Child
+from stoker.server.processes.child import EXECUTOR_STOP_SIGNAL, Child
 from stoker.server.processes.tasks import ExecutorTask
 from stoker.server.protocols.kserve.in_flight import InFlight
 from stoker.server.protocols.kserve.models.tensorrt_llm import TensorrtLLM
@@ -34,7 +34,9 @@ class EngineModel(HostedModel):
         address = f"ipc://{self._run_dir.name}/executor"
         task = ExecutorTask(engine_directory(self.deployment), self.deployment.runtime, address)
         python = env.text("STOKER_PYTHON") or sys.executable
-        self._executor = await Child.start("executor", "stoker.server.processes.executor", task, python=python)
+        self._executor = await Child.start(
+            "executor", "stoker.server.processes.executor", task, python=python, stop_signal=EXECUTOR_STOP_SIGNAL
+        )
         client = await ZmqExecutorClient.connect(address, connect_timeout_s=LOAD_TIMEOUT_S)
         return GenerationService(self.model.name, Tokenizer.load(tokenizer_directory(self.deployment)), client)
 

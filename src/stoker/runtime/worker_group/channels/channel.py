@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 import numpy as np
 
 HEADER_SIZE = 32
@@ -18,19 +17,8 @@ HEADER_SIZE = 32
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
 
 
-class ChannelAddress(msgspec.Struct, frozen=True):
-    """The data with which a follower opens its end of a channel."""
-
-    kind: str  # row of the table of channels
-    num_readers: int
-    record_size: int
-    fd: int = -1  # descriptor that the follower inherits; -1: none
-
-
 class PlanChannel(ABC):
     """The leader's end."""
-
-    address: ChannelAddress
 
     @abstractmethod
     def publish(self, header: tuple[int, ...], numbers: Numbers, check: Callable[[], None]) -> None:
@@ -70,11 +58,3 @@ class PlanReader(ABC):
     @abstractmethod
     def beat(self) -> None:
         """Send a heartbeat. May be called from another thread."""
-
-
-class ChannelKind(NamedTuple):
-    """A row of the table of channels. `spans_hosts`: followers may be on other hosts than the leader."""
-
-    create: Callable[[int, int], PlanChannel]  # (number of readers, record size)
-    open: Callable[[ChannelAddress, int], PlanReader]  # (address, index of the reader)
-    spans_hosts: bool

@@ -15,13 +15,22 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 
-from stoker.runtime.worker_group.channels.channel import HEADER_SIZE, ChannelAddress, Numbers, PlanChannel, PlanReader
+from stoker.runtime.worker_group.channels.channel import HEADER_SIZE, Numbers, PlanChannel, PlanReader
 
 NUM_SLOTS = 8
 CACHE_LINE = 8  # int64
 NAP_S, LONG_NAP_S, IDLE_S = 50e-6, 1e-3, 1.0  # sleep between checks, after IDLE_S without a record the longer one
+
+
+class ChannelAddress(msgspec.Struct, frozen=True):
+    """The data with which a follower opens its end of a channel."""
+
+    num_readers: int
+    record_size: int
+    fd: int  # descriptor that the follower inherits
 
 
 class _Memory:
@@ -45,7 +54,7 @@ class SharedMemoryChannel(PlanChannel):
     def __init__(self, num_readers: int, record_size: int) -> None:
         self._fd = os.memfd_create("stoker-steps")
         self._memory = _Memory(self._fd, num_readers, record_size)
-        self.address = ChannelAddress("shared_memory", num_readers, record_size, self._fd)
+        self.address = ChannelAddress(num_readers, record_size, self._fd)
 
     def publish(self, header: tuple[int, ...], numbers: Numbers, check: Callable[[], None]) -> None:
         """Wait for a slot that all followers have released, write the record into it, and make it visible to them.

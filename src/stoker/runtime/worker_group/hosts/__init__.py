@@ -1,0 +1,1 @@
+"""Ranks on several nodes: the rendezvous, the authenticated connection of two nodes, and the ranks of another node."""
