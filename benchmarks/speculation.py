@@ -1,0 +1,202 @@
+"""Measures speculative decoding: on a GPU the cost of verification, on a CPU the speed of prompt lookup.
+
+PYTHONPATH=src python benchmarks/speculation.py --config benchmarks/models/llama-3.1-8b --json results.json    # an H200, 6 minutes
+PYTHONPATH=src python benchmarks/speculation.py --cpu --json results.json    # the demo model on this CPU, 3 minutes
+
+On a GPU the weights are random, so no draft would be accepted. The host then counts three of four drafts as accepted (`forced`), whatever
+the device sampled; the device performs the same work as with real drafts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from stoker.base.config import Limits, Mapping, RuntimeConfig
+from stoker.builder.build import build, build_cached
+from stoker.builder.config import BuildConfig
+from stoker.cli.benchmark.results import provenance
+from stoker.cli.default_model import default_checkpoint
+from stoker.profiling.batch_run import random_requests, run_batch
+from stoker.profiling.mailbox import SynchronousMailbox
+from stoker.runtime.executor import Executor
+from stoker.runtime.load import load_executor
+from stoker.runtime.request import Sequence as TokenSequence
+from stoker.runtime.sampling.verification import Verified
+from stoker.runtime.schedule.proposers.ngram import NgramProposer
+from stoker.runtime.worker.cuda_graphs import Graphs
+from stoker.runtime.worker.inputs import Shape, split_buffer
+
+DRAFTS, ACCEPTED = 4, 3
+FORMATS: dict[str, str | None] = {"bf16": None, "fp8": "FP8", "awq": "AWQ"}
+
+
+# On a GPU.
+
+
+@torch.inference_mode()
+def step_ms(executor: Executor, rows: int, context: int, drafts: int) -> float:
+    """Milliseconds of one captured decode step of `rows` rows with `drafts` draft tokens each."""
+    graphs = executor.runner.graphs  # type: ignore[attr-defined]
+    assert isinstance(graphs, Graphs)
+    shape = Shape(rows * (1 + drafts), rows, is_decode=not drafts, max_drafts=drafts)
+    graphs._captured.clear()
+    captured = graphs.capture(shape, True)
+    fill(graphs, shape, context, executor.info.limits.tokens_per_block, executor.info.kv_cache_tokens)
+    times = []
+    for _ in range(30):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        captured.graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    graphs._captured.clear()
+    return statistics.median(times)
+
+
+def fill(graphs: Graphs, shape: Shape, context: int, block_size: int, num_tokens: int) -> None:
+    """Fill the buffers of the graph with rows of `context` tokens in scattered blocks, each with its new tokens."""
+    rows, each = shape.rows, shape.tokens // shape.rows
+    width = -(-(context + each) // block_size)
+    tables = np.random.default_rng(0).permutation(num_tokens // block_size)[: rows * width].reshape(rows, width)
+    positions = np.tile(np.arange(context, context + each), rows)
+    owners = np.repeat(np.arange(rows), each)
+    slots = tables[owners, positions // block_size] * block_size + positions % block_size
+    ids = np.random.default_rng(1).integers(10, 30_000, shape.tokens)
+    starts = np.arange(rows + 1) * each
+    parts = [ids, positions, slots, starts, np.full(rows, context + each), np.arange(shape.tokens), owners, positions + 1]
+    if shape.max_drafts:
+        parts += [starts, owners, np.arange(rows)]
+    for buffer, part in zip(split_buffer(graphs._static, tuple(map(len, parts))), parts, strict=True):
+        buffer.copy_(torch.from_numpy(part.astype(np.int32)))
+    graphs._tables[:rows, :width].copy_(torch.from_numpy(tables.astype(np.int32)))
+
+
+@contextmanager
+def forced_acceptance() -> Iterator[None]:
+    """Every decode has DRAFTS drafts, of which the host counts ACCEPTED as accepted."""
+
+    def propose(_: NgramProposer, seq: TokenSequence, limit: int) -> Sequence[int]:
+        return [11 + i for i in range(min(limit, DRAFTS))]
+
+    def to_lists(verified: Verified) -> list[list[int]]:
+        return [[7] * (ACCEPTED + 1) for _ in range(len(verified.num_accepted))]
+
+    with (
+        mock.patch.object(NgramProposer, "propose", propose),
+        mock.patch.object(NgramProposer, "waits", lambda *_: True),
+        mock.patch.object(Verified, "to_lists", to_lists),
+    ):
+        yield
+
+
+def tokens_per_s(executor: Executor, batch: int, context: int, steps: int = 128) -> float:
+    """Tokens per second of decodes: from two runs whose lengths differ by `steps` × (1 + ACCEPTED) tokens of each request."""
+    vocab, new = executor.info.vocab_size, steps * (1 + ACCEPTED)
+    run_batch(executor, random_requests(batch, context, 9, vocab, seed=1), 9)
+    short = run_batch(executor, random_requests(batch, context, 33, vocab, seed=2), 33)
+    long = run_batch(executor, random_requests(batch, context, 33 + new, vocab, seed=3), 33 + new)
+    return batch * new / (long.total_s - short.total_s)
+
+
+def on_gpu(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """The cost of verification and the speed with forced acceptance, for one weight format."""
+    mapping = Mapping(tensor_parallel=args.tensor_parallel)
+    result: dict[str, Any] = {"format": name, "steps": [], "tokens_per_s": []}
+    with tempfile.TemporaryDirectory() as folder:
+        limits = Limits(max_batch_size=8, max_input_len=4096, max_output_len=4096)
+        config = BuildConfig(
+            dtype="bfloat16", dummy_weights=True, limits=limits, device="cuda", quantization=FORMATS[name], mapping=mapping
+        )
+        build(args.config, folder + "/engine", config, verify="none")
+        for speculate in ("none", "ngram"):
+            with mock.patch.object(Graphs, "warm_up", lambda _: 0):
+                settings = RuntimeConfig(prefix_reuse=False, speculate=speculate, draft_tokens=DRAFTS, kv_cache_tokens=1 << 16)
+                executor = load_executor(folder + "/engine", settings, SynchronousMailbox)
+            if speculate == "ngram" and args.tensor_parallel == 1:
+                for rows in args.rows:
+                    plain, drafted = (step_ms(executor, rows, args.context, drafts) for drafts in (0, DRAFTS))
+                    result["steps"].append({"rows": rows, "plain_ms": plain, "drafted_ms": drafted, "ratio": drafted / plain})
+                    print(name, result["steps"][-1], flush=True)
+            with forced_acceptance():
+                for rows in args.rows:
+                    speed = tokens_per_s(executor, rows, args.context)
+                    result["tokens_per_s"].append({"rows": rows, "speculate": speculate, "value": speed})
+                    print(name, result["tokens_per_s"][-1], flush=True)
+            executor.close()
+            del executor
+            torch.cuda.empty_cache()
+    return result
+
+
+# On a CPU.
+
+EDIT = """Rewrite the following text, and change nothing except the name Smith, which becomes Jones:
+
+Mr. Smith has worked at the harbour for twenty years. Every morning Mr. Smith opens the gate, reads the list of ships, and calls the
+pilots. On Mondays he checks the cranes with two engineers, and on Fridays he writes a report about the cargo. Mr. Smith says that the
+work is never the same on two days, because the weather, the tides and the ships are always different."""
+FREE = "Write a long story about a lighthouse keeper and a storm."
+
+
+def on_cpu(repeats: int = 5) -> dict[str, Any]:
+    """Tokens per second of the demo model with and without prompt lookup, alternating, for a task that copies and one that does not."""
+    from stoker import LLM, SamplingParams
+
+    limits = Limits(max_batch_size=4, max_input_len=1024, max_output_len=1024)
+    engine = build_cached(str(default_checkpoint()), BuildConfig(device="cpu", limits=limits), verify="none")
+    models = {speculate: LLM(str(engine.path), speculate=speculate) for speculate in ("none", "ngram")}
+    result: dict[str, Any] = {}
+    for task, text in (("edit", EDIT), ("free", FREE)):
+        times: dict[str, list[float]] = {speculate: [] for speculate in models}
+        answers = {}
+        for _ in range(repeats):
+            for speculate, llm in models.items():
+                started = time.perf_counter()
+                (answer,) = llm.chat([[{"role": "user", "content": text}]], SamplingParams(max_tokens=160, temperature=0.0))
+                times[speculate].append(time.perf_counter() - started)
+                answers[speculate] = answer.choices[0].token_ids
+        fastest = {speculate: min(values) for speculate, values in times.items()}
+        result[task] = {
+            "tokens": len(answers["none"]),
+            "equal": list(answers["none"]) == list(answers["ngram"]),
+            **{f"{speculate}_tokens_per_s": len(answers[speculate]) / seconds for speculate, seconds in fastest.items()},
+            "speedup": fastest["none"] / fastest["ngram"],
+        }
+        print(task, result[task], flush=True)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--config", default="benchmarks/models/llama-3.1-8b")
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--rows", type=lambda text: [int(rows) for rows in text.split(",")], default=[1, 8])
+    parser.add_argument("--context", type=int, default=1000)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.cpu:
+        found: dict[str, Any] = {**provenance(device="cpu"), "cpu": on_cpu()}
+    else:
+        what = {"config": args.config, "context": args.context, "drafts": DRAFTS, "forced_accepted": ACCEPTED}
+        found = {**provenance(device="cuda"), **what, "formats": [on_gpu(args, name) for name in args.formats.split(",")]}
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

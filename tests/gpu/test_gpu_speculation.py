@@ -1,0 +1,82 @@
+"""Draft tokens on a GPU: captured and launched verification gives the tokens of plain decoding."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stoker.base.config import Limits, RuntimeConfig
+from stoker.base.types import SamplingParams
+from stoker.kernels import ops
+from stoker.kernels.reference import sampling as reference
+from stoker.profiling.mailbox import SynchronousMailbox
+from stoker.runtime.load import load_executor
+from stoker.runtime.request import TokenRequest
+
+sys.path.append(str(Path(__file__).parents[1] / "builder"))
+
+PROMPTS = [[(7 * i + 13 * j) % 300 + 3 for j in range(5 + 9 * i)] for i in range(6)]
+FEATURES: list[dict[str, Any]] = [
+    {}, {}, {"temperature": 0.9, "seed": 5}, {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "seed": 2}, {"logprobs": 2},
+    {"repetition_penalty": 1.4, "frequency_penalty": 0.4},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of three layers in float32, so that steps of different shapes give the same tokens."""
+    import tiny
+
+    from stoker.builder.build import build
+    from stoker.builder.config import BuildConfig
+
+    folder = tmp_path_factory.mktemp("speculation")
+    checkpoint = tiny.save(tiny.model(), folder / "checkpoint")
+    limits = Limits(max_batch_size=8, max_input_len=180, max_output_len=64, max_num_tokens=128, tokens_per_block=16)
+    return build(checkpoint, folder / "engine", BuildConfig(device="cuda", dtype="float32", limits=limits), verify="files").path
+
+
+def answers(engine: Path, calls: list[TokenRequest], **settings: Any) -> tuple[list[list[int]], int]:
+    """The tokens of each request, and the number of steps."""
+    executor = load_executor(engine, RuntimeConfig(kv_cache_tokens=2048, **settings), SynchronousMailbox)
+    assert isinstance(executor.mailbox, SynchronousMailbox)
+    executor.mailbox.submit(calls)
+    found: dict[str, list[int]] = {call.request_id: [] for call in calls}
+    executor.turn(0.0)
+    while executor.is_busy:
+        executor.turn(0.0)
+        for output in executor.mailbox.pop_outputs():
+            assert output.error is None
+            found[output.request_id] += output.token_ids
+    executor.close()
+    return list(found.values()), executor.snapshot().num_steps
+
+
+@pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False}, {"overlap": False}, {"draft_tokens": 2}], ids=str)
+def test_the_tokens_are_those_of_plain_decoding(engine: Path, settings: dict[str, Any]) -> None:
+    """Drafts are the plain answers, of which every eighth token is wrong."""
+    calls = [
+        TokenRequest(request_id=str(i), prompt_ids=prompt, params=SamplingParams(max_tokens=48, **params))
+        for i, (prompt, params) in enumerate(zip(PROMPTS, FEATURES, strict=True))
+    ]
+    expected, plain_steps = answers(engine, calls)
+    for call, tokens in zip(calls, expected, strict=True):
+        call.draft_ids = [token if i % 8 else 299 for i, token in enumerate(tokens)]
+    found, steps = answers(engine, calls, speculate="request", **settings)
+    assert found == expected and steps < 0.7 * plain_steps
+    found, _ = answers(engine, calls, speculate="ngram", **settings)
+    assert found == expected
+
+
+def test_verification_equals_the_reference() -> None:
+    counts = torch.randint(1, 7, (300,))
+    starts = torch.cat((torch.zeros(1), counts.cumsum(0))).int()
+    sampled, token_ids = (torch.randint(-1, 2, (int(starts[-1]) + 1,), dtype=torch.int32) for _ in range(2))
+    arguments = (sampled[:-1], token_ids, torch.arange(int(starts[-1]), dtype=torch.int32), starts)
+    expected = reference.verify(*arguments, 5)
+    found = ops.verify(*(tensor.cuda() for tensor in arguments), 5)
+    assert all(torch.equal(one, other.cpu()) for one, other in zip(expected, found, strict=True))
