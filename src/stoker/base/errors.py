@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -133,5 +134,24 @@ def _shorten(value: Any, limit: int = 80) -> str:
         return f"<{type(value).__name__} of length {len(value)}>"
     if not isinstance(value, (bytes, str)) and hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()  # a scalar of numpy or torch, as a number
-    text = repr(value)
+    text = start_of_repr(value, limit)
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def start_of_repr(value: Any, limit: int) -> str:
+    """`repr(value)`, or at least its first `limit` characters. The time does not depend on the size of lists and objects."""
+    if isinstance(value, dict):
+        return _start_of_items("{", ((f"{key!r}: ", item) for key, item in value.items()), "}", limit)
+    if type(value) is list:
+        return _start_of_items("[", (("", item) for item in value), "]", limit)
+    return repr(value)
+
+
+def _start_of_items(opening: str, items: Iterable[tuple[str, Any]], closing: str, limit: int) -> str:
+    """The items, which have a prefix each, until there are `limit` characters."""
+    text = opening
+    for prefix, item in items:
+        if len(text) > limit:
+            return text
+        text += ("" if text == opening else ", ") + prefix + start_of_repr(item, limit - len(text))
+    return text + closing

@@ -53,16 +53,17 @@ class ContentTypeError(StokerError):
 
 
 class BodyTooLargeError(StokerError):
-    """A request's body exceeds max_request_bytes."""
+    """A request's body exceeds max_request_bytes, or the lower limit of its route."""
 
     status = 413
     code = "request_too_large"
 
-    def __init__(self, size: int | None, limit: int) -> None:
+    def __init__(self, size: int | None, limit: int, *, of_route: bool = False) -> None:
         has = f"has {size} bytes" if size is not None else f"has more than {limit} bytes"
-        super().__init__(
-            f"the request's body {has} and max_request_bytes is {limit}.", cure="Shorten the prompt, or raise --max-request-bytes."
-        )
+        name, cure = "max_request_bytes", "Shorten the prompt, or raise --max-request-bytes."
+        if of_route:
+            name, cure = "the limit of this route", "Shorten it."
+        super().__init__(f"the request's body {has} and {name} is {limit}.", cure=cure)
 
 
 class BodyTimeoutError(StokerError):

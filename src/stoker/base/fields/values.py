@@ -60,6 +60,10 @@ class Whole(msgspec.Struct, frozen=True):
             raise InvalidValueError(text, self._limit())
         return number
 
+    def contains(self, *numbers: int) -> bool:
+        """Whether all these numbers are in range."""
+        return all(self.low <= number <= self.high for number in numbers)
+
     def _limit(self) -> str:
         """The end of the error message."""
         words = "".join(f", or {word}" for word in self.words)
@@ -205,6 +209,8 @@ class ListOf(msgspec.Struct, frozen=True):
             return (self.item.check(value),)
         if not isinstance(value, list) or len(value) > self.max_items:
             raise InvalidValueError(value, f"it must be a list of at most {self.max_items} items")
+        if type(self.item) is Whole and set(map(type, value)) <= {int} and (not value or self.item.contains(min(value), max(value))):
+            return tuple(value)  # the checks below would take 0.2 µs per item
         checked = []
         for index, item in enumerate(value):
             try:
@@ -223,16 +229,19 @@ class ListOf(msgspec.Struct, frozen=True):
 class MappingOf(msgspec.Struct, frozen=True):
     """A mapping. Its keys are text (in JSON they are always strings) and are parsed with `keys`; its values are checked with `values`.
 
-    `noun` names the keys in an error: "token ids".
+    `noun` names the keys in an error: "token ids". There are at most `max_items` keys.
     """
 
     keys: ValueType = Text()
     values: ValueType = Anything()
     noun: str = "strings"
+    max_items: int = 1 << 14
 
     def check(self, value: Any) -> dict[Any, Any]:
         if not isinstance(value, dict):
             raise InvalidValueError(value, "it must be an object")
+        if len(value) > self.max_items:
+            raise InvalidValueError(value, f"it has {len(value)} keys, and the limit is {self.max_items}")
         checked = {}
         for key, item in value.items():
             try:

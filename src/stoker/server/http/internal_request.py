@@ -18,8 +18,8 @@ class InternalRequest(RequestContext):
         self._body = body
         self.response = b""
 
-    async def json(self) -> dict[str, Any]:
-        """The body that was given to the constructor."""
+    async def json(self, *, long_lists: bool = False, max_bytes: int | None = None) -> dict[str, Any]:
+        """The body that was given to the constructor. The arguments have no effect."""
         return self._body
 
     async def respond(self, status: int, body: bytes = b"", content_type: bytes = JSON, headers: Headers = ()) -> None:

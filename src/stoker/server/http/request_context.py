@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
-
-import msgspec
 
 from stoker.server.errors import BodyError, BodyTimeoutError, BodyTooLargeError, ContentTypeError
 from stoker.server.http.cycle import CYCLE, Cycle
+from stoker.server.http.json_body import INLINE_BYTES, decode_json
 from stoker.server.telemetry.record import RequestRecord, request_id_of
+from stoker.server.threads import Result, compute
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -43,21 +44,39 @@ class RequestContext:
         self.record: RequestRecord | None = None  # None for a request of the server itself
         self.status = 0  # of the response; 0 until it has started
         self.disconnected = False
+        self._is_large = False  # the body is larger than INLINE_BYTES
 
     @property
     def started(self) -> bool:
         """Whether the head of the response has been sent."""
         return self.status > 0
 
-    async def body(self) -> bytes:
-        """The whole body. Raises BodyTooLargeError (if Content-Length is too large, before reading) and BodyTimeoutError."""
+    async def body(self, max_bytes: int | None = None) -> bytes:
+        """The whole body. `max_bytes` is the limit of this route, if it is lower than max_request_bytes.
+
+        Raises BodyTooLargeError (if Content-Length is too large, before reading) and BodyTimeoutError.
+        """
+        limit = self._max_body_bytes if max_bytes is None else min(max_bytes, self._max_body_bytes)
+        try:
+            body = await self._whole_body(limit)
+        except _TooLarge as error:
+            raise BodyTooLargeError(error.size, limit, of_route=limit < self._max_body_bytes) from None
+        self._is_large = len(body) > INLINE_BYTES
+        return body
+
+    async def compute(self, function: Callable[..., Result], *args: Any) -> Result:
+        """`function(*args)`, in a thread if the body is large or compressed."""
+        return await compute(function, *args, long=self._is_large or b"content-encoding" in self.headers)
+
+    async def _whole_body(self, limit: int) -> bytes:
+        """All bytes of the body. Raises _TooLarge, and the other errors of `body`."""
         length = self.headers.get(b"content-length", b"")
-        if length.isdigit() and int(length) > self._max_body_bytes:
+        if length.isdigit() and int(length) > limit:
             await self._discard()
-            raise BodyTooLargeError(int(length), self._max_body_bytes)
+            raise _TooLarge(int(length))
         if self._cycle is not None and (whole := self._cycle.whole_body()) is not None:
-            if len(whole) > self._max_body_bytes:
-                raise BodyTooLargeError(None, self._max_body_bytes)
+            if len(whole) > limit:
+                raise _TooLarge(None)
             return whole
         chunks, size, more = [], 0, True
         while more:
@@ -65,9 +84,9 @@ class RequestContext:
             if message["type"] == "http.disconnect":
                 raise ConnectionResetError
             size += len(message.get("body", b""))
-            if size > self._max_body_bytes:
+            if size > limit:
                 await self._discard()
-                raise BodyTooLargeError(None, self._max_body_bytes)
+                raise _TooLarge(None)
             chunks.append(message.get("body", b""))
             more = message.get("more_body", False)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
@@ -98,12 +117,15 @@ class RequestContext:
         """The media type of the body in lower case, without parameters; empty if the request has no Content-Type."""
         return self.headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
 
-    async def json(self) -> dict[str, Any]:
-        """The body as a JSON object. Raises ContentTypeError, and BodyError with the reason and the byte offset."""
-        body = await self.body()
+    async def json(self, *, long_lists: bool = False, max_bytes: int | None = None) -> dict[str, Any]:
+        """The body as a JSON object. Lists of more than MAX_SHORT_NUMBERS numbers require `long_lists`.
+
+        Raises ContentTypeError, BodyError with the reason and the byte offset, and the errors of `body`.
+        """
+        body = await self.body(max_bytes)
         if self.content_type != "application/json" and not self.content_type.endswith("+json"):
             raise ContentTypeError(self.content_type)
-        value = decode_json(body)
+        value = await self.compute(partial(decode_json, long_lists=long_lists), body)
         if not isinstance(value, dict):
             raise BodyError(f"the body is a JSON {_json_name(value)}, not an object.", cure="Send {…}.")
         return value
@@ -153,6 +175,13 @@ class RequestContext:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 
+class _TooLarge(Exception):
+    """A body exceeds its limit. `size` is its Content-Length, if that is known."""
+
+    def __init__(self, size: int | None) -> None:
+        self.size = size
+
+
 class CancelOnDisconnect:
     """Cancels the task inside the block when the client disconnects."""
 
@@ -176,19 +205,6 @@ class CancelOnDisconnect:
         """The client has disconnected: cancel the task, and note why."""
         self._http.disconnected = True
         self._task.cancel()
-
-
-def decode_json(body: bytes) -> Any:
-    """The value of standard JSON: no NaN, no Infinity, no number beyond a double, no lone surrogates. Raises BodyError."""
-    try:
-        return msgspec.json.decode(body)
-    except msgspec.MsgspecError as error:
-        detail = "it is empty" if not body else str(error)
-    except UnicodeDecodeError as error:
-        detail = f"byte {error.start} is not UTF-8"
-    except RecursionError:
-        detail = "it is nested too deeply"
-    raise BodyError(f"the request's body is not JSON: {detail}.", cure="Send UTF-8 JSON with finite numbers.")
 
 
 def _json_name(value: Any) -> str:

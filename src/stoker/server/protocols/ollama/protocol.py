@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,7 +11,8 @@ from stoker.base.errors import RequestError
 from stoker.base.fields.table import FieldTable
 from stoker.frontend.service import Service
 from stoker.server.errors import BodyError, Failure
-from stoker.server.http.request_context import RequestContext, decode_json
+from stoker.server.http.json_body import decode_json
+from stoker.server.http.request_context import RequestContext
 from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.common.client_names import with_client_name, without_truncation
 from stoker.server.protocols.ollama import fields, models
@@ -103,7 +105,7 @@ class Ollama(Protocol):
 
 async def _read_values(http: RequestContext, table: FieldTable[Any]) -> dict[str, Any]:
     """The checked fields of a body. As in Ollama, the content type does not matter: curl's default is that of a form."""
-    body = decode_json(await http.body())
+    body = await http.compute(partial(decode_json, long_lists=False), await http.body())
     if not isinstance(body, dict):
         raise BodyError("the body is not a JSON object.", cure="Send {…}.")
     return table.check(body)

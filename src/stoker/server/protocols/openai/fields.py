@@ -148,7 +148,7 @@ TOKENIZE = FieldTable(
         *_CHAT_PROMPT,
     ]
 )
-DETOKENIZE = FieldTable([accepted("model", MODEL_NAME), accepted("tokens", ListOf(Whole(0, 1 << 31), 1 << 22))])
+DETOKENIZE = FieldTable([accepted("model", MODEL_NAME), accepted("tokens", ListOf(Whole(0, 1 << 31), MAX_TOKENS))])
 
 
 def check_fields(endpoint: EndpointName, body: dict[str, Any]) -> dict[str, Any]:

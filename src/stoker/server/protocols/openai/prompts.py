@@ -5,12 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from stoker.base.errors import RequestError
+from stoker.server.threads import LONG_TOKENS, compute
 
 MAX_PROMPTS = 256
+MAX_IDS = 1 << 20  # of all prompts of a request together; a single prompt may always have as many as a sequence
 
 
-def read_prompts(prompt: Any) -> list[str | list[int]]:
-    """One prompt or several, each as text or token ids. Raises RequestError."""
+async def read_prompts(prompt: Any, max_ids: int, *, truncated: bool) -> list[str | list[int]]:
+    """One prompt or several, each as text or token ids.
+
+    A prompt has at most `max_ids` ids, the length of a sequence, unless it is `truncated` later. Raises RequestError.
+    """
+    lists = [prompt, *(item for item in prompt[:MAX_PROMPTS] if isinstance(item, list))] if isinstance(prompt, list) else []
+    size, limit = sum(map(len, lists)), max(max_ids, MAX_IDS)
+    if size > limit:
+        reason = f"it has {size} token ids, and the limit of a request is {limit}"
+        raise RequestError("prompt", prompt, reason, cure="Send several requests.")
+    if not truncated and (longest := max(map(len, lists), default=0)) > max_ids:
+        raise RequestError("prompt", prompt, f"it has {longest} token ids, and a sequence has at most {max_ids}", cure="Shorten it.")
+    return await compute(_read_prompts, prompt, long=size > LONG_TOKENS)
+
+
+def _read_prompts(prompt: Any) -> list[str | list[int]]:
+    """The prompts of a list whose size has been checked. Raises RequestError."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
@@ -35,6 +52,6 @@ def _text(name: str, value: Any) -> str:
 
 def _ids(name: str, value: Any) -> list[int]:
     """`value`, checked to be a list of whole numbers. Raises RequestError with this name."""
-    if not isinstance(value, list) or not all(type(item) is int for item in value):
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise RequestError(name, value, "it must be a list of token ids")
     return value

@@ -27,6 +27,7 @@ from stoker.server.protocols.openai.chat.response import chat
 from stoker.server.protocols.openai.completions.response import complete
 from stoker.server.protocols.openai.openapi import ERROR, OPERATIONS
 from stoker.server.protocols.openai.responses.endpoints import Responses
+from stoker.server.threads import LONG_TOKENS, compute
 
 
 class ModelError(NotFoundError):
@@ -74,7 +75,7 @@ class OpenAI(Protocol):
 
     async def completions(self, http: RequestContext) -> None:
         """POST /v1/completions."""
-        body = await http.json()
+        body = await http.json(long_lists=True)
         try:
             await complete(http, self.context, self._service(body), body)
         except RequestError as error:
@@ -116,13 +117,16 @@ class OpenAI(Protocol):
         ids = await asyncio.to_thread(service.encode, text, add_special_tokens=values.get("add_special_tokens", not is_chat))
         response: dict[str, Any] = {"count": len(ids), "max_model_len": service.max_seq_len, "tokens": ids}
         if values.get("return_token_strs"):
-            response["token_strs"] = [token_text(service, token) for token in ids]
+            response["token_strs"] = await compute(_token_texts, service, ids, long=len(ids) > LONG_TOKENS)
         await http.respond(200, wire.encode(response))
 
     async def detokenize(self, http: RequestContext) -> None:
         """Convert {"tokens": ids} to text. The text contains special tokens."""
-        values = fields.DETOKENIZE.check(await http.json())
-        service = self._service(values)
+        body = await http.json(long_lists=True)
+        service = self._service(body)
+        if isinstance(tokens := body.get("tokens"), list) and len(tokens) > service.max_seq_len:
+            raise RequestError("tokens", tokens, f"it has {len(tokens)} ids, and a sequence has at most {service.max_seq_len}")
+        values = await compute(fields.DETOKENIZE.check, body, long=isinstance(tokens, list) and len(tokens) > LONG_TOKENS)
         if "tokens" not in values:
             raise RequestError("tokens", None, "it is missing")
         try:
@@ -165,6 +169,11 @@ class OpenAI(Protocol):
             "display_name": name,
             "created_at": datetime.datetime.fromtimestamp(self._created, datetime.UTC).isoformat(),
         }
+
+
+def _token_texts(service: Service, ids: list[int]) -> list[str]:
+    """The text of each token."""
+    return [token_text(service, token) for token in ids]
 
 
 def _template_values(values: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from stoker.base.errors import StokerError
+from stoker.base.errors import StokerError, start_of_repr
 from stoker.server.errors import Failure
 
 # Characters that Gson, the JSON library of the DJL server, always escapes in strings.
@@ -65,5 +65,5 @@ def model_error_body(status: int, message: str) -> bytes:
 
 def shown(payload: Any) -> str:
     """A payload for an error message: its Python repr, truncated."""
-    text = repr(payload)
+    text = start_of_repr(payload, _MAX_SHOWN_CHARS + 1)
     return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"

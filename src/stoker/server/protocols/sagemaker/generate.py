@@ -17,6 +17,7 @@ from stoker.server.protocols.sagemaker.options import LMIOptions
 from stoker.server.protocols.sagemaker.reply import JSON_LINES, SSE, Reply
 from stoker.server.protocols.sagemaker.request import InvocationCall
 from stoker.server.protocols.sagemaker.tokens import NO_TOKEN, Token, finish_name, output_tokens, prompt_tokens
+from stoker.server.threads import LONG_TOKENS, compute
 
 
 async def generate(reply: Reply, service: Service, call: InvocationCall, options: LMIOptions) -> None:
@@ -33,6 +34,12 @@ async def generate(reply: Reply, service: Service, call: InvocationCall, options
 async def _whole(service: Service, call: InvocationCall, builder: RecordBuilder, options: LMIOptions) -> bytes:
     """Generate for all inputs. The encoded response."""
     completions = await gather([service.complete(request) for request in call.requests])
+    num_prompt = sum(len(completion.prompt_token_ids) for completion in completions) if call.prompt_details else 0
+    return await compute(_body, service, call, builder, options, completions, long=num_prompt > LONG_TOKENS)
+
+
+def _body(service: Service, call: InvocationCall, builder: RecordBuilder, options: LMIOptions, completions: list[Completion]) -> bytes:
+    """The encoded response."""
     pairs = zip(call.inputs, completions, strict=True)
     return builder.body([_answer(service, call, builder, options, prompt, completion) for prompt, completion in pairs])
 
@@ -85,7 +92,7 @@ class _Stream:
                     await self._reply.send("".join(map(self._plain_line, deltas)).encode())
                     continue
                 failed = next((delta for delta in deltas if delta.finish_reason is FinishReason.ERROR), None)
-                records = [record for delta in deltas if delta is not failed for record in self._records(delta)]
+                records = await compute(self._all_records, [delta for delta in deltas if delta is not failed], long=self._is_long)
                 if failed is not None and not self._reply.http.started and not records:
                     raise sequence_error(failed.error, ready=self._service.ready)
                 await self._send(records)
@@ -109,6 +116,15 @@ class _Stream:
         self._tokens.append(token)
         self._texts.append(delta.text)
         return f"{self._prefix}{self._builder.token_line(token.id, token.text, token.logprob)}{self._suffix}"
+
+    @property
+    def _is_long(self) -> bool:
+        """Whether the last record has the details of a long prompt."""
+        return self._call.prompt_details and len(self._call.requests[0].prompt) > LONG_TOKENS
+
+    def _all_records(self, deltas: list[Delta]) -> list[dict[str, Any]]:
+        """The records of these deltas."""
+        return [record for delta in deltas for record in self._records(delta)]
 
     async def _send(self, records: list[dict[str, Any]]) -> None:
         """Open the stream if this is its first part, and send the records."""

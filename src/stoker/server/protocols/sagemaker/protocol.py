@@ -103,7 +103,7 @@ class SageMaker(Protocol):
         try:
             _refuse_paging(http)
             service = self._service(name, version)
-            body = read_object(await http.body(), self._options)
+            body = await http.compute(read_object, await http.body(), self._options)
             async with http.cancel_on_disconnect():
                 await self._respond_to_body(reply, service, body)
         except NoModelError:

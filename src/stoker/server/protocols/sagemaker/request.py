@@ -16,7 +16,7 @@ from stoker.frontend.bad_words import bad_word_ids
 from stoker.frontend.prompts import encode_prompt
 from stoker.frontend.service import Service
 from stoker.server.errors import BodyError
-from stoker.server.http.request_context import decode_json
+from stoker.server.http.json_body import INLINE_BYTES, decode_json
 from stoker.server.protocols.common.guides import read_guide
 from stoker.server.protocols.sagemaker import parameters
 from stoker.server.protocols.sagemaker.errors import PayloadError, shown
@@ -56,7 +56,8 @@ def read_object(data: bytes, options: LMIOptions) -> dict[str, Any]:
     try:
         body = decode_json(data)
     except BodyError as error:
-        raise PayloadError(f"{prefix}{_python_message(data) or error.message}") from None
+        message = _python_message(data) if len(data) <= INLINE_BYTES else ""
+        raise PayloadError(f"{prefix}{message or error.message}") from None
     if not isinstance(body, dict) or not any(name in body for name in _schemas(options)):
         if options.dialect == "async":
             raise PayloadError(f"{prefix}invalid payload. must contain prompt, inputs, or messages")

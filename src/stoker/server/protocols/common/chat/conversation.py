@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.server.protocols.common.chat.messages import with_parsed_arguments
-
 
 class Conversation:
     """Messages in the form of OpenAI's chat API. Consecutive parts of the assistant's turn become one message.
@@ -14,28 +12,28 @@ class Conversation:
     """
 
     def __init__(self) -> None:
-        self._messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []  # the texts of each are lists of parts
         self._names: dict[str, str] = {}  # id of each call → name of its function
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The messages, with the arguments of calls in the form that templates expect."""
-        return with_parsed_arguments([_with_content(message) for message in self._messages])
+        """The messages."""
+        return [_joined(message) for message in self._messages]
 
     def add_system(self, text: str) -> None:
         """Instructions of the developer."""
         if self._messages and all(message["role"] == "system" for message in self._messages):
-            self._messages[-1]["content"] += "\n\n" + text
+            self._messages[-1]["content"] += ["\n\n", text]
         else:
-            self._messages.append({"role": "system", "content": text})
+            self._messages.append({"role": "system", "content": [text]})
 
     def add_user(self, text: str) -> None:
         """Text of the user's turn."""
-        self._messages.append({"role": "user", "content": text})
+        self._messages.append({"role": "user", "content": [text]})
 
     def add_result(self, call_id: str, text: str) -> None:
         """The result of a tool call."""
-        message = {"role": "tool", "tool_call_id": call_id, "content": text}
+        message = {"role": "tool", "tool_call_id": call_id, "content": [text]}
         self._messages.append({**message, **({"name": self._names[call_id]} if call_id in self._names else {})})
 
     def start_assistant(self) -> None:
@@ -44,13 +42,12 @@ class Conversation:
 
     def add_answer(self, text: str) -> None:
         """Text of the assistant's turn."""
-        message = self._assistant()
-        message["content"] = f"{message['content']}\n{text}" if message.get("content") else text
+        content = self._assistant().setdefault("content", [])
+        content += ["\n", text] if any(content) else [text]
 
     def add_reasoning(self, text: str) -> None:
         """Reasoning of the assistant's turn, which templates read as reasoning_content."""
-        message = self._assistant()
-        message["reasoning_content"] = message.get("reasoning_content", "") + text
+        self._assistant().setdefault("reasoning_content", []).append(text)
 
     def add_call(self, call_id: str, name: str, arguments: str) -> None:
         """A tool call of the assistant's turn. `arguments` is JSON text."""
@@ -65,6 +62,7 @@ class Conversation:
         return self._messages[-1]
 
 
-def _with_content(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with empty content if it has neither content nor calls, which templates require."""
-    return message if "content" in message or "tool_calls" in message else {**message, "content": ""}
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its texts in one piece, and with empty content if it has neither content nor calls, which templates require."""
+    texts: dict[str, Any] = {name: "".join(message[name]) for name in ("content", "reasoning_content") if name in message}
+    return {**message, **texts} if "content" in message or "tool_calls" in message else {**message, **texts, "content": ""}

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
+
+from stoker.base.errors import RequestError
+from stoker.server.errors import BodyError
+from stoker.server.http.json_body import INLINE_BYTES, decode_standard
+from stoker.server.threads import compute
+
+MAX_ARGUMENT_CHARS = 8 << 20  # of all tool calls in the messages of a request
 
 
 class CallArguments(dict[str, Any]):
@@ -26,9 +34,29 @@ class CallArguments(dict[str, Any]):
         return other + self._text
 
 
-def with_parsed_arguments(messages: list[Any]) -> list[Any]:
+async def for_template(messages: Any) -> Any:
     """The messages with the arguments of earlier tool calls as objects instead of JSON text, and with the reasoning under the names of
-    the templates. The service checks everything else."""
+    the templates. The service checks everything else. Raises RequestError for arguments with more than MAX_ARGUMENT_CHARS characters."""
+    if not isinstance(messages, list):
+        return messages
+    size = sum(len(function["arguments"]) for message in messages for function in _functions_with_text(message))
+    if size > MAX_ARGUMENT_CHARS:
+        limit = f"the arguments of its tool calls have {size} characters, and the limit is {MAX_ARGUMENT_CHARS}"
+        raise RequestError("messages", messages, limit, cure="Shorten them.")
+    return await compute(with_parsed_arguments, messages, long=size > INLINE_BYTES)
+
+
+def _functions_with_text(message: Any) -> Iterator[dict[str, Any]]:
+    """The functions of a message's tool calls whose arguments are text."""
+    calls = message.get("tool_calls") if isinstance(message, dict) and message.get("role") == "assistant" else None
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            yield function
+
+
+def with_parsed_arguments(messages: list[Any]) -> list[Any]:
+    """The result of `for_template`, without its limit."""
     return [_for_template(message) if isinstance(message, dict) and message.get("role") == "assistant" else message for message in messages]
 
 
@@ -51,9 +79,14 @@ def _parse_arguments(call: Any) -> Any:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
+        arguments = _decode(function["arguments"])
+    except (ValueError, RecursionError, BodyError):
         return call
     if not isinstance(arguments, dict):
         return call
     return {**call, "function": {**function, "arguments": CallArguments(arguments, function["arguments"])}}
+
+
+def _decode(text: str) -> Any:
+    """The value of JSON text. A long text has the limits of a large body. Raises ValueError, RecursionError and BodyError."""
+    return json.loads(text) if len(text) <= INLINE_BYTES else decode_standard(text.encode(), long_lists=False)

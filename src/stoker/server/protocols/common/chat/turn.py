@@ -10,6 +10,7 @@ from stoker.base.errors import RequestError
 from stoker.base.types import GenerationRequest, Guide
 from stoker.frontend.prompts import encode_prompt, truncate_prompt
 from stoker.frontend.service import Service
+from stoker.server.protocols.common.chat.messages import for_template
 from stoker.server.protocols.common.chat.tools import ToolUse
 from stoker.server.protocols.common.parsers.answer import AnswerParser
 from stoker.server.protocols.common.parsers.reasoning import REASONING_PARSERS
@@ -57,7 +58,7 @@ async def prepare_turn(
     `request` has add_special_tokens. Raises RequestError.
     """
     settings = with_parsers(settings, service)
-    prompt = await service.render_chat(messages, **template_values, tools=tools.tools or None)
+    prompt = await service.render_chat(await for_template(messages), **template_values, tools=tools.tools or None)
     ids = await encode_prompt(service, prompt, add_special_tokens=request.add_special_tokens)
     request.prompt = ids = truncate_prompt(ids, request.truncate_prompt_tokens, request.truncation_side)
     changed: dict[str, Any] = {"max_tokens": max_tokens if max_tokens is not None else _default_max_tokens(len(ids), service, settings)}

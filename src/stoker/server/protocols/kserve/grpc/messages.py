@@ -78,7 +78,7 @@ def read_infer_message(request: Any, served: ServedModel, memory: SharedMemory) 
             raise TritonError(f"input '{tensor.name}' already exists in request")
         if tensor.datatype not in dtypes.DTYPES:
             raise TritonError(f"invalid datatype for input {tensor.name}")
-        shape = dtypes.check_shape(tensor.name, list(tensor.shape))
+        shape = dtypes.check_shape(tensor.name, tensor.shape[: dtypes.MAX_DIMS + 1])
         if placement is not None:
             tensors[tensor.name] = dtypes.from_raw(tensor.name, tensor.datatype, shape, placement.read(memory), served.model.name)
         elif request.raw_input_contents:
@@ -102,8 +102,10 @@ def _from_contents(tensor: Any, shape: tuple[int, ...], model: str) -> np.ndarra
         raise TritonError(f"input byte size mismatch for input '{tensor.name}' for model '{model}'. {sizes}")
     if tensor.datatype == "BYTES":
         return dtypes.text_array(items, shape)
+    kind = dtypes.DTYPES[tensor.datatype]
     try:
-        return np.array(items, dtypes.DTYPES[tensor.datatype]).reshape(shape)
+        steps = [np.array(items[at : at + dtypes.STEP], kind) for at in range(0, len(items), dtypes.STEP)]
+        return np.concatenate([np.empty(0, kind), *steps]).reshape(shape)
     except OverflowError:
         raise TritonError(f"input '{tensor.name}' has a number that does not fit {tensor.datatype}") from None
 

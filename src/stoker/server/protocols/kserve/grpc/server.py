@@ -16,6 +16,7 @@ from stoker.base.errors import ConfigError, StokerError
 from stoker.base.logging import get_logger
 from stoker.server.errors import describe
 from stoker.server.http.authentication import check_headers
+from stoker.server.http.json_body import INLINE_BYTES
 from stoker.server.protocol import Context
 from stoker.server.protocols.kserve import metadata as described
 from stoker.server.protocols.kserve import trace_settings as settings
@@ -24,8 +25,9 @@ from stoker.server.protocols.kserve.errors import TritonError, client_message, g
 from stoker.server.protocols.kserve.grpc import messages as grpc_messages
 from stoker.server.protocols.kserve.grpc.calls import CallLog, response_metadata
 from stoker.server.protocols.kserve.grpc.shared_memory import SharedMemoryMethods
-from stoker.server.protocols.kserve.inference import Response, ServedModel
+from stoker.server.protocols.kserve.inference import Inference, Response, ServedModel
 from stoker.server.settings import ServerSettings
+from stoker.server.threads import compute
 
 log = get_logger(__name__)
 
@@ -147,7 +149,7 @@ class KServeGRPC:
         served = self._ready(request)
         if served.model.decoupled and not served.unary:
             raise TritonError("ModelInfer RPC doesn't support models with decoupled transaction policy", 501)
-        inference = grpc_messages.read_infer_message(request, served, self._core.shared_memory)
+        inference = await self._read(request, served)
         inference.single = True
         try:
             response = await self._core.single_response(served, inference)
@@ -169,7 +171,7 @@ class KServeGRPC:
         try:
             async with asyncio.TaskGroup() as group:
                 async for data in requests:
-                    request = grpc_messages.parse(pb.ModelInferRequest, data)
+                    request = await _parse(pb.ModelInferRequest, data)
                     await free_places.acquire()
                     group.create_task(self._respond(request, context, write)).add_done_callback(lambda _: free_places.release())
         except* TritonError as malformed:
@@ -195,7 +197,7 @@ class KServeGRPC:
         """Run one request of a stream, and write its responses. Returns its error."""
         try:
             served = self._ready(request)
-            inference = grpc_messages.read_infer_message(request, served, self._core.shared_memory)
+            inference = await self._read(request, served)
             empty_final = inference.parameters.pop(EMPTY_FINAL, False) is True
             encoder, ended = grpc_messages.Encoder(served, inference, self._core.shared_memory), False
             async with aclosing(self._core.responses(served, inference)) as responses:
@@ -219,7 +221,7 @@ class KServeGRPC:
             """Parse the request and run the handler. An error ends the call with its gRPC status."""
             record, status = self._calls.open(name, context), 499
             try:
-                request = grpc_messages.parse(request_type, data)
+                request = await _parse(request_type, data)
                 self._calls.identify(record, context, getattr(request, "id", ""))
                 response = await handler(request, context)
                 status = 200
@@ -235,6 +237,11 @@ class KServeGRPC:
 
         return run_handler
 
+    async def _read(self, request: Any, served: ServedModel) -> Inference:
+        """The checked request. Raises TritonError."""
+        read = grpc_messages.read_infer_message
+        return await compute(read, request, served, self._core.shared_memory, long=request.ByteSize() > INLINE_BYTES)
+
     def _find(self, request: Any) -> ServedModel:
         """The model that a request names. Raises UnknownModelError."""
         name: str | None = getattr(request, "name", None)
@@ -249,6 +256,11 @@ def _version(request: Any) -> str:
     """The model version that a request names, or an empty text. Two names of the field exist."""
     version: str = request.version if hasattr(request, "version") else request.model_version
     return version
+
+
+async def _parse(message_type: Any, data: bytes) -> Any:
+    """The protobuf message of these bytes. Raises TritonError if they are malformed."""
+    return await compute(grpc_messages.parse, message_type, data, long=len(data) > INLINE_BYTES)
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no type hints

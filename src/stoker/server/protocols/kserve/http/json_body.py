@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from stoker.server.http.json_body import INLINE_BYTES, decode_standard
 from stoker.server.protocols.kserve.errors import TritonError
 
 _MESSAGES = {  # message of Python's json module → message of RapidJSON
@@ -20,11 +21,11 @@ _MESSAGES = {  # message of Python's json module → message of RapidJSON
 
 
 def read_object(body: bytes | memoryview) -> dict[str, Any]:
-    """The body as a JSON object. Raises TritonError with Triton's status 500."""
+    """The body as a JSON object. Raises TritonError with Triton's status 500, and BodyError for a large body with too many values."""
     try:
-        value = msgspec.json.decode(body)
+        value = decode_standard(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        text, offset = _rapidjson_error(bytes(body), error)
+        text, offset = _rapidjson_error(bytes(body), error) if len(body) <= INLINE_BYTES else (f"{error}", 0)
         raise TritonError(f"failed to parse the request JSON buffer: {text} at {offset}", 500) from None
     if not isinstance(value, dict):
         raise TritonError("attempt to get members for non-object", 500)

@@ -10,6 +10,7 @@ import msgspec
 
 from stoker.base.errors import StokerError
 from stoker.server.errors import Failure, MethodError, RouteError, describe
+from stoker.server.http.json_body import INLINE_BYTES
 from stoker.server.http.request_context import EVENT_STREAM, JSON, PLAIN, RequestContext
 from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.kserve import metadata as described
@@ -19,10 +20,12 @@ from stoker.server.protocols.kserve.errors import TritonError, UnknownModelError
 from stoker.server.protocols.kserve.http import compression
 from stoker.server.protocols.kserve.http import generate as generate_json
 from stoker.server.protocols.kserve.http import infer as infer_json
+from stoker.server.protocols.kserve.http.infer import InferCall
 from stoker.server.protocols.kserve.http.json_body import read_object
 from stoker.server.protocols.kserve.http.openapi import ERROR, MODEL, OPERATIONS, VERSIONED
 from stoker.server.protocols.kserve.http.shared_memory import SharedMemoryEndpoints
 from stoker.server.protocols.kserve.inference import Inference, Response, ServedModel
+from stoker.server.threads import compute
 
 OCTETS = b"application/octet-stream"
 
@@ -117,7 +120,7 @@ class KServeHTTP(Protocol):
 
     async def index(self, http: RequestContext) -> None:
         """POST /v2/repository/index: the models and their states. With "ready": true, only the ready ones."""
-        body = await http.body()
+        body = await http.body(INLINE_BYTES)
         ready_only = bool(body) and read_object(body).get("ready") is True
         await self._respond_json(http, lambda: self._core.index(ready_only=ready_only))
 
@@ -131,7 +134,7 @@ class KServeHTTP(Protocol):
 
     async def _set_loaded(self, http: RequestContext, *, loaded: bool) -> None:
         """Load or unload the model of the path with the parameters of the body, and respond when this has ended."""
-        body = await http.body()
+        body = await http.body(INLINE_BYTES)
         try:
             parameters = infer_json.parameters(read_object(body)) if body else {}
             await self._core.set_loaded(http.path["model"], parameters, loaded=loaded)
@@ -146,7 +149,7 @@ class KServeHTTP(Protocol):
 
     async def set_logging(self, http: RequestContext) -> None:
         """POST /v2/logging: change settings of the log."""
-        body = await http.body()
+        body = await http.body(INLINE_BYTES)
         try:
             values = await self._core.logging.change(read_object(body))
         except TritonError as error:
@@ -160,7 +163,7 @@ class KServeHTTP(Protocol):
 
     async def set_trace(self, http: RequestContext) -> None:
         """POST …/trace/setting: accepted without an effect if it changes nothing, otherwise refused."""
-        body = await http.body()
+        body = await http.body(INLINE_BYTES)
         await self._respond_json(http, lambda: settings.check_trace(read_object(body)))
 
     async def infer(self, http: RequestContext) -> None:
@@ -173,11 +176,11 @@ class KServeHTTP(Protocol):
                 if served.model.decoupled and not served.unary:
                     raise TritonError("HTTP end point doesn't support models with decoupled transaction policy", 501)
                 kind = JSON
-                body = compression.decompress(body, http.headers.get(b"content-encoding", b""), self.context.settings.max_request_bytes)
-                call = infer_json.read_infer_request(body, http.headers.get(infer_json.HEADER_LENGTH), served, self._core.shared_memory)
+                call = await http.compute(self._read_infer, http, served, body)
                 kind = PLAIN
                 response = await self._infer(served, call.inference)
-                await self._respond_infer(http, *infer_json.write_infer_response(served, call, response, self._core.shared_memory))
+                is_long = sum(array.nbytes for array in response.outputs.values()) > INLINE_BYTES
+                await http.respond(200, *await compute(self._write_infer, http, served, call, response, long=is_long))
             except StokerError as error:
                 await self._refuse(http, error, kind)
 
@@ -189,20 +192,33 @@ class KServeHTTP(Protocol):
             cure = "Send it to generate_stream, or with gRPC's ModelStreamInfer"
             raise TritonError(f"model '{served.model.name}' has several responses to this request. {cure}.") from None
 
-    async def _respond_infer(self, http: RequestContext, body: bytes, header_length: int | None) -> None:
-        """Send the response, compressed if the client accepts that. `header_length`: the size of its JSON if bytes follow."""
+    def _read_infer(self, http: RequestContext, served: ServedModel, body: bytes) -> InferCall:
+        """The checked request in a body, which may be compressed."""
+        body = self._decompress(http, body)
+        return infer_json.read_infer_request(body, http.headers.get(infer_json.HEADER_LENGTH), served, self._core.shared_memory)
+
+    def _decompress(self, http: RequestContext, body: bytes) -> bytes:
+        """The body without its compression, if it has one."""
+        return compression.decompress(body, http.headers.get(b"content-encoding", b""), self.context.settings.max_request_bytes)
+
+    def _write_infer(
+        self, http: RequestContext, served: ServedModel, call: InferCall, response: Response
+    ) -> tuple[bytes, bytes, list[tuple[bytes, bytes]]]:
+        """(body, content type, headers) of a response, which is compressed if the client accepts that."""
+        body, header_length = infer_json.write_infer_response(served, call, response, self._core.shared_memory)
         headers = [] if header_length is None else [(infer_json.HEADER_LENGTH, b"%d" % header_length)]
         body, encoding = compression.compress(body, http.headers.get(b"accept-encoding", b""))
         if encoding:
             headers.append((b"content-encoding", encoding))
-        await http.respond(200, body, JSON if header_length is None else OCTETS, headers)
+        return body, JSON if header_length is None else OCTETS, headers
 
     async def generate(self, http: RequestContext) -> None:
         """POST …/generate: run an inference with scalars or lists as inputs, and respond once."""
         body = await http.body()
         async with http.cancel_on_disconnect():
             try:
-                served, inference = self._read_generate(http, body)
+                served = self._ready(http)
+                inference = await http.compute(self._read_generate, http, served, body)
                 response = await self._core.single_response(served, inference)
             except StokerError as error:
                 await self._refuse(http, error, JSON, model_error=400)
@@ -214,7 +230,8 @@ class KServeHTTP(Protocol):
         body = await http.body()
         async with http.cancel_on_disconnect():
             try:
-                served, inference = self._read_generate(http, body)
+                served = self._ready(http)
+                inference = await http.compute(self._read_generate, http, served, body)
             except StokerError as error:
                 await self._refuse(http, error, JSON)
                 return
@@ -241,11 +258,9 @@ class KServeHTTP(Protocol):
             await http.send(event)
         await http.close_stream()
 
-    def _read_generate(self, http: RequestContext, body: bytes) -> tuple[ServedModel, Inference]:
-        """The model of the path, and the checked body. Raises TritonError, also if the model is not ready."""
-        served = self._ready(http)
-        body = compression.decompress(body, http.headers.get(b"content-encoding", b""), self.context.settings.max_request_bytes)
-        return served, generate_json.read_generate_request(read_object(body), served)
+    def _read_generate(self, http: RequestContext, served: ServedModel, body: bytes) -> Inference:
+        """The checked body. Raises TritonError."""
+        return generate_json.read_generate_request(read_object(self._decompress(http, body)), served)
 
     def failure_body(self, failure: Failure) -> bytes:
         """Triton's format, with Triton's text for unknown paths and methods."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from stoker.server.http.json_body import INLINE_BYTES
 from stoker.server.http.request_context import JSON, RequestContext
 from stoker.server.protocol import Endpoint
 from stoker.server.protocols.kserve.errors import TritonError
@@ -49,14 +50,14 @@ class SharedMemoryEndpoints:
 
     async def unregister(self, kind: str, http: RequestContext) -> None:
         """POST …/unregister: one region, or all if the path names none."""
-        await http.body()
+        await http.body(INLINE_BYTES)
         await self._memory.unregister(kind, http.path.get("region", ""))
         await http.respond(200)
 
     async def register(self, kind: str, http: RequestContext) -> None:
         """POST …/register: open the region of the body in all frontends."""
         try:
-            body = read_object(await http.body())
+            body = read_object(await http.body(INLINE_BYTES))
             read_region = _read_system if kind == "system" else _read_cuda
             await self._memory.register(read_region(http.path["region"], body))
         except TritonError as error:

@@ -26,11 +26,13 @@ from stoker.server.protocols.kserve.models.results import Scores, SequencePart, 
 from stoker.server.protocols.kserve.models.row_responses import gather_responses, merge_responses
 from stoker.server.protocols.kserve.tensors.input_row import InputRow, input_rows
 from stoker.server.settings import ServerSettings
+from stoker.server.threads import LONG_TOKENS, compute
 
 NO_PARAMETERS: Parameters = {}  # shared by all responses without parameters, so that encoders recognize it
 
 Outputs: TypeAlias = tuple[tuple[str, str], ...]  # (name, role) of each
 _WHOLE_TEXT = (TEXT, TEXT)
+LONG_ROW_BYTES = 16 << 10  # of the inputs of a row
 PADDING = -1  # of beams, as in TensorRT-LLM; models without the output sequence_length (release 0.5) pad with the pad id
 
 _request_numbers = itertools.count()
@@ -97,7 +99,7 @@ class GeneratingModel(ABC):
             await self._in_flight.cancel(inference.request_id)
             yield [Response(final=True)]
             return
-        planned = [self._planned(row, inference, service, outputs) for row in input_rows(inference)]
+        planned = [await self._plan_row(row, inference, service, outputs) for row in input_rows(inference)]
         with self._in_flight.running(inference.request_id, lambda: [service.cancel(row.request.request_id) for row in planned]):
             async with aclosing(self._run_rows(planned, inference, service)) as responses:
                 async for batch in responses:
@@ -107,7 +109,7 @@ class GeneratingModel(ABC):
         """The first responses of `run`, at most two. A single row without streaming uses no generators, each of which costs 5 µs."""
         service, outputs = self._service(), self._outputs(inference)
         if "stop" not in inference.inputs and len(batch_rows := input_rows(inference)) == 1:
-            planned = self._planned(batch_rows[0], inference, service, outputs)
+            planned = await self._plan_row(batch_rows[0], inference, service, outputs)
             if not planned.streaming and planned.num_answers == 1:
                 with self._in_flight.running(inference.request_id, lambda: service.cancel(planned.request.request_id)):
                     return await self._whole(planned, service)
@@ -134,6 +136,10 @@ class GeneratingModel(ABC):
         if not inference.outputs:
             return self._all_outputs
         return tuple([output for output in self._all_outputs if output[0] in inference.outputs])
+
+    async def _plan_row(self, row: InputRow, inference: Inference, service: Service, outputs: Outputs) -> PlannedRow:
+        """`_planned`, in a thread if the row is large."""
+        return await compute(self._planned, row, inference, service, outputs, long=row.num_bytes > LONG_ROW_BYTES)
 
     def _planned(self, row: InputRow, inference: Inference, service: Service, outputs: Outputs) -> PlannedRow:
         """Check a row and build its request. Raises TritonError or RequestError."""
@@ -211,6 +217,10 @@ class GeneratingModel(ABC):
         prompt_ids = planned.prompt if isinstance(planned.prompt, list) else completion.prompt_token_ids
         if planned.excludes_input:
             prompt_ids = []
+        return await compute(self._answers, planned, completion, prompt_ids, service, long=len(prompt_ids) > LONG_TOKENS)
+
+    def _answers(self, planned: PlannedRow, completion: Completion, prompt_ids: list[int], service: Service) -> list[Response]:
+        """The responses of a completion. `prompt_ids` precede each answer. Raises the error of a failed sequence."""
         choices = completion.choices
         for choice in choices:
             _check_ending(choice, service, choice.token_ids)

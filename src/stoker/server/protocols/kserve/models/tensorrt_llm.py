@@ -22,15 +22,18 @@ class TensorrtLLM(GeneratingModel):
 
     def plan(self, row: InputRow, service: Service) -> tuple[list[int], SamplingParams, list[tuple[int, ...]]]:
         """The first input_lengths of input_ids, their sampling parameters, and the stop words that have several tokens."""
-        ids, length = row.ids("input_ids"), row.value("input_lengths", 0)
-        if not 0 <= length <= len(ids):
-            raise RequestError("input_lengths", length, f"the row has {len(ids)} input_ids")
-        if (lowest := min(ids[:length], default=0)) < 0:
+        length = row.value("input_lengths", 0)
+        if not 0 <= length <= row.size("input_ids"):
+            raise RequestError("input_lengths", length, f"the row has {row.size('input_ids')} input_ids")
+        if length > service.max_seq_len:
+            raise RequestError("input_lengths", length, f"a sequence has at most {service.max_seq_len} tokens", cure="Shorten the prompt.")
+        ids = row.ids("input_ids", length)
+        if (lowest := min(ids, default=0)) < 0:
             raise RequestError("input_ids", lowest, "a token id is a whole number from 0")
-        if len(row.ids("decoder_input_ids")) > 1:  # preprocessing sends one pad id
-            raise RequestError("decoder_input_ids", row.ids("decoder_input_ids"), "there is no encoder", cure="Leave it out.")
+        if (size := row.size("decoder_input_ids")) > 1:  # preprocessing sends one pad id
+            raise RequestError("decoder_input_ids", f"{size} ids", "there is no encoder", cure="Leave it out.")
         params, stop_words = sampling.token_params(row, service, self._options)
-        return ids[:length], params, stop_words
+        return ids, params, stop_words
 
     def tensors(self, planned: PlannedRow, parts: list[SequencePart], prompt_ids: list[int], service: Service) -> Tensors:
         """output_ids, padded to the longest beam, and the length of each beam."""

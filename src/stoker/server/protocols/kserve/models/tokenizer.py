@@ -88,6 +88,8 @@ class Postprocessing(TokenizerModel):
         tokens, lengths = inference.inputs["TOKENS_BATCH"], inference.inputs.get("SEQUENCE_LENGTH")
         if not inference.model.max_batch_size:
             tokens, lengths = tokens[None], lengths[None] if lengths is not None else None
+        if tokens.shape[2] > service.max_seq_len:
+            raise RequestError("TOKENS_BATCH", list(tokens.shape), f"a sequence has at most {service.max_seq_len} tokens")
         sequences = _all_ids(tokens) if lengths is None else _valid_ids(tokens, lengths)
         skip = self._settings.skip_special_tokens
         texts = [service.decode(ids, skip_special_tokens=skip).encode() for ids in sequences]
@@ -97,8 +99,7 @@ class Postprocessing(TokenizerModel):
 
 def _all_ids(tokens: np.ndarray) -> list[list[int]]:
     """The ids of each sequence of [rows, beams, tokens], without padding."""
-    rows: list[list[int]] = tokens.reshape(-1, tokens.shape[2]).tolist()
-    return [[token for token in row if token >= 0] for row in rows]
+    return [row[row >= 0].tolist() for row in tokens.reshape(-1, tokens.shape[2])]
 
 
 def _valid_ids(tokens: np.ndarray, lengths: np.ndarray) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ DTYPES: dict[str, np.dtype] = {
 MAX_DIMS = 16
 MAX_ELEMENTS = 1 << 28
 MAX_STRINGS = 1 << 13  # of a BYTES tensor, because 20,000 words are tokenized per second
+STEP = 1 << 16  # numbers that are converted by one call
 _LENGTH_BYTES = 4  # size of the length before each element of a BYTES tensor
 
 
@@ -116,7 +117,7 @@ def from_json(dtype: str, shape: tuple[int, ...], data: list[Any]) -> np.ndarray
     flat = _flatten(data)
     kind = DTYPES[dtype]
     types, message = _JSON_TYPES[kind.kind]
-    if not set(map(type, flat)).issubset(types):
+    if not all(set(map(type, step)).issubset(types) for step in _steps(flat)):
         raise TritonError(message, 500)
     if len(flat) != math.prod(shape):
         raise TritonError("Unable to parse 'data': Shape does not match true shape of 'data' field", 500)
@@ -133,10 +134,15 @@ def from_json(dtype: str, shape: tuple[int, ...], data: list[Any]) -> np.ndarray
 
 def _numbers(flat: list[Any], kind: np.dtype) -> np.ndarray:
     """The elements of a flat list as an array [count] of this dtype. Raises OverflowError for an integer that does not fit."""
-    if kind.kind != "f":
-        return np.array(flat, kind)
+    first = kind if kind.kind != "f" else np.dtype(np.float64)
+    array = np.concatenate([np.empty(0, first), *(np.array(step, first) for step in _steps(flat))])
     with np.errstate(over="ignore"):  # numbers beyond the range become infinite
-        return np.array(flat, np.float64).astype(kind)
+        return array.astype(kind, copy=False)
+
+
+def _steps(flat: list[Any]) -> Iterator[list[Any]]:
+    """The parts of a list. One call that processed all of a long list would hold the interpreter lock for too long."""
+    yield from (flat[at : at + STEP] for at in range(0, len(flat), STEP)) if len(flat) > STEP else (flat,)
 
 
 def to_json(array: np.ndarray) -> list[Any]:

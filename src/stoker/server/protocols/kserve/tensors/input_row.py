@@ -28,6 +28,11 @@ class InputRow:
         """The roles of the inputs that the request has."""
         return self._arrays.keys()
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of the inputs in this row, without that of texts."""
+        return sum(array.nbytes for array in self._arrays.values())
+
     def check_rejected(self) -> None:
         """Raise RequestError for an input that requests something Stoker does not support."""
         for role, array in self._arrays.items():
@@ -49,10 +54,15 @@ class InputRow:
         """The elements of the input in this row. None if absent."""
         return self._arrays.get(role)
 
-    def ids(self, role: str) -> list[int]:
-        """All token ids of the input in this row."""
+    def size(self, role: str) -> int:
+        """The number of elements of the input in this row."""
         array = self._arrays.get(role)
-        return [] if array is None else array.ravel().tolist()
+        return 0 if array is None else array.size
+
+    def ids(self, role: str, count: int) -> list[int]:
+        """The first `count` token ids of the input in this row."""
+        array = self._arrays.get(role)
+        return [] if array is None else array.ravel()[:count].tolist()
 
     def texts(self, role: str) -> list[str]:
         """The strings of a list, without empty ones, which templates of clients send."""

@@ -9,6 +9,7 @@ import numpy as np
 from stoker.base.errors import RequestError
 
 MAX_WORDS = 4096
+MAX_IDS = 1 << 16
 
 
 def read_word_list(name: str, array: np.ndarray) -> list[tuple[int, ...]]:
@@ -17,6 +18,8 @@ def read_word_list(name: str, array: np.ndarray) -> list[tuple[int, ...]]:
         return []
     if array.ndim != 2 or array.shape[0] != 2:
         raise RequestError(name, list(array.shape), "its shape must be [2, length]")
+    if array.shape[1] > MAX_IDS:
+        raise RequestError(name, list(array.shape), f"the limit is {MAX_IDS} ids")
     ids, ends = array.tolist()
     num_words = next((at for at, end in enumerate(ends) if end == -1), len(ends))
     if any(end != -1 for end in ends[num_words:]):

@@ -8,6 +8,7 @@ from typing import Any
 
 from stoker.base.errors import RequestError
 from stoker.server.http.form_data import FormPart, read_form
+from stoker.server.http.json_body import INLINE_BYTES
 from stoker.server.http.request_context import RequestContext
 from stoker.server.protocol import Context, Endpoint
 from stoker.server.protocols.openai import response_json as wire
@@ -47,7 +48,7 @@ class Batches:
     async def upload(self, http: RequestContext) -> None:
         """POST /v1/files: store a file. Raises RequestError for unknown fields, and FilesFullError."""
         self._context.default_service()  # while the model loads, a temporary directory is not the one of the server
-        form = read_form(http.headers.get(b"content-type", b""), await http.body())
+        form = await http.compute(read_form, http.headers.get(b"content-type", b""), await http.body())
         for name in form:
             if name not in _FORM_FIELDS:
                 raise RequestError(name, form[name].data, "there is no such field", cure=f"Use {', '.join(_FORM_FIELDS)}.")
@@ -64,7 +65,7 @@ class Batches:
     async def list_files(self, http: RequestContext) -> None:
         """GET /v1/files: a page of files, with this purpose if the query names one."""
         query = read_query(http)
-        files = [file for file in self._files.list() if query.get("purpose") in (None, file["purpose"])]
+        files = [file for file in await asyncio.to_thread(self._files.list) if query.get("purpose") in (None, file["purpose"])]
         await http.respond(200, wire.encode(list_page(files, query, max_limit=MAX_FILES, default=MAX_FILES)))
 
     async def file(self, http: RequestContext) -> None:
@@ -83,7 +84,7 @@ class Batches:
 
     async def create(self, http: RequestContext) -> None:
         """Create a batch and run it in the background. Its lines are checked there, and errors are part of the batch."""
-        values = TABLE.check(await http.json())
+        values = TABLE.check(await http.json(max_bytes=INLINE_BYTES))
         for name in ("input_file_id", "endpoint", "completion_window"):
             if name not in values:
                 raise RequestError(name, None, "it is missing")
@@ -94,13 +95,14 @@ class Batches:
         service = self._context.default_service()
         if self._files.get(values["input_file_id"])["purpose"] != "batch":
             raise RequestError("input_file_id", values["input_file_id"], "the purpose of the file is not batch")
-        batch = self._records.create(**{"metadata": None, **values}, model=service.model_name, output_expires_after_s=expiry)
+        members = {"metadata": None, **values, "model": service.model_name, "output_expires_after_s": expiry}
+        batch = await asyncio.to_thread(self._records.create, **members)
         self._runner.start(batch["id"])
         await http.respond(200, wire.encode(_public(batch)))
 
     async def list_batches(self, http: RequestContext) -> None:
         """GET /v1/batches: a page of batches."""
-        page = list_page(self._records.list(), read_query(http))
+        page = list_page(await asyncio.to_thread(self._records.list), read_query(http))
         await http.respond(200, wire.encode({**page, "data": [_public(batch) for batch in page["data"]]}))
 
     async def batch(self, http: RequestContext) -> None:

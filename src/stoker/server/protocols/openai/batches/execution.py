@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+
+import msgspec
 
 from stoker.base.errors import QueueFullError, UnavailableError
 from stoker.server.errors import describe
@@ -44,7 +45,7 @@ async def execute_line(line: BatchLine, handlers: Handlers) -> LineResult:
                 continue
             return failed_result(line, describe(error), http.request_id)
         else:
-            return response_result(line, http.status, http.request_id, json.loads(http.response))
+            return response_result(line, http.status, http.request_id, msgspec.Raw(http.response))
 
 
 async def execute_lines(

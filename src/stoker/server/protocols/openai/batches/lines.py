@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import uuid
 from collections.abc import Collection, Iterator
@@ -12,7 +13,7 @@ import msgspec
 
 from stoker.base.errors import StokerError
 from stoker.server.errors import BodyError, Failure
-from stoker.server.http.request_context import decode_json
+from stoker.server.http.json_body import decode_json
 from stoker.server.protocols.openai import response_json as wire
 
 MAX_LINES = 50_000  # of a batch, as in OpenAI's API
@@ -54,7 +55,7 @@ def read_batch_lines(data: bytes, urls: Collection[str]) -> list[BatchLine]:
     lines: list[BatchLine] = []
     errors: list[LineError] = []
     seen: set[str] = set()
-    for number, text in enumerate(data.split(b"\n"), 1):
+    for number, text in enumerate(io.BytesIO(data), 1):
         if not text.strip():
             continue
         if len(lines) == MAX_LINES:
@@ -118,8 +119,8 @@ class LineResult(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self) + b"\n"
 
 
-def response_result(line: BatchLine, status: int, request_id: str, body: dict[str, Any]) -> LineResult:
-    """The result of a request that has a response, with any status."""
+def response_result(line: BatchLine, status: int, request_id: str, body: dict[str, Any] | msgspec.Raw) -> LineResult:
+    """The result of a request that has a response, with any status. `body` is an object, or its JSON."""
     return LineResult(_new_id(), line.custom_id, {"status_code": status, "request_id": request_id, "body": body})
 
 

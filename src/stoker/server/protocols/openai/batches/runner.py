@@ -92,21 +92,24 @@ class _Execution:
     async def run(self) -> None:
         """Check and run the requests, and store the results. A batch with invalid lines fails."""
         try:
-            content = self._files.content(self._batch["input_file_id"])
-            lines = await asyncio.to_thread(read_batch_lines, content, (self._batch["endpoint"],))
+            lines = await asyncio.to_thread(self._read_lines)
         except BatchLinesError as error:
             self._save(_failed(error.errors))
             return
         except StokerError as error:
             self._save(_failed([LineError(error.code, error.message, 0)]))
             return
-        done = finished_ids(self._folder.output) | finished_ids(self._folder.errors)
-        failed = len(finished_ids(self._folder.errors))
+        succeeded, refused = await asyncio.to_thread(lambda: (finished_ids(self._folder.output), finished_ids(self._folder.errors)))
+        done, failed = succeeded | refused, len(refused)
         self._counts = {"total": len(lines), "completed": len(done) - failed, "failed": failed}
         started = self._batch["in_progress_at"] or unix_time()
         self._save({"status": "in_progress", "in_progress_at": started, "request_counts": self._counts})
         unanswered = await self._execute([line for line in lines if line.custom_id not in done])
-        self._finish(unanswered)
+        await asyncio.to_thread(self._finish, unanswered)
+
+    def _read_lines(self) -> list[BatchLine]:
+        """The requests of the input file. Raises StokerError."""
+        return read_batch_lines(self._files.content(self._batch["input_file_id"]), (self._batch["endpoint"],))
 
     async def _execute(self, lines: list[BatchLine]) -> list[BatchLine]:
         """Append the results of `lines` to the files. Returns those without a result because the batch was cancelled or has expired."""

@@ -10,7 +10,6 @@ import msgspec
 from stoker.base.errors import RequestError
 from stoker.base.types import FinishReason
 from stoker.frontend.service import Service
-from stoker.server.protocols.common.chat.messages import with_parsed_arguments
 from stoker.server.protocols.common.chat.template_values import read_template_kwargs
 from stoker.server.protocols.common.chat.turn import ChatTurn, prepare_turn
 from stoker.server.protocols.openai import response_json as wire
@@ -53,7 +52,7 @@ async def read_chat_call(body: dict[str, Any], service: Service, settings: Serve
     request = common.generation("", None, add_special_tokens=values.get("add_special_tokens", False))
     turn = await prepare_turn(
         request,
-        with_parsed_arguments(messages),
+        messages,
         service,
         settings,
         tools=tools,

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from typing import Any
 
 from stoker.base.types import Delta, FinishReason, TokenLogprobs, Usage
-from stoker.frontend.service import Choice, Service
+from stoker.frontend.service import Choice, Completion, Service
 from stoker.server.errors import describe, sequence_error
 from stoker.server.http.request_context import RequestContext
 from stoker.server.protocol import Context
@@ -14,6 +14,7 @@ from stoker.server.protocols.openai import response_json as wire
 from stoker.server.protocols.openai.chat.message import delta_object, message_object
 from stoker.server.protocols.openai.chat.request import ChatCall, read_chat_call
 from stoker.server.protocols.openai.chunks import DONE, Chunks, event
+from stoker.server.threads import LONG_TOKENS, compute
 
 
 async def chat(http: RequestContext, context: Context, service: Service, body: dict[str, Any]) -> None:
@@ -29,6 +30,11 @@ async def chat(http: RequestContext, context: Context, service: Service, body: d
 async def _whole(call: ChatCall) -> bytes:
     """Generate all choices. The encoded response."""
     completion = await call.service.complete(call.request)
+    return await compute(_body, call, completion, long=call.common.prompt_logprobs and len(completion.prompt_token_ids) > LONG_TOKENS)
+
+
+def _body(call: ChatCall, completion: Completion) -> bytes:
+    """The encoded response."""
     body = {**call.head, "choices": [_choice(call, choice) for choice in completion.choices], "usage": wire.usage_object(completion.usage)}
     if call.common.prompt_logprobs:
         entries = completion.prompt_logprobs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from stoker.frontend.service import Service
 from stoker.server.protocol import Context
 from stoker.server.protocols.openai.call import OpenAICall, read_openai_call
 from stoker.server.protocols.openai.prompts import read_prompts
+from stoker.server.threads import LONG_TOKENS, compute
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
@@ -56,7 +58,8 @@ async def read_completion_call(body: dict[str, Any], service: Service, context: 
         raise RequestError("best_of", values["best_of"], "with stream=true it must equal n")
     if "prompt" not in values:
         raise RequestError("prompt", None, "it is missing")
-    prompts = read_prompts(values["prompt"])
+    truncated = "truncate_prompt_tokens" in values
+    prompts = await read_prompts(values["prompt"], service.max_seq_len, truncated=truncated)
     requests = [common.generation(prompt, i if len(prompts) > 1 else None) for i, prompt in enumerate(prompts)]
     echoes = [await _echo(service, request) if echo or common.token_ids else "" for request in requests]
     echoes = echoes if echo else [""] * len(requests)
@@ -89,4 +92,7 @@ async def _echo(service: Service, request: GenerationRequest) -> str:
     assert isinstance(ids, list)
     request.prompt = truncate_prompt(ids, request.truncate_prompt_tokens, request.truncation_side)
     truncated = len(request.prompt) < len(ids)
-    return service.decode(request.prompt, skip_special_tokens=False) if text is None or truncated else text
+    if text is not None and not truncated:
+        return text
+    decode = partial(service.decode, request.prompt, skip_special_tokens=False)
+    return await compute(decode, long=len(request.prompt) > LONG_TOKENS)

@@ -17,6 +17,7 @@ from stoker.server.protocols.common.streams import merge_streams
 from stoker.server.protocols.openai import response_json as wire
 from stoker.server.protocols.openai.chunks import DONE, Chunks, event
 from stoker.server.protocols.openai.completions.request import CompletionCall, read_completion_call
+from stoker.server.threads import LONG_TOKENS, compute
 
 
 async def complete(http: RequestContext, context: Context, service: Service, body: dict[str, Any]) -> None:
@@ -32,6 +33,13 @@ async def complete(http: RequestContext, context: Context, service: Service, bod
 async def _whole(call: CompletionCall) -> bytes:
     """Generate for all prompts. The encoded response."""
     completions = await gather([_complete(call, index) for index in range(len(call.requests))])
+    scored = call.common.params.prompt_logprobs is not None
+    num_scored = sum(len(completion.prompt_token_ids) for completion in completions) if scored else 0
+    return await compute(_body, call, completions, long=num_scored > LONG_TOKENS)
+
+
+def _body(call: CompletionCall, completions: list[Completion]) -> bytes:
+    """The encoded response."""
     choices = [choice for prompt_index, completion in enumerate(completions) for choice in _choices(call, prompt_index, completion)]
     usage = wire.add_usage(completion.usage for completion in completions)
     if call.score_only:
@@ -149,8 +157,13 @@ class _Stream:
             async for prompt_index, deltas in batches:
                 if not self._http.started:
                     await self._http.open_stream()
-                if data := b"".join([self._chunk(prompt_index, delta) for delta in deltas]):
+                num_scored = sum(len(delta.prompt_logprobs or ()) for delta in deltas)
+                if data := await compute(self._encode, prompt_index, deltas, long=num_scored > LONG_TOKENS):
                     await self._http.send(data)
+
+    def _encode(self, prompt_index: int, deltas: list[Delta]) -> bytes:
+        """The events for the deltas of one prompt."""
+        return b"".join([self._chunk(prompt_index, delta) for delta in deltas])
 
     def _chunk(self, prompt_index: int, delta: Delta) -> bytes:
         """The event for one delta. Empty if there is nothing to send."""

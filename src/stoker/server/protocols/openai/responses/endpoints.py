@@ -22,7 +22,7 @@ from stoker.server.protocols.openai.responses.events import ResponseEvents
 from stoker.server.protocols.openai.responses.fields import COUNT_TABLE, TABLE
 from stoker.server.protocols.openai.responses.objects import response_object
 from stoker.server.protocols.openai.responses.request import ResponseCall, read_response_call
-from stoker.server.protocols.openai.responses.store import ResponseStore, StoredResponse, unix_time
+from stoker.server.protocols.openai.responses.store import ResponseStore, StoredResponse, StoreThread, unix_time
 
 MAX_BACKGROUND = 256  # responses in the background per frontend process
 CANCEL_POLL_S = 0.5  # how often a response in the background checks whether another process has cancelled it
@@ -36,6 +36,7 @@ class Responses:
     def __init__(self, context: Context, find_service: FindService) -> None:
         self._context = context
         self._find_service = find_service
+        self._store = StoreThread(context.state_directory, context.settings.max_stored_bytes)
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of responses in the background, by id
         context.background.append(lambda: self._stop)
 
@@ -72,28 +73,28 @@ class Responses:
         query = read_query(http)
         if query.get("stream") == "true":
             raise RequestError("stream", True, "a stored response is not streamed", cure="Retrieve it without stream.")
-        await http.respond(200, wire.encode(self._store.get(http.path["response_id"]).body))
+        await http.respond(200, wire.encode((await self._get(http)).body))
 
     async def delete(self, http: RequestContext) -> None:
         """DELETE /v1/responses/{response_id}. A response that runs in the background is cancelled."""
         response_id = http.path["response_id"]
-        self._store.delete(response_id)
+        await self._store.call(ResponseStore.delete, response_id)
         self._end_background(response_id)
         await http.respond(200, wire.encode({"id": response_id, "object": "response", "deleted": True}))
 
     async def cancel(self, http: RequestContext) -> None:
         """Cancel a response in the background. One that has ended already is returned as it is."""
-        stored = self._store.get(http.path["response_id"])
+        stored = await self._get(http)
         if not stored.body["background"]:
             cure = "Close the connection of the request instead."
             raise RequestError("response_id", stored.body["id"], "only a response with background=true can be cancelled", cure=cure)
-        if self._store.finish({**stored.body, "status": "cancelled"}):
+        if await self._store.call(ResponseStore.finish, {**stored.body, "status": "cancelled"}):
             self._end_background(stored.body["id"])
-        await http.respond(200, wire.encode(self._store.get(stored.body["id"]).body))
+        await http.respond(200, wire.encode((await self._get(http)).body))
 
     async def list_input(self, http: RequestContext) -> None:
         """The items of a response's input, and of the conversation before it: newest first, or in their order with order=asc."""
-        stored = self._store.get(http.path["response_id"])
+        stored = await self._get(http)
         query = read_query(http)
         await http.respond(200, wire.encode(list_page([*stored.context, *stored.input], query)))
 
@@ -101,7 +102,7 @@ class Responses:
         """Create a response: in the background, streamed or whole."""
         call = await self._read_call(values)
         if values.get("background"):
-            await http.respond(200, wire.encode(self._start_background(call)))
+            await http.respond(200, wire.encode(await self._start_background(call)))
         elif values.get("stream"):
             await self._stream(http, call)
         else:
@@ -111,14 +112,9 @@ class Responses:
         """Check the request and tokenize its prompt. Raises RequestError, also for an unknown previous response."""
         return await read_response_call(values, self._find_service(values), self._context.settings, self._store)
 
-    @property
-    def _store(self) -> ResponseStore:
-        """The store, which is opened by the first request."""
-        shared = self._context.shared
-        if "responses" not in shared:
-            shared["responses"] = ResponseStore(self._context.state_directory(), self._context.settings.max_stored_bytes)
-        store: ResponseStore = shared["responses"]
-        return store
+    async def _get(self, http: RequestContext) -> StoredResponse:
+        """The stored response of the path. Raises UnknownResponseError."""
+        return await self._store.call(ResponseStore.get, http.path["response_id"])
 
     async def _whole(self, call: ResponseCall) -> dict[str, Any]:
         """Generate the answer. The response's object, which is stored if the request says so."""
@@ -127,7 +123,7 @@ class Responses:
             async for batch in batches:
                 events.push(batch)
         events.finish(answer)
-        self._save(call, events.response)
+        await self._save(call, events.response)
         return events.response
 
     async def _stream(self, http: RequestContext, call: ResponseCall) -> None:
@@ -135,22 +131,22 @@ class Responses:
         events, answer = ResponseEvents(call, unix_time()), Answer(call.turn)
         error = await send_answer(http, answer, lambda: encode_events(events.start()), lambda batch: encode_events(events.push(batch)))
         last = events.finish(answer) if error is None else events.fail(describe(error))
-        self._save(call, events.response)
+        await self._save(call, events.response)
         await http.send(encode_events(last))
         await http.close_stream()
 
-    def _save(self, call: ResponseCall, body: dict[str, Any]) -> None:
+    async def _save(self, call: ResponseCall, body: dict[str, Any]) -> None:
         """Store the response, unless the request has store: false."""
         if call.store:
-            self._store.put(StoredResponse(body, call.input, call.context))
+            await self._store.call(ResponseStore.put, StoredResponse(body, call.input, call.context))
 
-    def _start_background(self, call: ResponseCall) -> dict[str, Any]:
+    async def _start_background(self, call: ResponseCall) -> dict[str, Any]:
         """Start a task that generates the answer. The object with the status queued. Raises QueueFullError."""
         if len(self._tasks) >= MAX_BACKGROUND:
             raise QueueFullError(len(self._tasks), MAX_BACKGROUND, 1.0)
         created = unix_time()
         queued = response_object(call, "queued", created)
-        self._save(call, queued)
+        await self._save(call, queued)
         task = self._tasks[call.id] = asyncio.create_task(self._run_background(call, created))
         task.add_done_callback(lambda _: self._tasks.pop(call.id, None))
         return queued
@@ -168,20 +164,20 @@ class Responses:
     async def _run_background(self, call: ResponseCall, created: int) -> None:
         """Generate, and store the result. Ends early once the response is cancelled or deleted, also by another process."""
         events, answer = ResponseEvents(call, created), Answer(call.turn)
-        self._store.finish(events.response)
+        await self._store.call(ResponseStore.finish, events.response)
         checked = time.monotonic()
         try:
             async with aclosing(answer.stream()) as batches:
                 async for batch in batches:
                     events.push(batch)
                     if time.monotonic() - checked > CANCEL_POLL_S:
-                        if not self._store.is_unfinished(call.id):
+                        if not await self._store.call(ResponseStore.is_unfinished, call.id):
                             return
                         checked = time.monotonic()
             events.finish(answer)
         except Exception as error:
             events.fail(describe(error))
-        self._store.finish(events.response)
+        await self._store.call(ResponseStore.finish, events.response)
 
 
 def _client_error(error: RequestError, values: dict[str, Any]) -> RequestError:

@@ -19,7 +19,7 @@ from stoker.server.protocols.openai.chat.tool_choice import read_tools
 from stoker.server.protocols.openai.fields import MAX_TOKENS
 from stoker.server.protocols.openai.responses.fields import REASONING, TABLE, TEXT, TOOL
 from stoker.server.protocols.openai.responses.input_items import read_input, to_conversation
-from stoker.server.protocols.openai.responses.store import UNFINISHED, ResponseStore
+from stoker.server.protocols.openai.responses.store import UNFINISHED, ResponseStore, StoreThread
 from stoker.server.settings import ServerSettings
 
 _TARGETS = tuple(TABLE.targets().items())
@@ -47,11 +47,11 @@ class ResponseCall(msgspec.Struct, kw_only=True):
         return None if self.turn.request.params.logprobs is None else self.turn.request.params.logprobs
 
 
-async def read_response_call(values: dict[str, Any], service: Service, settings: ServerSettings, store: ResponseStore) -> ResponseCall:
+async def read_response_call(values: dict[str, Any], service: Service, settings: ServerSettings, store: StoreThread) -> ResponseCall:
     """Check the fields of a request, which have the types of the table, and render the prompt. Raises RequestError and NotFoundError."""
     _check_combinations(values)
     own = read_input(values.get("input"))
-    context = _previous_items(values, store)
+    context = await _previous_items(values, store)
     tools = read_tools(_chat_tools(values))
     params: dict[str, Any] = {"temperature": DEFAULT_TEMPERATURE, "skip_special_tokens": settings.skip_special_tokens}
     params |= {target: values[name] for name, target in _TARGETS if name in values}
@@ -134,11 +134,11 @@ def _check_combinations(values: dict[str, Any]) -> None:
             )
 
 
-def _previous_items(values: dict[str, Any], store: ResponseStore) -> list[dict[str, Any]]:
+async def _previous_items(values: dict[str, Any], store: StoreThread) -> list[dict[str, Any]]:
     """All items of the conversation that previous_response_id names. Raises UnknownResponseError, or RequestError if it is not complete."""
     if (previous_id := values.get("previous_response_id")) is None:
         return []
-    previous = store.get(previous_id)
+    previous = await store.call(ResponseStore.get, previous_id)
     if previous.status in (*UNFINISHED, "failed"):
         raise RequestError("previous_response_id", previous_id, f"the response is {previous.status}", cure="Continue a completed response.")
     return [*previous.context, *previous.input, *previous.body["output"]]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import time
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
 from stoker.base.errors import NotFoundError
 from stoker.server.state_directory import StateDirectory
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 
 UNFINISHED = ("queued", "in_progress")
 BUSY_TIMEOUT_S = 10.0  # for a transaction of another process
@@ -126,6 +132,26 @@ class ResponseStore:
     def _transaction(self) -> _Transaction:
         """A context manager for one transaction of the database."""
         return _Transaction(self._database)
+
+
+class StoreThread:
+    """A store that is used in a thread of its own. Its calls may wait for the disk, and for a transaction of another process."""
+
+    def __init__(self, state: Callable[[], StateDirectory], max_bytes: int) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="stored-responses")
+        self._state = state
+        self._max_bytes = max_bytes
+        self._store: ResponseStore | None = None
+
+    async def call(self, function: Callable[Concatenate[ResponseStore, Args], Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        """The result of a method of ResponseStore. The first call opens the store. Raises the errors of the method, and ConfigError."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: function(self._opened(), *args, **kwargs))
+
+    def _opened(self) -> ResponseStore:
+        """The store."""
+        if self._store is None:
+            self._store = ResponseStore(self._state(), self._max_bytes)
+        return self._store
 
 
 class _Transaction:
