@@ -148,7 +148,11 @@ async def test_two_frontends_and_an_executor_that_cannot_be_started_again(stub: 
 async def test_a_hung_executor_is_ended_and_started_again(stub: Path) -> None:
     """It is suspended, so it does not answer; the stub's step_timeout_s is 3."""
     async with stub_server(stub, restarts=1) as (served, client):
+        assert (await client.get("/metrics")).status_code == 200
         pid = kill_executor(served, signal.SIGSTOP)
+        async with asyncio.timeout(2):  # not the 3 s after which the executor counts as hung; usually 0.5 s
+            text = (await client.get("/metrics")).text
+        assert "\nstoker_queue_size{" in text and "\nstoker_statistics_age_seconds{" in text
         async with asyncio.timeout(50):
             while not any("the new executor" in line for line in served.lines()):
                 await asyncio.sleep(0.05)

@@ -6,11 +6,13 @@ import asyncio
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from live_http import asgi_client, live_server, until
 from scripted_service import ScriptedService, make_context
 
 from stoker.base.errors import ConfigError, QueueFullError, UnavailableError
+from stoker.runtime.request import ExecutorStats
 from stoker.server.application import make_app
 from stoker.server.http.connection import MAX_HEAD_BYTES
 from stoker.server.settings import ServerSettings
@@ -222,6 +224,50 @@ async def test_metrics_count_outcomes_tokens_and_responses() -> None:
     assert lines['stoker_batch_occupancy{model="tiny"}'] == "0.5"
     assert lines['stoker_http_responses_total{route="/v1/completions",status="200"}'] == "2.0"
     assert lines['stoker_http_responses_total{route="/v1/completions",status="429"}'] == "1.0"
+
+
+async def test_metrics_of_an_executor_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last known statistics are reported with their age, and one query is in flight however often metrics are read."""
+    monkeypatch.setattr("stoker.server.metrics.statistics.ANSWER_S", 0.01)
+    service, answers, num_queries = ScriptedService(), asyncio.Event(), 0
+    current = service.stats
+
+    async def late_stats() -> ExecutorStats:
+        nonlocal num_queries
+        num_queries += 1
+        await answers.wait()
+        return msgspec.structs.replace(await current(), num_waiting=7)
+
+    async with asgi_client(service) as client:
+
+        async def scrape() -> dict[str, float]:
+            lines = (await client.get("/metrics")).text.splitlines()
+            return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("stoker_")}
+
+        age, queue = 'stoker_statistics_age_seconds{model="tiny"}', 'stoker_queue_size{model="tiny"}'
+        first = await scrape()
+        monkeypatch.setattr(service, "stats", late_stats)
+        second, third = await scrape(), await scrape()
+        assert first[queue] == second[queue] == third[queue] == 0 and num_queries == 1
+        assert first[age] < second[age] < third[age] and second[age] >= 0.01
+        assert (await client.get("/load")).json() == {"server_load": 0} and num_queries == 1
+        service.is_ready = False
+        assert (await scrape())[age] > third[age]
+        service.is_ready = True
+        answers.set()
+        await until(lambda: not asyncio.all_tasks() - {asyncio.current_task()})
+        assert (await scrape())[queue] == 7 and num_queries == 2
+
+
+async def test_metrics_without_an_answer_contain_no_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.server.metrics.statistics.ANSWER_S", 0.01)
+    service = ScriptedService()
+    monkeypatch.setattr(service, "stats", asyncio.Event().wait)
+    async with asgi_client(service) as client:
+        answer = await client.get("/metrics")
+        assert answer.status_code == 200 and 'stoker_queue_size{model="tiny"}' not in answer.text
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
 
 
 async def test_tokens_of_a_disconnected_client_are_counted() -> None:

@@ -13,6 +13,7 @@ from scripted_service import ScriptedService
 
 from stoker.server.http import connection as http_protocol
 from stoker.server.http import request_context
+from stoker.server.http.half_close import PROBE
 
 HEALTH = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
 BODY = b'{"prompt": "hi", "max_tokens": 3}'
@@ -137,17 +138,45 @@ async def test_an_incomplete_body(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("framing", [COMPLETION, CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)], ids=["length", "chunked"])
 @pytest.mark.parametrize("size", [1, 50, 1 << 20])
 async def test_upgrades_are_declined_and_bodies_are_read(framing: bytes, size: int) -> None:
-    """Java's HttpClient sends these headers to every http address."""
+    """Java's HttpClient sends these headers to every http address. The response says that the connection ends."""
     upgrade = b"host: x\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAA\r\n"
-    request = framing.replace(b"host: x\r\n", upgrade) * 2 + HEALTH
+    request = framing.replace(b"host: x\r\n", upgrade)
     async with connected() as (reader, writer):
         for at in range(0, len(request), size):
             writer.write(request[at : at + size])
             await asyncio.sleep(0)
-        for text in (b'"text":"Hel"', b'"text":"Hel"', b""):
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
-            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-            assert b" 200 " in head and text in await reader.readexactly(length)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+        assert b" 200 " in head and b"\r\nconnection: close\r\n" in head.lower()
+        assert b'"text":"Hel"' in await asyncio.wait_for(reader.read(), 10)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/completions stream", "pipelined", "HTTP/1.0"])
+async def test_a_client_that_only_stops_sending_gets_its_answer(path: str) -> None:
+    service = ScriptedService()
+    service.hold = asyncio.Event()
+    body = BODY.replace(b"}", b', "stream": true}') if path.endswith("stream") else BODY
+    request = COMPLETION.replace(BODY, body).replace(b"content-length: %d" % len(BODY), b"content-length: %d" % len(body))
+    request = request.replace(b"HTTP/1.1", b"HTTP/1.0") if path == "HTTP/1.0" else request
+    async with live_server(service) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(request + (HEALTH if path == "pipelined" else b""))
+        writer.write_eof()
+        await until(lambda: service.num_streaming == 1)
+        if path != "HTTP/1.0":
+            assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10) == PROBE
+        service.hold.set()
+        answer = await asyncio.wait_for(reader.read(), 10)  # up to the end of the connection
+        writer.close()
+    assert answer.startswith((b"HTTP/1.1 200", b"HTTP/1.0 200")) and b'"text":"' in answer
+    assert answer.count(b" 200 OK") == (2 if path == "pipelined" else 1) and service.left == []
+
+
+@pytest.mark.parametrize("sent", [b"", HEALTH[:20], COMPLETION[:-5], CHUNKED + b"5\r\n{"])
+async def test_a_request_that_cannot_become_complete_is_closed(sent: bytes) -> None:
+    async with connected() as (reader, writer):
+        writer.write(sent)
+        writer.write_eof()
+        assert await asyncio.wait_for(reader.read(), 10) == b""
 
 
 @pytest.mark.parametrize("request_, status", [

@@ -72,6 +72,10 @@ TRITON_FAILED_DURATION = Metric(
     "stoker_triton_failed_duration_us_total", "counter", "Duration of failed KServe requests, for the statistics of Triton's models.",
     labels=("model", "version"),
 )  # fmt: skip
+# Shown at each scrape by the frontend that answers it.
+STATISTICS_AGE = Metric(
+    "stoker_statistics_age_seconds", "gauge", "Age of the executor's statistics: above 1 while the executor does not answer."
+)
 
 FRONTEND_METRICS = (
     TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY, TIME_PER_OUTPUT_TOKEN, REQUEST_DURATION, QUEUE_TIME, PREFILL_TIME, DECODE_TIME, COMPUTE_TIME,

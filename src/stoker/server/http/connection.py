@@ -15,6 +15,7 @@ from typing import Any
 import httptools
 
 from stoker.server.http.cycle import CYCLE, Cycle
+from stoker.server.http.half_close import HalfClosed
 from stoker.server.http.library import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers, or trailers; the parser itself has no limit
@@ -36,6 +37,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._idle_bytes = 0  # received since the last part of the present message's body
         self._head_timer: asyncio.TimerHandle | None = None
         self._refusal = b""  # the response to a head that HTTP does not allow
+        self._half_closed: HalfClosed | None = None  # the client sends nothing more
         self._answered: Cycle | None = None  # the request being answered; `cycle` may be a later, pipelined one
 
     def connection_made(self, transport: Any) -> None:
@@ -73,7 +75,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _decline_upgrade(self) -> None:
         """Read the body of a request with an `Upgrade` header, such as Java's clients send (h2c), as HTTP/1.1.
 
-        The parser assumes that such a request has no body. A repeated head with the same framing headers, which is not reported to the
+        The response closes the connection, so that the client does not wait for another protocol on it. The parser assumes that such a
+        request has no body. A repeated head with the same framing headers, which is not reported to the
         application, makes it read the body.
         """
         framing = [b"%b: %b\r\n" % header for header in self.headers if header[0].lower() in (b"content-length", b"transfer-encoding")]
@@ -121,7 +124,7 @@ class BoundedProtocol(HttpToolsProtocol):
             message_event=asyncio.Event(),
             expect_100_continue=self.expect_100_continue,
             on_response=self.on_response_complete,
-            keep_alive=self.scope["http_version"] != "1.0" and self.parser.should_keep_alive(),
+            keep_alive=self.scope["http_version"] != "1.0" and self.parser.should_keep_alive() and not self.parser.should_upgrade(),
         )
         self.cycle = cycle
         self.scope["extensions"] = {CYCLE: cycle}  # type: ignore[dict-item]  # ASGI allows a server's own objects there
@@ -155,9 +158,29 @@ class BoundedProtocol(HttpToolsProtocol):
         self._idle_bytes = 0
         super().on_message_complete()
 
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio uses the result, uvicorn returns None
+        """asyncio's callback: the client sends nothing more. Requests that have arrived are answered before the connection closes.
+
+        Returns whether the connection stays open.
+        """
+        answered = self._answered
+        if answered is None or answered.response_complete or self.cycle.more_body or self.scope["scheme"] == "https":
+            return False  # nothing to answer, or a request that cannot become complete; TLS has no half-closed connections
+        may_probe = not answered.response_started and answered.scope["http_version"] == "1.1"
+        self._half_closed = HalfClosed(self.loop, self.transport, probe=may_probe)
+        return True
+
+    def on_response_complete(self) -> None:
+        """The callback of a cycle: its response is complete. Starts the next request, or closes a half-closed connection after the last."""
+        super().on_response_complete()
+        if self._half_closed is not None and self._answered is not None and self._answered.response_complete:
+            self._close(b"")
+
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio's callback: the connection has ended. The request in progress sees a disconnected client."""
         super().connection_lost(exc)
+        if self._half_closed is not None:
+            self._half_closed.stop()
         if self._head_timer is not None:
             self._head_timer.cancel()
         if self._answered is not None and not self._answered.response_complete:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,15 +11,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as MetricFamily
 
 from stoker.base import env, metrics
-from stoker.base.logging import get_logger
 from stoker.base.metrics import EXECUTOR_METRICS, FRONTEND_METRICS, Metric
 from stoker.frontend.repository import ModelRepository
 from stoker.runtime.request import ExecutorStats
 from stoker.server.metrics.counters import BufferedCounter, BufferedHistogram, CounterBuffer
+from stoker.server.metrics.statistics import ExecutorStatistics, KnownStatistics
 from stoker.server.metrics.triton import TritonMetrics, triton_names
 from stoker.server.metrics.triton_gauges import executor_families
-
-log = get_logger(__name__)
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 MULTIPROCESS_DIR = "PROMETHEUS_MULTIPROC_DIR"  # prometheus-client reads it on import; set if there are several frontends
@@ -34,6 +33,7 @@ class FrontendMetrics:
         self._children: dict[tuple[str, tuple[str, ...]], BufferedCounter | BufferedHistogram] = {}
         self.counter_buffer = CounterBuffer(shared=bool(env.text(MULTIPROCESS_DIR)))
         self.triton = TritonMetrics(self.registry, self.counter_buffer)
+        self.statistics = ExecutorStatistics()
         self.num_restarts: Mapping[str, int] = {}  # by the name of the process; from the supervisor
 
     def of(self, metric: Metric, *labels: str) -> Any:
@@ -61,12 +61,12 @@ class FrontendMetrics:
         return [count - before for (_, count), before in zip(bounds, [0, *(count for _, count in bounds)], strict=False)]
 
     async def exposition(self, repository: ModelRepository) -> bytes:
-        """All metrics in Prometheus' text format. Statistics of an executor that does not answer are omitted."""
+        """All metrics in Prometheus' text format. An executor that does not answer has its last statistics, and their age."""
         self.counter_buffer.write()
         scrape = CollectorRegistry()
-        scrape.register(_Executors(await _stats(repository)))
+        scrape.register(_Executors(await self.statistics.read(repository)))
         scrape.register(_Restarts(self.num_restarts))
-        return triton_names(self._frontend_metrics()) + generate_latest(scrape)
+        return await asyncio.to_thread(lambda: triton_names(self._frontend_metrics()) + generate_latest(scrape))
 
     def _frontend_metrics(self) -> bytes:
         """The counters in Prometheus' text format: the sums over all frontends if there are several."""
@@ -86,8 +86,8 @@ class FrontendMetrics:
 class _Executors:
     """A Prometheus collector for the executors' statistics of one scrape, by model."""
 
-    def __init__(self, stats: dict[str, ExecutorStats]) -> None:
-        self._stats = stats
+    def __init__(self, known: dict[str, KnownStatistics]) -> None:
+        self._known = known
 
     def collect(self) -> Iterable[MetricFamily]:
         """One family of samples per executor metric, with a sample for each model."""
@@ -95,10 +95,14 @@ class _Executors:
             family = (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(
                 metric.name, metric.help, labels=metric.labels
             )
-            for model, stats in self._stats.items():
-                family.add_metric([model], value_of(stats, metric.source))
+            for model, known in self._known.items():
+                family.add_metric([model], value_of(known.stats, metric.source))
             yield family
-        yield from executor_families(self._stats)
+        yield from executor_families({model: known.stats for model, known in self._known.items()})
+        age = GaugeMetricFamily(metrics.STATISTICS_AGE.name, metrics.STATISTICS_AGE.help, labels=metrics.STATISTICS_AGE.labels)
+        for model, known in self._known.items():
+            age.add_metric([model], known.age_s)
+        yield age
 
 
 class _Restarts:
@@ -126,15 +130,3 @@ def value_of(stats: ExecutorStats, source: str) -> float:
             return stats.row_steps / possible if possible else 0.0
     value: float = getattr(stats, source)
     return value
-
-
-async def _stats(repository: ModelRepository) -> dict[str, ExecutorStats]:
-    """The statistics of each ready model whose executor answers, by model name."""
-    stats = {}
-    for model in repository.models():
-        if model.service is not None and model.service.ready:
-            try:
-                stats[model.name] = await model.service.stats()
-            except Exception as error:
-                log.warning("no statistics of %s: %s", model.name, error)
-    return stats

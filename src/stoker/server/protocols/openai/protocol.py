@@ -101,10 +101,9 @@ class OpenAI(Protocol):
         await http.respond(200, wire.encode(self._model_object(name, self._named(name))))
 
     async def load(self, http: RequestContext) -> None:
-        """GET /load: the number of requests that run or wait, as in vLLM."""
-        services = [model.service for model in self.context.repository.models() if model.service is not None and model.ready]
-        stats = [await service.stats() for service in services]
-        await http.respond(200, wire.encode({"server_load": sum(each.num_running + each.num_waiting for each in stats)}))
+        """GET /load: the number of requests that run or wait, as in vLLM. The last known one while the executor does not answer."""
+        known = (await self.context.metrics.statistics.read(self.context.repository)).values()
+        await http.respond(200, wire.encode({"server_load": sum(each.stats.num_running + each.stats.num_waiting for each in known)}))
 
     async def tokenize(self, http: RequestContext) -> None:
         """Convert {"prompt": text} or {"messages": […]} to token ids. add_special_tokens has the same defaults as in generation."""
