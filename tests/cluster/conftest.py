@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 MAPPINGS: dict[str, dict[str, Any]] = {
     "stages": {"pipeline_parallel": 2},
     "both": {"tensor_parallel": 2, "pipeline_parallel": 2},
+    "long": {"pipeline_parallel": 2},
     "three stages": {"pipeline_parallel": 3},
     "experts": {"tensor_parallel": 2, "expert_parallel": True},
 }
@@ -24,7 +25,7 @@ MAPPINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Builds an engine with one of MAPPINGS, once. The model is a random Llama, or a random Mixtral for `experts`."""
+    """Builds an engine with one of MAPPINGS, once: of a random Llama, or Mixtral for `experts`. `long` has long sequences."""
     import tiny
 
     from stoker.base.config import Limits, Mapping
@@ -41,8 +42,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
                 tiny.model("mixtral", num_local_experts=4, num_experts_per_tok=2).save_pretrained(checkpoint)
                 tiny.save_tokenizer(checkpoint)
             else:
-                tiny.save(tiny.model(), checkpoint)
-            limits = Limits(max_batch_size=8, max_input_len=180, max_output_len=64, max_num_tokens=128, tokens_per_block=16)
+                tiny.save(tiny.model(max_position_embeddings=8192 if name == "long" else 256), checkpoint)
+            longest = 8000 if name == "long" else 64
+            limits = Limits(max_batch_size=8, max_input_len=180, max_output_len=longest, max_num_tokens=128, tokens_per_block=16)
             config = BuildConfig(device="cpu", dtype="float32", limits=limits, mapping=Mapping(**MAPPINGS[name]))
             built[name] = build(checkpoint, folder / "engine", config, verify="none").path
         return built[name]
