@@ -48,7 +48,7 @@ class ServedNodes:
     def log(self, rank: int) -> str:
         return self.log_file(rank).read_text()
 
-    def wait_for(self, rank: int, text: str, timeout_s: float = 50) -> None:
+    def wait_for(self, rank: int, text: str, timeout_s: float = 100) -> None:
         """Wait until a node has logged `text`. Fails if node 0 ends."""
         deadline = time.monotonic() + timeout_s
         while text not in self.log(rank):

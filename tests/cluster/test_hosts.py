@@ -22,7 +22,7 @@ from stoker.frontend.tokenizer import Tokenizer
 from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.request import TokenRequest
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not can_make_hosts(), reason=NO_HOSTS), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not can_make_hosts(), reason=NO_HOSTS), pytest.mark.timeout(180)]
 
 Build = Callable[[str], Path]
 Expected = Callable[[str], list[str]]
@@ -148,12 +148,12 @@ def test_a_failure_ends_the_engine_with_a_message_that_names_it(failure: str, en
 
 def test_nodes_that_differ_are_rejected_and_others_may_join(engine: Build, expected: Expected, nodes: ServedNodes) -> None:
     path, experts = engine("stages"), engine("experts")
-    nodes.start(0, path, "--rendezvous-timeout-s", "40")
-    assert nodes.start(1, experts).wait(40) == 2
+    nodes.start(0, path, "--rendezvous-timeout-s", "170")
+    assert nodes.start(1, experts).wait(90) == 2
     assert f"the engine is {_digest(experts)} there, and {_digest(path)} on node 0" in nodes.log(1)
-    assert nodes.start(1, path, "--kv-cache-tokens", "1024").wait(40) == 2
+    assert nodes.start(1, path, "--kv-cache-tokens", "1024").wait(90) == 2
     assert "kv_cache_tokens is 1024 there, and None on node 0" in nodes.log(1)
-    assert nodes.start(1, path, token="another secret of the tests").wait(40) == 2
+    assert nodes.start(1, path, token="another secret of the tests").wait(90) == 2
     assert "shared secret" in nodes.log(1)
     assert "has another shared secret" in nodes.log(0) and "kv_cache_tokens is 1024 there" in nodes.log(0)
     nodes.start(1, path)

@@ -23,7 +23,7 @@ from stoker.deploy.deployment import EngineInfo
 from stoker.deploy.slurm.export import SlurmJob, export_slurm
 from stoker.deploy.triton.export import export_triton
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 INFO = EngineInfo(
     path="/data/llama 70", architecture="LlamaForCausalLM", vocab_size=320, mapping=Mapping(tensor_parallel=4, pipeline_parallel=2)
@@ -51,7 +51,7 @@ class Job:
     def all_logs(self) -> str:
         return "\n".join(f"--- {file.name}\n{file.read_text()}" for file in sorted(self.logs.iterdir())) + self.slurm.logs()
 
-    def wait_for(self, condition: Callable[[], object], timeout_s: float = 45) -> None:
+    def wait_for(self, condition: Callable[[], object], timeout_s: float = 100) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, self.all_logs()
