@@ -21,10 +21,12 @@ from stoker import LLM
 from stoker.base.types import FinishReason, Guide, SamplingParams
 from stoker.runtime.client import Cancel
 from stoker.runtime.sampling.grammar_client import CompileProcess
+from stoker.runtime.sampling.grammar_source import compile_guide
 from stoker.runtime.sampling.json_schema import check_schema
 
 Make = Callable[..., Driven]
 LONG = 64
+SHORT = {"type": "string", "minLength": 1, "maxLength": 5}
 
 SCHEMA = {
     "type": "object",
@@ -250,6 +252,29 @@ async def test_the_stream_is_the_whole_answer(tiny_engine: Path) -> None:
     assert texts == [choice.text for choice in whole.choices]
     for text in texts:
         assert valid_schema(text)
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        Guide("json_schema", json.dumps(SHORT)),
+        Guide("json_schema", json.dumps({"type": "object", "propertyNames": SHORT, "additionalProperties": {"type": "null"}})),
+        Guide(
+            "structural_tag",
+            json.dumps({"type": "structural_tag", "format": {"type": "json_schema", "json_schema": SHORT}}),
+        ),
+    ],
+    ids=["string", "names", "structural tag"],
+)
+def test_strings_with_a_length_contain_no_control_characters(guide: Guide) -> None:
+    """JSON does not allow them, and xgrammar's grammars do."""
+    import xgrammar
+
+    vocabulary = xgrammar.TokenizerInfo([f"<0x{byte:02X}>" for byte in range(256)], xgrammar.VocabType.BYTE_FALLBACK)
+    compiled = compile_guide(vocabulary, guide)
+    template = '{"%s":null}' if "propertyNames" in guide.text else '"%s"'
+    for text, allowed in (("ab", True), ("é🎉", True), ("a\x03", False), ("\t", False), ("\x00a", False)):
+        assert xgrammar.GrammarMatcher(compiled).accept_string(template % text) is allowed, text
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+from pathlib import Path
 
 import msgspec
 
@@ -12,6 +14,9 @@ from stoker.base.logging import get_logger
 log = get_logger(__name__)
 
 RETRY_UNAVAILABLE_S = 5  # Retry-After while a model is loading or its executor is lost
+
+
+_DISK_CURE = "Free space on its disk, or set --state-dir to a directory of another disk."
 
 
 class MethodError(StokerError):
@@ -89,6 +94,16 @@ class GenerationError(StokerError):
     code = "generation_failed"
 
 
+class StorageError(StokerError):
+    """A file of the state directory could not be written, in most cases because the disk is full."""
+
+    status = 507
+    code = "insufficient_storage"
+
+    def __init__(self, path: Path | str, reason: object) -> None:
+        super().__init__(f"{path} cannot be written: {reason}.", cure=_DISK_CURE)
+
+
 class Failure(msgspec.Struct, frozen=True):
     """An error as a client sees it. `status` is of HTTP; `field` is the request field that caused it, if any."""
 
@@ -103,6 +118,10 @@ def describe(error: BaseException) -> Failure:
     """The failure that describes `error`. An unexpected error is logged, and its details are not sent to the client."""
     if isinstance(error, RecursionError):  # the parser accepted the nesting depth, later code did not
         error = BodyError("the request's body is nested too deeply.", cure="Send it flatter.")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        error = StorageError(error.filename or "a file of the state directory", error.strerror)
+    if isinstance(error, StorageError):
+        log.error("%s", error)
     if not isinstance(error, StokerError):
         log.error("a request failed: %r", error, exc_info=error)
         return Failure(500, "internal_error", "The server failed on this request. See its log.")

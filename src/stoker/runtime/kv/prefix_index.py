@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import struct
+from array import array
 from collections.abc import Sequence as Seq
-from functools import lru_cache
 
 from stoker.runtime.request import PrefixRoot
 
@@ -41,23 +40,13 @@ def child_digest(parent: PrefixNode | PrefixRoot | bytes, chunk: bytes) -> bytes
     """The digest of the block with packed token ids `chunk` that follows `parent`: a node, a root, or the digest of a node."""
     if isinstance(parent, PrefixNode):
         parent = parent.digest
-    return hashlib.sha256((parent if isinstance(parent, bytes) else root_digest(parent)) + chunk).digest()
-
-
-def root_digest(root: PrefixRoot) -> bytes:
-    """The digest that precedes the first block of a prompt."""
-    return hashlib.sha256(repr(root).encode()).digest()
+    prefix = parent if isinstance(parent, bytes) else hashlib.sha256(repr(parent).encode()).digest()
+    return hashlib.sha256(prefix + chunk).digest()
 
 
 def pack(token_ids: Seq[int]) -> bytes:
     """Token ids as bytes, four per id, which take a twelfth of the memory of Python integers and are hashed faster."""
-    return _format(len(token_ids)).pack(*token_ids)
-
-
-@lru_cache(4096)
-def _format(num_ids: int) -> struct.Struct:
-    """The format of `num_ids` packed token ids. A compiled one packs 64 ids in 0.5 µs; array.array takes 3 µs."""
-    return struct.Struct(f"{num_ids}i")
+    return array("i", token_ids).tobytes()
 
 
 class PrefixIndex:

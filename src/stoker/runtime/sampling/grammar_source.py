@@ -14,6 +14,9 @@ MAX_WHITESPACE = 1  # characters between JSON tokens; without a limit, models ma
 # With 128,000 tokens, 8,000 rules take 0.2 s and 1 MB; 16,000 take 4 s and 20 MB.
 MAX_RULES = 10_000  # of an EBNF grammar
 
+# The characters of strings with a length limit as xgrammar writes them, and without those that JSON does not allow in a string.
+_LIMITED, _LIMITED_JSON = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
+
 # Type of a decoder in tokenizer.json → xgrammar's name of the vocabulary type.
 KIND_OF_DECODER = {"ByteLevel": "BYTE_LEVEL", "ByteFallback": "BYTE_FALLBACK", "Metaspace": "BYTE_FALLBACK", "Fuse": "RAW"}
 
@@ -62,12 +65,15 @@ def compile_guide(vocabulary: Any, guide: Guide) -> Any:
 
 def _compile(compiler: Any, guide: Guide) -> Any:
     """Compile a guide by its kind. Raises ValueError, or an error of xgrammar, for an invalid guide."""
+    import xgrammar
+
     match guide.kind:
         case "json":
             return compiler.compile_json_schema("true", max_whitespace_cnt=MAX_WHITESPACE)
         case "json_schema":
             check_schema(guide.text)
-            return compiler.compile_json_schema(guide.text, max_whitespace_cnt=MAX_WHITESPACE)
+            grammar = xgrammar.Grammar.from_json_schema(guide.text, max_whitespace_cnt=MAX_WHITESPACE)
+            return compiler.compile_grammar(_without_control_characters(grammar))
         case "regex":
             return compiler.compile_regex(guide.text)
         case "grammar":
@@ -78,7 +84,15 @@ def _compile(compiler: Any, guide: Guide) -> Any:
             return compiler.compile_grammar(_choices(guide.text))
         case _:
             check_size(json.loads(guide.text))
-            return compiler.compile_structural_tag(guide.text)
+            return compiler.compile_grammar(_without_control_characters(xgrammar.Grammar.from_structural_tag(guide.text)))
+
+
+def _without_control_characters(grammar: Any) -> Any:
+    """The grammar, in which strings with a minLength or maxLength contain no control characters, which JSON does not allow."""
+    import xgrammar
+
+    text = str(grammar)
+    return xgrammar.Grammar.from_ebnf(text.replace(_LIMITED, _LIMITED_JSON)) if _LIMITED in text else grammar
 
 
 def _choices(text: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from stoker.base.errors import NotFoundError, RequestError, StokerError
+from stoker.server.errors import StorageError
 from stoker.server.protocols.openai.responses.store import unix_time
 
 MAX_FILES = 10_000
@@ -49,14 +50,18 @@ class FileStore:
         self._max_bytes = max_bytes
 
     def add(self, content: bytes, filename: str, purpose: str, expires_after_s: int | None = None) -> dict[str, Any]:
-        """Store an uploaded file. Raises FilesFullError."""
+        """Store an uploaded file. Raises FilesFullError, and StorageError if the disk is full."""
         stored = self.list()
         used = sum(each["bytes"] for each in stored)
         if used + len(content) > self._max_bytes or len(stored) >= MAX_FILES:
             raise FilesFullError(len(content), used, self._max_bytes)
         file = new_file_object(len(content), filename, purpose, expires_after_s)
-        self._content_path(file["id"]).write_bytes(content)
-        self._write(file)
+        write_atomically(self._content_path(file["id"]), content)
+        try:
+            self._write(file)
+        except StorageError:
+            self._content_path(file["id"]).unlink()
+            raise
         return file
 
     def move(self, source: Path, filename: str, expires_after_s: int | None = None) -> dict[str, Any]:
@@ -146,7 +151,11 @@ def read_expiry(anchor: Any, seconds: Any, field: str) -> int:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that other processes read either the old or the new content."""
+    """Write a file so that other processes read either the old or the new content. Raises StorageError, and then leaves nothing."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.new")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StorageError(path, error.strerror) from None

@@ -9,8 +9,9 @@ from contextlib import aclosing
 from typing import Any
 
 from stoker.base.errors import QueueFullError, RequestError
+from stoker.base.logging import get_logger
 from stoker.frontend.service import Service
-from stoker.server.errors import describe
+from stoker.server.errors import StorageError, describe
 from stoker.server.http.request_context import RequestContext
 from stoker.server.protocol import Context, Endpoint
 from stoker.server.protocols.common.chat.answer import Answer
@@ -23,6 +24,8 @@ from stoker.server.protocols.openai.responses.fields import COUNT_TABLE, TABLE
 from stoker.server.protocols.openai.responses.objects import response_object
 from stoker.server.protocols.openai.responses.request import ResponseCall, read_response_call
 from stoker.server.protocols.openai.responses.store import ResponseStore, StoredResponse, StoreThread, unix_time
+
+log = get_logger(__name__)
 
 MAX_BACKGROUND = 256  # responses in the background per frontend process
 CANCEL_POLL_S = 0.5  # how often a response in the background checks whether another process has cancelled it
@@ -131,7 +134,10 @@ class Responses:
         events, answer = ResponseEvents(call, unix_time()), Answer(call.turn)
         error = await send_answer(http, answer, lambda: encode_events(events.start()), lambda batch: encode_events(events.push(batch)))
         last = events.finish(answer) if error is None else events.fail(describe(error))
-        await self._save(call, events.response)
+        try:
+            await self._save(call, events.response)
+        except StorageError as full:
+            last = events.fail(describe(full))
         await http.send(encode_events(last))
         await http.close_stream()
 
@@ -177,7 +183,10 @@ class Responses:
             events.finish(answer)
         except Exception as error:
             events.fail(describe(error))
-        await self._store.call(ResponseStore.finish, events.response)
+        try:
+            await self._store.call(ResponseStore.finish, events.response)
+        except StorageError as full:  # the stored response stays in progress, and is failed after the end of this process
+            log.error("the result of %s is lost: %s", call.id, full)
 
 
 def _client_error(error: RequestError, values: dict[str, Any]) -> RequestError:

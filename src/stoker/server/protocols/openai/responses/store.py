@@ -12,11 +12,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import msgspec
 
 from stoker.base.errors import NotFoundError
+from stoker.server.errors import StorageError
 from stoker.server.state_directory import StateDirectory
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
+FILE = "responses.sqlite"
 UNFINISHED = ("queued", "in_progress")
 BUSY_TIMEOUT_S = 10.0  # for a transaction of another process
 _SCHEMA = """
@@ -64,7 +66,7 @@ class ResponseStore:
     def __init__(self, state: StateDirectory, max_bytes: int) -> None:
         self._state = state
         self._max_bytes = max_bytes
-        self._database = sqlite3.connect(state.path / "responses.sqlite", timeout=BUSY_TIMEOUT_S, isolation_level=None)
+        self._database = sqlite3.connect(state.path / FILE, timeout=BUSY_TIMEOUT_S, isolation_level=None)
         self._database.execute("PRAGMA journal_mode=WAL")
         self._database.execute("PRAGMA synchronous=OFF")  # survives the end of the server, not a crash of the machine
         self._database.executescript(_SCHEMA)
@@ -144,8 +146,18 @@ class StoreThread:
         self._store: ResponseStore | None = None
 
     async def call(self, function: Callable[Concatenate[ResponseStore, Args], Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
-        """The result of a method of ResponseStore. The first call opens the store. Raises the errors of the method, and ConfigError."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: function(self._opened(), *args, **kwargs))
+        """The result of a method of ResponseStore. The first call opens the store. Raises the errors of the method, ConfigError, and
+        StorageError if the database cannot be written.
+        """
+
+        def run() -> Result:
+            """Call the method in the thread of the store."""
+            try:
+                return function(self._opened(), *args, **kwargs)
+            except sqlite3.OperationalError as error:
+                raise StorageError(self._state().path / FILE, error) from None
+
+        return await asyncio.get_running_loop().run_in_executor(self._executor, run)
 
     def _opened(self) -> ResponseStore:
         """The store."""
@@ -155,7 +167,7 @@ class StoreThread:
 
 
 class _Transaction:
-    """BEGIN IMMEDIATE … COMMIT, or ROLLBACK after an exception."""
+    """BEGIN IMMEDIATE … COMMIT, or ROLLBACK after an exception, that of COMMIT included."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
@@ -164,7 +176,12 @@ class _Transaction:
         self._database.execute("BEGIN IMMEDIATE")
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._database.execute("COMMIT" if kind is None else "ROLLBACK")
+        try:
+            if kind is None:
+                self._database.execute("COMMIT")
+        finally:
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
 
 
 def unix_time() -> int:

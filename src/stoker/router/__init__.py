@@ -1,1 +1,0 @@
-"""Routing of requests to replicas by the prefixes that they hold. `core` makes the decisions; `proxy` is the HTTP and gRPC server."""

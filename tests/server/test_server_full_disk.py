@@ -1,0 +1,70 @@
+"""A full disk below the state directory: requests that store something fail with the path, and others are not affected."""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_http import asgi_client, events
+from scripted_service import ScriptedService
+
+from stoker.server.errors import describe
+
+CONNECT = sqlite3.connect
+PAGES = 12  # of the database: the empty one fits, and no long response
+
+
+class LimitedDatabase(sqlite3.Connection):
+    """A database that becomes full as on a full disk."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.execute(f"PRAGMA max_page_count={PAGES}")
+
+
+async def test_responses_that_cannot_be_stored_fail_with_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite3, "connect", lambda *args, **kwargs: CONNECT(*args, factory=LimitedDatabase, **kwargs))
+    body = {"model": "tiny", "input": "hi", "metadata": {f"k{i}": "x" * 500 for i in range(16)}}
+    file = tmp_path / "responses.sqlite"
+    async with asgi_client(ScriptedService(), state_dir=str(tmp_path)) as client:
+        for _ in range(20):
+            if (refused := await client.post("/v1/responses", json=body)).status_code != 200:
+                break
+        assert refused.status_code == 507
+        error = refused.json()["error"]
+        assert error["code"] == "insufficient_storage" and str(file) in error["message"] and "disk is full" in error["message"]
+        last = events_of((await client.post("/v1/responses", json={**body, "stream": True})).text)[-1]
+        assert last["type"] == "response.failed" and str(file) in last["response"]["error"]["message"]
+        assert (await client.post("/v1/responses", json={**body, "store": False})).status_code == 200
+        assert (await client.post("/v1/responses", json={"input": "hi", "stream": True, "store": False})).status_code == 200
+        assert (await client.post("/v1/completions", json={"prompt": "hi"})).status_code == 200
+
+
+def events_of(text: str) -> list[Any]:
+    return events("".join(line + "\n" for line in text.splitlines() if not line.startswith("event: ")))
+
+
+async def test_files_that_cannot_be_written_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Path.write_bytes
+
+    def fail(path: Path, data: bytes) -> int:
+        """Write the first half, as on a disk that becomes full."""
+        write(path, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with asgi_client(ScriptedService(), state_dir=str(tmp_path)) as client:
+        monkeypatch.setattr(Path, "write_bytes", fail)
+        upload = {"file": ("a.jsonl", b'{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "hi"}}')}
+        refused = await client.post("/v1/files", files=upload, data={"purpose": "batch"})
+        assert refused.status_code == 507 and f"{tmp_path}/files/" in refused.json()["error"]["message"]
+        monkeypatch.undo()
+        assert (await client.get("/v1/files")).json()["data"] == [] and not list((tmp_path / "files").iterdir())
+        assert (await client.post("/v1/files", files=upload, data={"purpose": "batch"})).status_code == 200
+
+
+def test_every_error_of_a_full_disk_has_a_reason() -> None:
+    failure = describe(OSError(errno.ENOSPC, "No space left on device", "/state/batch"))
+    assert failure.status == 507 and "/state/batch cannot be written: No space left on device" in failure.message
