@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from stoker.base.cpus import num_cpus
 from stoker.base.errors import ConfigError
 
 MAX_THREADS = 4096
@@ -38,7 +39,11 @@ VARIABLES = {
         Variable("HUGGING_FACE_HUB_TOKEN", "", "The same; HF_TOKEN takes precedence."),
         Variable("XDG_CACHE_HOME", "~/.cache", "Parent of the cache directory."),
         Variable("TRITON_CACHE_DIR", "STOKER_CACHE/kernels", "Directory of the kernels that Triton compiled."),
-        Variable("OMP_NUM_THREADS", "number of usable cores", "CPU threads for computation; the first number of a list."),
+        Variable(
+            "OMP_NUM_THREADS",
+            "number of usable CPUs, up to a container's quota",
+            "CPU threads for computation; the first number of a list.",
+        ),
         Variable("CC", "gcc", "C compiler of Triton's launchers, which are compiled ahead of time."),
         Variable(
             "OMPI_COMM_WORLD_RANK",
@@ -170,14 +175,14 @@ def commit() -> str | None:
 
 
 def num_threads() -> int:
-    """The number of CPU threads for computation: STOKER_THREADS, OMP_NUM_THREADS, or the cores that this process may use.
+    """The number of CPU threads for computation: STOKER_THREADS, OMP_NUM_THREADS, or the CPUs that this process may use (`num_cpus`).
 
     Raises ConfigError for a value that is not a number of threads.
     """
     for name in ("STOKER_THREADS", "OMP_NUM_THREADS"):
         if value := text(name):
             return _parse_threads(name, value)
-    return len(os.sched_getaffinity(0))
+    return num_cpus()
 
 
 def _parse_threads(name: str, value: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stoker.base import env
+from stoker.base.cpus import num_cpus
 from stoker.base.logging import get_logger
 from stoker.engine.reader import Engine
 
@@ -49,7 +49,7 @@ def _compile(path: Path, capability: int, progress: Progress) -> None:
     jobs = launches(path, capability)
     folder = cache.use_kernel_cache()
     missing = [job for job in jobs if not job.is_cached(folder)]
-    compile_jobs(missing, folder, capability, len(os.sched_getaffinity(0)), lambda done, total: progress("kernels", done, total))
+    compile_jobs(missing, folder, capability, num_cpus(), lambda done, total: progress("kernels", done, total))
     cache.write_archive(jobs, folder, path / cache.ARCHIVE, capability)
     log.info("kernels: %d for sm_%d, %d of them compiled now", len(jobs), capability, len(missing))
 

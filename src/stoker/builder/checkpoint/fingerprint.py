@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from stoker.base import env
+from stoker.base.cpus import num_cpus
 
 CHUNK_BYTES = 64 << 20
 MAX_THREADS = 8  # sha256 processes 1.4 GB/s per core, which is less than the page cache delivers
@@ -18,7 +19,7 @@ def fingerprint(files: Iterable[Path], progress: Callable[[int, int], None] = la
     """SHA-256 over the names and digests of `files`, in the order of their names. `progress` receives (bytes done, total bytes)."""
     total, done = hashlib.sha256(), 0
     ordered = sorted(set(files), key=lambda file: (file.name, file))
-    pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
+    pool = ThreadPoolExecutor(min(MAX_THREADS, num_cpus()))
     try:
         digests = [FileDigest(file, pool) for file in ordered]
         num_bytes = sum(len(digest.chunks) for digest in digests) * CHUNK_BYTES

@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-import os
 import shutil
 import subprocess
 import uuid
@@ -27,6 +26,7 @@ from triton.backends.nvidia import driver
 from triton.runtime.build import platform_key
 
 from stoker.base import env
+from stoker.base.cpus import num_cpus
 
 
 class LaunchSignature(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class LaunchSignature(msgspec.Struct, frozen=True):
 
 def build_launchers(signatures: Iterable[LaunchSignature], cache: Path) -> None:
     """Build the host libraries of `signatures` in Triton's cache directory `cache`, in parallel. Existing ones are skipped."""
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(num_cpus()) as pool:
         list(pool.map(lambda signature: build_launcher(signature, cache), set(signatures)))
 
 
