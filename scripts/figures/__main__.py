@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fused_layer import fused_layer
 from kv_cache import kv_cache
+from placement import placement
 from plots import fused_layer_time, step_time, throughput
 from request import request
 from svg import stylesheet
@@ -20,7 +21,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def generated_files() -> dict[str, str]:
     """Path below docs/ → content."""
-    drawings = (request, engine, kv_cache, fused_layer, step_time, throughput, fused_layer_time)
+    drawings = (request, engine, kv_cache, fused_layer, placement, step_time, throughput, fused_layer_time)
     figures = {f"images/{draw.__name__}.svg": draw().svg() for draw in drawings}
     return figures | {"stylesheets/figures.css": stylesheet()}
 

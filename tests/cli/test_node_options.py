@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from stoker.base import env
@@ -119,22 +121,34 @@ def test_processes_of_a_job_on_several_hosts_are_nodes(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("required", "job", "message"),
+    ("required", "context", "message"),
     [
-        (RequiredNodes(num_nodes=3), TWO_HOSTS, "num_nodes=3, and the number of hosts is 2"),
-        (RequiredNodes(participants=(1, 2)), TWO_HOSTS, "participant_ids=1,2 is refused: process 0 serves and holds the leader rank"),
-        (RequiredNodes(participants=(0, 4)), TWO_HOSTS, "participant_ids=0,4, and the number of processes is 4. Use ids from 0 to 3."),
-        (RequiredNodes(participants=(0,)), JobProcess(), "participant_ids=0, and nnodes is 2"),
-        (RequiredNodes(participants=(0, 2)), JobProcess(), "participant_ids=0,2, and the number of processes is 2"),
+        (RequiredNodes(num_nodes=3), {"job": TWO_HOSTS}, "num_nodes=3, and the number of hosts is 2"),
+        (RequiredNodes(participants=(1, 2)), {"job": TWO_HOSTS}, "participant_ids=1,2 is refused: process 0 serves and holds the leader"),
+        (
+            RequiredNodes(participants=(0, 4)),
+            {"job": TWO_HOSTS},
+            "participant_ids=0,4, and the number of processes is 4. Use ids from 0 to 3.",
+        ),
+        (RequiredNodes(participants=(0,)), {}, "participant_ids=0, and the number of nodes is 2. Use 0,1"),
+        (RequiredNodes(participants=(0, 2)), {}, "participant_ids=0,2, and the number of nodes is 2"),
     ],
 )
-def test_requirements_of_repositories_are_checked(required: RequiredNodes, job: JobProcess, message: str) -> None:
+def test_requirements_of_repositories_are_checked(required: RequiredNodes, context: dict[str, Any], message: str) -> None:
     nodes = NodeSettings(num_nodes=2, num_hosts=2, rendezvous="a:1")
     with pytest.raises(ConfigError) as caught:
-        check_required_nodes(required, nodes, job)
+        check_required_nodes(required, nodes, **context)
     assert message in str(caught.value) and caught.value.cure
     for fitting in (RequiredNodes(), RequiredNodes(num_nodes=2, participants=(0, 1))):
-        check_required_nodes(fitting, nodes, job)
+        check_required_nodes(fitting, nodes, **context)
+
+
+def test_participants_of_one_node_are_its_ranks() -> None:
+    check_required_nodes(RequiredNodes(num_nodes=1, participants=(0, 1)), NodeSettings(), num_ranks=2)
+    with pytest.raises(ConfigError, match="participant_ids=0,1, and the number of ranks is 4"):
+        check_required_nodes(RequiredNodes(participants=(0, 1)), NodeSettings(), num_ranks=4)
+    with pytest.raises(ConfigError, match="num_nodes=2, and the number of hosts is 1"):
+        check_required_nodes(RequiredNodes(num_nodes=2), NodeSettings(), num_ranks=4)
 
 
 def test_orchestrator_modes(monkeypatch: pytest.MonkeyPatch) -> None:

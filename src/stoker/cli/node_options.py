@@ -84,9 +84,13 @@ def job_nodes(job: JobProcess, required: RequiredNodes) -> NodeSettings | None:
     return nodes
 
 
-def check_required_nodes(required: RequiredNodes, nodes: NodeSettings, job: JobProcess) -> None:
-    """Raise ConfigError unless the nodes are those that a deployment requires. Those of a job are its processes."""
-    in_job = bool(job.variable) and job.size > 1
+def check_required_nodes(
+    required: RequiredNodes, nodes: NodeSettings, *, job: JobProcess | None = None, num_ranks: int | None = None
+) -> None:
+    """Raise ConfigError unless the nodes are those that a deployment requires.
+
+    `job`: its participants select among the processes of this job; None: they are the nodes, or with one node its `num_ranks` ranks.
+    """
     if required.num_nodes not in (None, nodes.num_hosts):
         raise ConfigError(
             f"{required.origin}: num_nodes={required.num_nodes}, and the number of hosts is {nodes.num_hosts}.",
@@ -97,15 +101,18 @@ def check_required_nodes(required: RequiredNodes, nodes: NodeSettings, job: JobP
         return
     shown = f"{required.origin}: participant_ids={','.join(map(str, participants))}"
     if participants[0] != 0:
+        raise ConfigError(f"{shown} is refused: process 0 serves and holds the leader rank.", cure="Begin with 0, such as 0,1.")
+    if job is not None:
+        if max(participants) >= job.size:
+            raise ConfigError(f"{shown}, and the number of processes is {job.size}.", cure=f"Use ids from 0 to {job.size - 1}.")
+        return
+    size = nodes.num_nodes if nodes.num_nodes > 1 else num_ranks or len(participants)
+    if participants != tuple(range(size)):
+        noun = "nodes" if nodes.num_nodes > 1 else "ranks"
+        ids = ",".join(map(str, range(size)))
         raise ConfigError(
-            f"{shown} is refused: process 0 serves and holds the leader rank.",
-            cure="Begin with 0, such as 0,1.",
+            f"{shown}, and the number of {noun} is {size}.", cure=f"Use {ids}, or stoker tritonserver in a job on several hosts."
         )
-    size = job.size if in_job else nodes.num_nodes
-    if max(participants) >= size:
-        raise ConfigError(f"{shown}, and the number of processes is {size}.", cure=f"Use ids from 0 to {size - 1}.")
-    if not in_job and len(participants) != size:
-        raise ConfigError(f"{shown}, and nnodes is {size}.", cure="Name all nodes, or start the processes with mpirun or srun.")
 
 
 def check_orchestrator(job: JobProcess) -> None:

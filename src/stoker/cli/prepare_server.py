@@ -17,6 +17,7 @@ from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.base.logging import get_logger
 from stoker.base.nodes import NodeSettings, describe_placement, place_ranks
+from stoker.cli.node_options import check_required_nodes
 from stoker.deploy import prepare
 from stoker.deploy.build_settings import BuildSettings, apply_build_settings
 from stoker.deploy.deployment import BuildOptions, Deployment, EngineInfo, EngineSource
@@ -72,6 +73,8 @@ def prepare_server(
     for note in deployment.notes:
         log.log(logging.WARNING if note.severity == "warning" else logging.INFO, "%s", note)
     prepared = prepare.prepare_engine(deployment, env.child_environment(), progress)
+    if nodes.num_nodes == 1:
+        check_required_nodes(deployment.nodes, nodes, num_ranks=engine_info(prepared.engine).mapping.world_size)
     _check_start(prepared.engine, deployment, nodes)
     return PreparedServer(
         engine=prepared.engine,
@@ -97,6 +100,8 @@ def check_engine(deployment: Deployment, nodes: NodeSettings = NodeSettings()) -
     path = _local_engine(deployment)
     if path is not None:
         prepare.check_ranks(deployment, path)
+        if nodes.num_nodes == 1:
+            check_required_nodes(deployment.nodes, nodes, num_ranks=engine_info(path).mapping.world_size)
         _check_start(path, deployment, nodes)
 
 

@@ -34,7 +34,7 @@ class ServeArguments(NamedTuple):
         from stoker.cli.prepare_server import read_deployment
 
         deployment = read_deployment(self.model, self.settings, self.runtime, frozenset(self.origins), progress, self.build)
-        check_required_nodes(deployment.nodes, self.nodes, env.job_process())
+        check_required_nodes(deployment.nodes, self.nodes)
         if self.nodes.num_nodes > 1 and deployment.server.restarts:
             raise ConfigError(
                 f"restarts={deployment.server.restarts} is refused with nnodes={self.nodes.num_nodes}: they end with the engine.",

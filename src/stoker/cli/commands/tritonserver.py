@@ -120,10 +120,8 @@ def _run(values: dict[str, Any], process: JobProcess) -> int:
     required = read_repository(repository).nodes
     nodes: NodeSettings | None = NodeSettings()
     if not process.one_host:
-        check_required_nodes(required, NodeSettings(num_hosts=process.num_hosts), process)
+        check_required_nodes(required, NodeSettings(num_hosts=process.num_hosts), job=process)
         nodes = job_nodes(process, required)
-    else:
-        check_required_nodes(required, NodeSettings(), process)
     if nodes is None:
         log.info("process %d of %d is not among the participant_ids, and ends.", process.rank, process.size)
         return 0
