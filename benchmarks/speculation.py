@@ -123,7 +123,9 @@ def on_gpu(args: argparse.Namespace, name: str) -> dict[str, Any]:
         build(args.config, folder + "/engine", config, verify="none")
         for speculate in ("none", "ngram"):
             with mock.patch.object(Graphs, "warm_up", lambda _: 0):
-                settings = RuntimeConfig(prefix_reuse=False, speculate=speculate, draft_tokens=DRAFTS, kv_cache_tokens=1 << 16)
+                settings = RuntimeConfig(
+                    prefix_reuse=False, speculate=speculate, draft_tokens=DRAFTS, adaptive_drafts=False, kv_cache_tokens=1 << 16
+                )
                 executor = load_executor(folder + "/engine", settings, SynchronousMailbox)
             if speculate == "ngram" and args.tensor_parallel == 1:
                 for rows in args.rows:
@@ -157,7 +159,7 @@ def on_cpu(repeats: int = 5) -> dict[str, Any]:
 
     limits = Limits(max_batch_size=4, max_input_len=1024, max_output_len=1024)
     engine = build_cached(str(default_checkpoint()), BuildConfig(device="cpu", limits=limits), verify="none")
-    models = {speculate: LLM(str(engine.path), speculate=speculate) for speculate in ("none", "ngram")}
+    models = {speculate: LLM(str(engine.path), speculate=speculate, draft_tokens=15) for speculate in ("none", "ngram")}
     result: dict[str, Any] = {}
     for task, text in (("edit", EDIT), ("free", FREE)):
         times: dict[str, list[float]] = {speculate: [] for speculate in models}

@@ -42,7 +42,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answers(engine: Path, calls: list[TokenRequest], **settings: Any) -> tuple[list[list[int]], int]:
     """The tokens of each request, and the number of steps."""
-    executor = load_executor(engine, RuntimeConfig(kv_cache_tokens=2048, **settings), SynchronousMailbox)
+    executor = load_executor(engine, RuntimeConfig(kv_cache_tokens=2048, adaptive_drafts=False, **settings), SynchronousMailbox)
     assert isinstance(executor.mailbox, SynchronousMailbox)
     executor.mailbox.submit(calls)
     found: dict[str, list[int]] = {call.request_id: [] for call in calls}

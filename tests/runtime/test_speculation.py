@@ -57,7 +57,7 @@ def test_features(drive: Make, prompts: list[list[int]], settings: dict[str, Any
         call.params = case.params
         call.draft_ids = corrupted(rng, plain.answers[case.request_id, 0].tokens, 0.1)
         again.append(call)
-    driven = drive(speculate="request", kv_cache_tokens=24 * 16, **settings)
+    driven = drive(speculate="request", adaptive_drafts=False, kv_cache_tokens=24 * 16, **settings)
     found = driven.run(*again)
     for case, one, other in zip([c for c in cases for _ in range(c.params.n)], expected, found, strict=True):
         assert comparable(one) == comparable(other), case.params
@@ -70,7 +70,7 @@ def test_prompt_lookup(drive: Make, prompts: list[list[int]], speculate: str) ->
     calls = [request(prompt, max_tokens=40, logit_bias=dict.fromkeys((5, 6, 7), 4.0), frequency_penalty=-0.1) for prompt in prompts]
     plain = drive()
     expected = [answer.tokens for answer in plain.run(*calls)]
-    driven = drive(speculate=speculate)
+    driven = drive(speculate=speculate, adaptive_drafts=False)
     assert [answer.tokens for answer in driven.run(*calls)] == expected
     assert (driven.stats.num_steps < 0.6 * plain.stats.num_steps) is (speculate == "ngram")
 
@@ -116,7 +116,7 @@ def test_drafts_of_the_device(drive: Make, prompts: list[list[int]], monkeypatch
     expected = [comparable(answer) for answer in plain.run(*cases)]
     drafter = StubDrafter({tuple(case.prompt_ids): plain.answers[case.request_id, 0].tokens for case in cases})
     monkeypatch.setitem(PROPOSERS._rows, "ngram", StubDeviceDrafts)
-    driven = drive(speculate="ngram")
+    driven = drive(speculate="ngram", adaptive_drafts=False)
     runner = driven.executor.runner
     assert isinstance(runner, ModelRunner)
     runner.drafter, runner.last_ids = drafter, torch.zeros((1 + drafter.num_drafts) * (runner.inputs.num_rows + 1), dtype=torch.int32)

@@ -42,6 +42,7 @@ RUNTIME_HELP = {
     "attention_window": "Maximum number of previous tokens that attention reads.",
     "speculate": "Speculative decoding: ngram copies drafts from the prompt, request verifies the drafts of requests. Default: none.",
     "draft_tokens": "Maximum number of draft tokens per sequence and step.",
+    "adaptive_drafts": "Verify fewer draft tokens where it is faster.",
     "step_timeout_s": "Seconds after which a step counts as hung and the server as not ready. Default: 30 on a GPU, 120 on a CPU.",
     "kv_events": "ZeroMQ address for events about KV cache blocks, such as tcp://*:5557, which routers read. They contain prompts.",
     "kv_events_replay": "ZeroMQ address for requests to repeat those events, such as tcp://*:5558.",

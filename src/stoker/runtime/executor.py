@@ -235,6 +235,8 @@ class Executor:
             self._fail(plan, error)
             return
         self.stats.last_step_time_s = self.step_history.record(launched, plan)
+        if not plan.num_prefill_tokens:
+            self.scheduler.draft_length.record_step(plan.num_tokens, self.stats.last_step_time_s)
         if plan.num_prefill_tokens:
             self._record_chunks(plan, launched)
         outcome = self.scheduler.commit(plan, self._tokens(plan, result))

@@ -150,6 +150,7 @@ def _load(
         event_log=BlockEventLog() if events is not None else None,
         proposer=config.speculate,
         draft_tokens=config.draft_tokens,
+        adaptive_drafts=config.adaptive_drafts,
         drafts_beside_prefill=not captures_steps(config, model_config) or device.type == "cpu",  # such steps are not captured
     )
     runner = loaded.runner(num_blocks, ranks)

@@ -106,6 +106,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "acceptance",
         "adapter",
         "admission",
         "announced_key",
@@ -187,6 +188,7 @@ class Sequence:
         self.bidirectional_prefix: BidirectionalPrefix | None = None  # for a prefix LM
         self.grammar: Any = None  # the compiled guide
         self.announced_key: Any = None  # key of the prompt block that it adds to the prefix index next
+        self.acceptance: Any = None  # the drafts that were verified and accepted
         self.proposal: Any = None  # the state that the draft proposer has for this sequence
         self.fault: ErrorInfo | None = None  # why no token can be sampled, if a sampling feature knows the reason
         self.finish_reason: FinishReason | None = None

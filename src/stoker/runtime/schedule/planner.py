@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from stoker.runtime.request import NO_ADAPTER, Sequence, Status
+from stoker.runtime.schedule.draft_length import DraftLength
 from stoker.runtime.schedule.plan import NO_DRAFTS, StepPlan
 from stoker.runtime.schedule.policies.policy import Demand
 from stoker.runtime.schedule.proposers.proposer import Proposer
@@ -25,16 +26,15 @@ class Planner:
         max_rows: int,
         max_num_tokens: int,
         chunked_prefill: bool,
-        draft_tokens: int | None = None,
+        draft_length: DraftLength,
         drafts_beside_prefill: bool = True,
     ) -> None:
-        """`draft_tokens`: the largest number of drafts per row, if smaller than that of the proposer.
-
-        `drafts_beside_prefill`: whether steps with prefills have drafts, too.
-        """
+        """`draft_length`: the number of drafts per row. `drafts_beside_prefill`: whether steps with prefills have drafts, too."""
         self._running_set = running_set
         self._proposer = proposer
-        self._max_drafts = proposer.max_drafts if draft_tokens is None else min(draft_tokens, proposer.max_drafts)
+        self._draft_length = draft_length
+        self._max_drafts = draft_length.max_drafts
+        self._num_decodes = 0  # of the newest plan
         self._max_sampled = max_sampled_tokens(max_rows)
         self._drafts_beside_prefill = drafts_beside_prefill
         self._row_limit = self._max_rows = max_rows
@@ -112,7 +112,13 @@ class Planner:
 
     def _waits(self, seq: Sequence) -> bool:
         """Whether `seq` must not be planned while one of its ids is pending."""
-        return seq.waits_for_ids or (self._max_drafts > 0 and self._proposer.reads_token_ids and self._proposer.waits(seq))
+        if seq.waits_for_ids or not self._max_drafts or not self._proposer.reads_token_ids:
+            return seq.waits_for_ids
+        return self._limit(seq) > 0 and self._proposer.waits(seq)
+
+    def _limit(self, seq: Sequence) -> int:
+        """The number of drafts that pay for `seq`, if a step has as many decodes as the newest one."""
+        return self._draft_length.limit(seq, max(self._num_decodes, 1))
 
     def _prefills(self, plan: StepPlan, prefills: list[Sequence]) -> bool:
         """Add chunks of unfinished prefills to the plan. False if one of them gets no tokens; then no waiting sequence may overtake it."""
@@ -159,7 +165,9 @@ class Planner:
         Drafts come after prefills and admissions and never preempt, so they delay no other sequence. Rows with drafts are moved behind the
         rows with one token.
         """
-        room = self._max_sampled - len(plan)
+        room, self._num_decodes = self._max_sampled - len(plan), plan.num_decodes
+        if room <= 0:
+            return
         drafts: list[Seq[int]] = []
         for seq in plan.sequences[: plan.num_decodes]:
             drafts.append(self._propose(seq, plan, room))
@@ -175,7 +183,7 @@ class Planner:
 
     def _propose(self, seq: Sequence, plan: StepPlan, room: int) -> Seq[int]:
         """At most `room` draft tokens for one decode of the plan. Advances the counters and blocks of the sequence past them."""
-        limit = min(self._max_drafts, room, self._max_num_tokens - plan.num_tokens, seq.max_computed - seq.num_computed)
+        limit = min(self._limit(seq), room, self._max_num_tokens - plan.num_tokens, seq.max_computed - seq.num_computed)
         is_unknown = seq.num_pending > 1 if self._proposer.reads_token_ids else seq.reads_drafts
         if limit <= 0 or is_unknown or seq.status is not Status.RUNNING:
             return NO_DRAFTS

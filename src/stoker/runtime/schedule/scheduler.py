@@ -12,6 +12,7 @@ from stoker.runtime.kv.events.log import BlockEventLog
 from stoker.runtime.kv.manager import KVCacheManager
 from stoker.runtime.kv.tiers import HostTier
 from stoker.runtime.request import NO_ADAPTER, Sequence, Status, TokenRequest
+from stoker.runtime.schedule.draft_length import DraftLength
 from stoker.runtime.schedule.plan import StepOutcome, StepPlan
 from stoker.runtime.schedule.planner import Planner
 from stoker.runtime.schedule.policies import POLICIES
@@ -31,7 +32,8 @@ class Scheduler:
     step, `max_num_tokens` its tokens, and `max_num_sequences` the sequences that hold blocks. If more sequences hold blocks than fit into
     a step, they alternate. With `num_stages` pipeline stages the sequences are spread over that number of steps in flight. Without
     `chunked_prefill` a prompt is computed in a single step. `num_adapters` is the number of low-rank adapters that the model has. A
-    row has at most `draft_tokens` drafts of the proposer, and none in a step with prefills unless `drafts_beside_prefill` is set.
+    row has at most `draft_tokens` drafts of the proposer, fewer if that is faster (`adaptive_drafts`), and none in a step with prefills
+    unless `drafts_beside_prefill` is set.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Scheduler:
         num_stages: int = 1,
         proposer: str = "none",
         draft_tokens: int | None = None,
+        adaptive_drafts: bool = False,
         drafts_beside_prefill: bool = True,
         num_adapters: int = 0,
         host_tier: HostTier | None = None,
@@ -62,13 +65,16 @@ class Scheduler:
         self._running_set = RunningSet(self.kv_cache, POLICIES.get(policy)(), max_num_sequences or max_batch_size)
         max_rows = min(max_batch_size, max_num_tokens)
         self._proposer = PROPOSERS.get(proposer)()
+        max_drafts = self._proposer.max_drafts
+        max_drafts = max_drafts if draft_tokens is None else min(draft_tokens, max_drafts)
+        self.draft_length = DraftLength(max_drafts, is_adaptive=adaptive_drafts)
         self._planner = Planner(
             self._running_set,
             self._proposer,
             max_rows=max_rows,
             max_num_tokens=max_num_tokens,
             chunked_prefill=chunked_prefill,
-            draft_tokens=draft_tokens,
+            draft_length=self.draft_length,
             drafts_beside_prefill=drafts_beside_prefill,
         )
         self._num_stages = num_stages
@@ -249,8 +255,11 @@ class Scheduler:
                     num_valid = len(tokens) - 1  # tokens whose keys and values no later step overwrites
                     if drafts or not ids or ids[0] in seq.end_ids or num_valid >= seq.max_computed:
                         seq.num_computed -= 1 + len(drafts) - len(ids)
+                        num_accepted = len(ids) - 1
                         ids, reason = _cut_at_end(seq, ids)
                         num_valid = len(tokens) - 1
+                        if drafts:
+                            self.draft_length.record(seq, len(drafts), min(num_accepted, len(ids)))
                     if ids:
                         gained.append(seq)
                         gained_ids.append(ids)

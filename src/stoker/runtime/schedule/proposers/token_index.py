@@ -6,13 +6,16 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 SIZES = (5, 3, 2)  # numbers of tokens that must agree; longer agreements are tried first
+TRUSTED = 5  # equal tokens after which a continuation is returned without a limit
+LONGEST = 1 << 10
 
 
 class TokenIndex:
     """Finds the continuation of the newest tokens in a text that grows.
 
     Each run of SIZES tokens is in a hash table with the position after its last occurrence. While the tokens that follow agree with a
-    continuation, it is continued without a search, so that a copied passage is not lost where its words occur several times.
+    continuation, it is continued without a search, so that a copied passage is not lost where its words occur several times. The more
+    tokens agree, the more tokens of the continuation are returned, because short agreements are often accidents.
     """
 
     def __init__(self, text: Iterable[int] = (), *, start: int = -1) -> None:
@@ -22,6 +25,7 @@ class TokenIndex:
         self._num_indexed = [0] * len(SIZES)  # ends of the runs in each table
         self.append(text)
         self._next = start
+        self._num_equal = TRUSTED if start >= 0 else 0  # tokens before the continuation that agree with the newest ones
 
     def append(self, token_ids: Iterable[int]) -> None:
         """Add tokens to the end of the text."""
@@ -42,22 +46,33 @@ class TokenIndex:
         """
         text = self.text
         for token in token_ids:
-            self._next = self._next + 1 if 0 <= self._next < len(text) and text[self._next] == token else -1
+            if 0 <= self._next < len(text) and text[self._next] == token:
+                self._next, self._num_equal = self._next + 1, self._num_equal + 1
+            else:
+                self._next = -1
         if self._next < 0 or self._next >= len(text):
-            self._next = self._find(newest)
+            self._find(newest)
 
     def continuation(self, limit: int) -> list[int]:
         """At most `limit` tokens that followed the newest ones in the text."""
+        limit = min(limit, self._limit)
         return self.text[self._next : self._next + limit] if self._next >= 0 else []
 
     def repetition(self, limit: int) -> list[int]:
         """The same for a text that ends with the newest tokens: the tokens between the two occurrences are repeated up to `limit`."""
         found = self.continuation(limit)
+        limit = min(limit, self._limit)
         return (found * -(-limit // len(found)))[:limit] if found else found
 
-    def _find(self, newest: Sequence[int]) -> int:
-        """The position after the last occurrence of the newest tokens; -1: none."""
+    @property
+    def _limit(self) -> int:
+        """The number of tokens of the continuation that are likely enough."""
+        return LONGEST if self._num_equal >= TRUSTED else 2 * self._num_equal
+
+    def _find(self, newest: Sequence[int]) -> None:
+        """Continue after the last occurrence of the newest tokens."""
+        self._next, self._num_equal = -1, 0
         for size, table in zip(SIZES, self._tables, strict=True):
             if len(newest) >= size and (found := table.get(tuple(newest[-size:]))) is not None:
-                return found
-        return -1
+                self._next, self._num_equal = found, size
+                return

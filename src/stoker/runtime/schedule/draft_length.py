@@ -1,0 +1,144 @@
+"""Chooses how many draft tokens a sequence verifies: from the measured acceptance of its drafts and the measured cost of a token.
+
+A step of T tokens takes about base + slope × T seconds. With R rows that each have k drafts, of which each is accepted with probability a
+if those before it are, the rate of generated tokens is
+
+    rate(k) = R × (1 + a + a² + ... + aᵏ) ÷ (base + slope × R × (1 + k))
+
+The chosen k has the largest rate; it is 0 unless that rate is MIN_GAIN × rate(0). On an idle GPU the slope is small, and k is large; at
+full load base + slope × R is nearly proportional to R, and drafts do not pay. A sequence whose drafts are rejected has no drafts for a
+number of tokens that doubles with each failed attempt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stoker.runtime.request import Sequence
+
+MIN_GAIN = 1.03
+DECAY = 0.98  # of step times, per step
+FORGET = 0.9  # of a sequence's acceptance, per step with drafts
+PRIOR_WEIGHT = 3.0  # drafts that the acceptance of earlier sequences counts for, in a new one
+FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # tokens without drafts after an attempt that did not pay
+FLAT = 32.0  # base ÷ slope before steps of different sizes were measured
+
+
+class StepCost:
+    """The line base + slope × tokens through the newest step times, by weighted least squares."""
+
+    def __init__(self) -> None:
+        self._weight = self._tokens = self._time = self._tokens_2 = self._product = 0.0
+
+    def record(self, tokens: int, duration_s: float) -> None:
+        """Add a step of `tokens` tokens. A time above three times the mean counts as that, because the machine was busy otherwise."""
+        if self._weight:
+            duration_s = min(duration_s, 3.0 * self._time / self._weight)
+        self._weight = self._weight * DECAY + 1.0
+        self._tokens = self._tokens * DECAY + tokens
+        self._time = self._time * DECAY + duration_s
+        self._tokens_2 = self._tokens_2 * DECAY + tokens * tokens
+        self._product = self._product * DECAY + tokens * duration_s
+
+    def base_by_slope(self) -> float:
+        """base ÷ slope, in tokens: how many tokens cost as much as an empty step. At least 0."""
+        if not self._weight:
+            return FLAT
+        mean_tokens, mean_time = self._tokens / self._weight, self._time / self._weight
+        variance = self._tokens_2 / self._weight - mean_tokens**2
+        if variance < 0.25 or mean_time <= 0.0:
+            return FLAT
+        slope = (self._product / self._weight - mean_tokens * mean_time) / variance
+        if slope <= 0.0:
+            return 1e6
+        return max(mean_time / slope - mean_tokens, 0.0)
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """The recent drafts of one sequence. Counts are weighted: older ones count less."""
+
+    accepted: float
+    tried: float
+    pause: int = FIRST_PAUSE  # tokens without drafts after the next attempt that does not pay
+    resume_at: int = 0  # number of tokens of the sequence from which it may have drafts again
+    num_drafts: int = 0  # all drafts that were verified, and those of them that were accepted
+    num_accepted: int = 0
+
+    @property
+    def rate(self) -> float:
+        """The probability that a draft is accepted if those before it are."""
+        return self.accepted / self.tried
+
+
+class DraftLength:
+    """The number of drafts per sequence, at most `max_drafts`. With `is_adaptive` False it is always `max_drafts`."""
+
+    def __init__(self, max_drafts: int, *, is_adaptive: bool) -> None:
+        self.max_drafts = max_drafts
+        self.is_adaptive = is_adaptive
+        self.cost = StepCost()
+        self._average = Acceptance(0.7 * PRIOR_WEIGHT, PRIOR_WEIGHT)  # over all sequences
+        self._best: dict[tuple[int, int], int] = {}  # (acceptance in 32nds, rows) → number of drafts
+        self._num_recorded = 0
+
+    def limit(self, seq: Sequence, num_rows: int) -> int:
+        """The number of drafts for a sequence in a step of `num_rows` rows."""
+        if not self.is_adaptive:
+            return self.max_drafts
+        acceptance, num_tokens = self._acceptance(seq), len(seq.tokens)
+        if num_tokens < acceptance.resume_at:
+            return 0
+        key = (round(acceptance.rate * 32), num_rows)
+        if (best := self._best.get(key)) is None:
+            best = self._best[key] = self._choose(key[0] / 32, num_rows)
+        if best == 0:
+            if acceptance.resume_at:  # the pause has ended: one attempt
+                return 1
+            acceptance.resume_at = num_tokens + acceptance.pause
+        return best
+
+    def record(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts of a step, whose tokens `seq` has already."""
+        acceptance = self._acceptance(seq)
+        acceptance.num_drafts += num_drafts
+        acceptance.num_accepted += num_accepted
+        tried = num_accepted + (num_accepted < num_drafts)
+        for counts, decay in ((acceptance, FORGET), (self._average, DECAY)):
+            counts.accepted = counts.accepted * decay + num_accepted
+            counts.tried = counts.tried * decay + tried
+        if not acceptance.resume_at:
+            return
+        if num_accepted:
+            acceptance.resume_at, acceptance.pause = 0, FIRST_PAUSE
+            acceptance.accepted, acceptance.tried = self._average.rate * PRIOR_WEIGHT + num_accepted, PRIOR_WEIGHT + tried
+        else:
+            acceptance.pause = min(acceptance.pause * 2, LONGEST_PAUSE)
+            acceptance.resume_at = len(seq.tokens) + acceptance.pause
+
+    def _acceptance(self, seq: Sequence) -> Acceptance:
+        """The counts of a sequence. A new one begins with the average of all sequences."""
+        if seq.acceptance is None:
+            seq.acceptance = Acceptance(self._average.rate * PRIOR_WEIGHT, PRIOR_WEIGHT)
+        counts: Acceptance = seq.acceptance
+        return counts
+
+    def record_step(self, num_tokens: int, duration_s: float) -> None:
+        """Count the time of a step without prefills."""
+        self.cost.record(num_tokens, duration_s)
+        self._num_recorded += 1
+        if self._num_recorded % 16 == 0:
+            self._best.clear()
+
+    def _choose(self, acceptance: float, num_rows: int) -> int:
+        """The number of drafts with the largest rate of tokens."""
+        base = self.cost.base_by_slope()
+        plain = best_rate = 1.0 / (base + num_rows)
+        best, expected, probability = 0, 1.0, 1.0
+        for count in range(1, self.max_drafts + 1):
+            probability *= acceptance
+            expected += probability
+            rate = expected / (base + num_rows * (1 + count))
+            if rate > best_rate:
+                best, best_rate = count, rate
+        return best if best_rate > MIN_GAIN * plain else 0

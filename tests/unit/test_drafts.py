@@ -1,0 +1,125 @@
+"""Prompt lookup and the number of drafts, without a model."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from stoker.base.types import SamplingParams
+from stoker.runtime.request import Sequence, TokenRequest
+from stoker.runtime.schedule.draft_length import DraftLength
+from stoker.runtime.schedule.proposers.ngram import MAX_PROMPT, NgramProposer
+from stoker.runtime.schedule.proposers.supplied import SuppliedDrafts
+from stoker.runtime.schedule.proposers.token_index import SIZES, TokenIndex
+
+
+def sequence(prompt: list[int], draft_ids: list[int] | None = None, **params: Any) -> Sequence:
+    request = TokenRequest(request_id="r", prompt_ids=prompt, params=SamplingParams(**params), draft_ids=draft_ids or [])
+    return Sequence(0, request, 0, 0.0)
+
+
+def last_occurrence(text: list[int], newest: list[int], size: int) -> int:
+    """The position after the last occurrence of the newest `size` tokens that another token follows; -1: none."""
+    wanted = newest[-size:]
+    found = [end for end in range(size, len(text)) if text[end - size : end] == wanted]
+    return found[-1] if len(wanted) == size and found else -1
+
+
+def test_the_index_finds_the_last_occurrence_of_the_longest_run() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        text = [rng.randrange(3) for _ in range(rng.randrange(40))]
+        index, length = TokenIndex(), 0
+        while length < len(text):  # grows in chunks
+            count = rng.randrange(1, 9)
+            index.append(text[length : length + count])
+            length += count
+        index.follow((), text)
+        position = next((at for size in SIZES if (at := last_occurrence(text, text, size)) >= 0), -1)
+        found = index.continuation(4)
+        assert found == (text[position : position + len(found)] if position >= 0 else []) and bool(found) == (position >= 0)
+
+
+def test_a_copied_passage_is_followed_where_its_words_occur_several_times() -> None:
+    passage = [1, 2, 3, 4, 5, 6, 1, 2, 3, 9, 9, 7, 1, 2, 3, 8]
+    proposer, seq = NgramProposer(), sequence([*passage, 50])
+    seq.tokens += passage[:2]
+    proposed = 0
+    while len(seq.tokens) < 17 + len(passage):
+        drafts = proposer.propose(seq, 3)
+        rest = passage[len(seq.tokens) - 17 :]
+        accepted = next((i for i, token in enumerate(drafts) if token != rest[i : i + 1][0]), len(drafts)) if rest else 0
+        proposed += accepted
+        seq.tokens += rest[: accepted + 1]
+    assert proposed >= 9
+
+
+def test_repetitions_are_continued_beyond_the_end_of_the_text() -> None:
+    seq = sequence([5, 6, 7, 5, 6, 7, 5, 6])
+    assert list(NgramProposer().propose(seq, 8)) == [7, 5, 6, 7, 5, 6, 7, 5]
+
+
+def test_a_long_prompt_is_indexed_from_its_end() -> None:
+    seq = sequence([1, 2, 3, 4, 5, 6] + [9] * MAX_PROMPT + [1, 2, 3, 4, 5])
+    assert not NgramProposer().propose(seq, 4)
+
+
+def test_supplied_drafts_continue_after_a_difference() -> None:
+    proposer, seq = SuppliedDrafts(), sequence([1, 2], draft_ids=list(range(10, 30)))
+    assert proposer.waits(seq) and list(proposer.propose(seq, 3)) == [10, 11, 12]
+    seq.tokens += [10, 11, 99]
+    assert not proposer.waits(seq)
+    seq.tokens += [14, 15, 16]
+    assert list(proposer.propose(seq, 4)) == [17, 18, 19, 20]
+    assert not SuppliedDrafts().waits(sequence([14, 15, 16]))
+
+
+@pytest.mark.parametrize(
+    ("base", "slope", "rows", "acceptance", "least", "most"),
+    [
+        (100.0, 1.0, 1, 0.8, 5, 8), (100.0, 1.0, 1, 0.02, 0, 1), (2.0, 1.0, 1, 0.9, 1, 5), (100.0, 1.0, 200, 0.6, 0, 0),
+        (0.0, 1.0, 1, 0.5, 0, 0), (100.0, 0.0, 8, 0.9, 8, 8),
+    ],
+)  # fmt: skip
+def test_the_number_of_drafts_is_the_one_with_the_largest_rate(
+    base: float, slope: float, rows: int, acceptance: float, least: int, most: int
+) -> None:
+    """Times and acceptance are simulated; the best number is known from the formula."""
+    length, rng, seq = DraftLength(8, is_adaptive=True), random.Random(1), sequence([1])
+    counts = []
+    for _ in range(400):
+        count = length.limit(seq, rows)
+        counts.append(count)
+        length.record_step(rows * (1 + count), (base + slope * rows * (1 + count)) * rng.uniform(0.95, 1.05))
+        length.record_step(rows, (base + slope * rows) * rng.uniform(0.95, 1.05))
+        accepted = 0
+        while accepted < count and rng.random() < acceptance:
+            accepted += 1
+        if count:
+            length.record(seq, count, accepted)
+        seq.tokens += [0] * (1 + accepted)
+    late = sorted(counts[200:])
+    assert least <= late[len(late) // 2] <= most
+    if most == 0:
+        assert sum(late) <= 30, "attempts become rare"
+
+
+def test_a_sequence_that_begins_to_copy_gets_drafts_again() -> None:
+    length, seq = DraftLength(8, is_adaptive=True), sequence([1])
+    for step in range(2000):
+        count = length.limit(seq, 1)
+        length.record_step(1 + count, 10.0 + count)
+        if count:
+            length.record(seq, count, count if step >= 1000 else 0)
+        seq.tokens.append(0)
+    assert length.limit(seq, 1) == 8 and seq.acceptance.num_drafts < 60 + 8 * 1000
+
+
+def test_without_adaptation_the_number_is_constant() -> None:
+    length, seq = DraftLength(5, is_adaptive=False), sequence([1])
+    for _ in range(50):
+        assert length.limit(seq, 100) == 5
+        length.record(seq, 5, 0)
+    assert (seq.acceptance.num_drafts, seq.acceptance.num_accepted) == (250, 0)
