@@ -59,7 +59,7 @@ export function ModelsView({ visible }: { visible: boolean }) {
       <h2>Models</h2>
       {server && !explicit && (
         <p class="hint">
-          Models of this server are not loaded and unloaded by clients. <code>stoker tritonserver --model-control-mode explicit</code> starts one that allows it.
+          Clients cannot load and unload models of this server. With <code>stoker tritonserver --model-control-mode explicit --console</code> they can.
         </p>
       )}
       <div class="scroll" tabIndex={0} role="region" aria-label="Models">
@@ -78,11 +78,9 @@ export function ModelsView({ visible }: { visible: boolean }) {
                 <th scope="row">{row.name}</th>
                 <td>{row.version}</td>
                 <td>
-                  <span class={`state ${row.state.toLowerCase()}`}>{row.state.toLowerCase()}</span> {row.reason}
+                  <span class={`state ${row.state.toLowerCase()}`}>{row.state.toLowerCase()}</span> {row.reason !== row.state.toLowerCase() && row.reason}
                   {working[row.name] && (
                     <>
-                      {" "}
-                      {working[row.name]}
                       {working[row.name] !== "loading" && running !== undefined && `: ${count(running)} sequences are running`}{" "}
                       <progress aria-label={`${row.name}: ${working[row.name]}`} />
                     </>

@@ -13,6 +13,11 @@ export function bytes(value: number): string {
   return `${unit && value < 100 ? value.toFixed(1) : Math.round(value)} ${units[unit]}`;
 }
 
+/** "1 row", "2 rows". */
+export function plural(value: number, noun: string): string {
+  return `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
+}
+
 /** A duration in seconds, with three digits. */
 export function duration(seconds: number): string {
   if (!Number.isFinite(seconds)) return "–";

@@ -72,7 +72,7 @@ function App() {
         ))}
       </main>
       <footer>
-        <a href="docs">Routes</a> <a href="openapi.json">OpenAPI</a> <a href="metrics">Metrics</a>
+        <a href="docs">Routes</a> <a href="openapi.json">OpenAPI</a>
       </footer>
     </>
   );

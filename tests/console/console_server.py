@@ -74,12 +74,13 @@ def make_tokenizer() -> Tokenizer:
 
 @contextlib.asynccontextmanager
 async def console_context(folder: Path, *, answer: str = ANSWER, step_s: float = 0.0, **settings: Any) -> AsyncIterator[Context]:
-    """The context of a server whose model is loaded. `folder` becomes its engine directory."""
+    """The context of a server whose model is loaded, with `shared["runner"]`. `folder` becomes its engine directory."""
     (folder / "config.json").write_text(json.dumps(ENGINE))
     tokenizer = make_tokenizer()
     ids = tokenizer.encode(answer, add_special_tokens=False)
     mailbox = InProcessMailbox(INFO)
-    thread = threading.Thread(target=stub_executor(mailbox, StubRunner(ids, 2, step_s)).run, daemon=True)
+    runner = StubRunner(ids, 2, step_s)
+    thread = threading.Thread(target=stub_executor(mailbox, runner).run, daemon=True)
     thread.start()
     counts, repository = FrontendMetrics(), ModelRepository()
     client = InProcessClient(mailbox)
@@ -92,6 +93,7 @@ async def console_context(folder: Path, *, answer: str = ANSWER, step_s: float =
     repository.register(NAME, load, unload)
     await repository.load(NAME)
     context = Context(repository, ServerSettings(**settings), counts)
+    context.shared["runner"] = runner
     await context.coordination.put(EXECUTOR, ExecutorPlace("ipc://none", str(folder), str(folder)))
     try:
         yield context

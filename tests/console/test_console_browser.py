@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 from console_server import ANSWER, console_context
 from live_http import live_app
+from stub_runner import StubRunner
 
 from stoker.server.application import make_app
+from stoker.server.protocol import Context
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 KEY = "secret-key-1"
@@ -41,16 +44,22 @@ async def browser_page(url: str, **options: Any) -> AsyncIterator[Any]:
 
 
 @pytest.fixture
-async def url(tmp_path: Path) -> AsyncIterator[str]:
+async def context(tmp_path: Path) -> AsyncIterator[Context]:
     """A server with an API key, whose model needs 5 ms per step."""
-    async with console_context(tmp_path, step_s=0.005, api_keys=(KEY,)) as context, live_app(make_app(context), context.settings) as port:
+    async with console_context(tmp_path, step_s=0.005, api_keys=(KEY,)) as context:
+        yield context
+
+
+@pytest.fixture
+async def url(context: Context) -> AsyncIterator[str]:
+    async with live_app(make_app(context), context.settings) as port:
         yield f"http://127.0.0.1:{port}/"
 
 
-async def test_the_console_works(url: str) -> None:
+async def test_the_console_works(context: Context, url: str) -> None:
     async with browser_page(url, viewport={"width": 1200, "height": 800}) as page:
         await enter_key(page)
-        await chat(page)
+        await chat(page, context.shared["runner"])
         await guided_output_and_tools(page)
         await live_and_timeline(page)
         await models_and_log(page)
@@ -67,7 +76,7 @@ async def enter_key(page: Any) -> None:
     assert await page.evaluate("Object.keys(localStorage).filter((name) => /key/.test(name))") == []
 
 
-async def chat(page: Any) -> None:
+async def chat(page: Any, runner: StubRunner) -> None:
     await page.get_by_label("Token probabilities").check()
     await page.get_by_label("Seed").fill("7")
     await page.get_by_label("Message", exact=True).fill("Hello <b>there</b>")
@@ -92,9 +101,11 @@ async def chat(page: Any) -> None:
     await page.get_by_label("Maximum new tokens").fill("")
     await page.get_by_role("button", name="Edit").click()
     await page.get_by_label("Edited message").fill("Another message")
+    runner.step_s = 1.0  # so that the answer has not ended
     await page.get_by_role("button", name="Send again").click()
     await page.get_by_role("button", name="Stop").click()
     await answer.get_by_text("stopped").wait_for()
+    runner.step_s = 0.005
     assert await page.get_by_label("You", exact=True).inner_text() == "You\nAnother message\nEdit"
     await page.get_by_role("button", name="Reset parameters").click()
 
@@ -149,7 +160,11 @@ async def live_and_timeline(page: Any) -> None:
     await chart.focus()
     await page.keyboard.press("ArrowLeft")
     detail = page.get_by_role("tabpanel", name="Timeline").locator(".step-detail")
-    await detail.get_by_text("decode, 1 token").first.wait_for()
+    await detail.get_by_text(re.compile(r"^Step \d+: .*, 1 row, \d+ tokens?$")).wait_for()
+    newest = int((await detail.inner_text()).split(":")[0].removeprefix("Step "))
+    await page.keyboard.press("ArrowLeft")
+    await detail.get_by_text(f"Step {newest - 1}: ").wait_for()
+    assert re.search(r": (decode|prefill), \d+ tokens?", await detail.inner_text())
     await page.get_by_label("Table").check()
     assert await page.get_by_role("region", name="Steps").get_by_role("row").count() > 20
 

@@ -1,7 +1,7 @@
 // The newest steps: a column for each step and a lane for each sequence.
 import { useSignal } from "@preact/signals";
 import { useMemo } from "preact/hooks";
-import { count, duration } from "../format";
+import { count, duration, plural } from "../format";
 import { useCanvas } from "./canvas";
 import { names, type Step, steps, useLive } from "./data";
 import { Toolbar } from "./LiveView";
@@ -134,12 +134,12 @@ function Detail({ step }: { step: Step }) {
   return (
     <>
       <p>
-        Step {step.number}: {duration(step.duration)}, {count(step.rows.length)} rows, {count(step.tokens)} tokens
+        Step {step.number}: {duration(step.duration)}, {plural(step.rows.length, "row")}, {plural(step.tokens, "token")}
       </p>
       <ul>
         {step.rows.slice(0, MAX_LANES).map((row) => (
           <li key={row.seqId}>
-            <code>{names.value[row.seqId] ?? row.seqId}</code>: {row.kind}, {count(row.tokens)} {row.tokens === 1 ? "token" : "tokens"}
+            <code>{names.value[row.seqId] ?? row.seqId}</code>: {row.kind}, {plural(row.tokens, "token")}
           </li>
         ))}
       </ul>

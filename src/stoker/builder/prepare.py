@@ -22,6 +22,7 @@ from stoker.builder.config import BuildConfig, fit_limits
 from stoker.builder.conversion.canonical_names import CanonicalWeights
 from stoker.builder.conversion.shard_plan import check_shards
 from stoker.builder.conversion.tensor_plan import plan_tensors
+from stoker.builder.conversion.tied_head import untie_different_head
 from stoker.builder.recipe import check_recipe, choose_recipe
 from stoker.core.model_config import ModelConfig, MoEConfig
 from stoker.engine.config import CheckpointOrigin, EngineConfig, Target
@@ -35,7 +36,8 @@ _DTYPES = ("float32", "float16", "bfloat16")
 def prepare(source: str | Path, settings: BuildConfig, name: str | None = None) -> BuildPlan:
     """Open the checkpoint at the path `source` and plan its build. `name` is the checkpoint's name; by default that of the path.
 
-    Raises CheckpointError or ConfigError for anything that would stop the build later. Reads headers, not weights.
+    Raises CheckpointError or ConfigError for anything that would stop the build later. Reads headers, and weights only of a head
+    that may differ from the embedding to which config.json ties it.
     """
     check_recipe(settings.quantization, settings.quantization_settings, settings.kv_cache_dtype)
     path, name = locate_checkpoint(source, name)
@@ -44,6 +46,7 @@ def prepare(source: str | Path, settings: BuildConfig, name: str | None = None) 
     model = _apply_rotary_settings(model, settings)
     quantization = _quantization_config(checkpoint)
     checkpoint = dataclasses.replace(checkpoint, weights=CanonicalWeights(checkpoint.weights, architecture, quantization))
+    model = untie_different_head(architecture, model, checkpoint.weights)
     target = _choose_target(settings)
     _check_mapping(settings.mapping, model)
     config = EngineConfig(

@@ -54,7 +54,7 @@ class StepHistory:
         self.total_s = 0.0
         self._end = 0.0
         self._ends, self._durations = (array("d", bytes(8 * CAPACITY)) for _ in range(2))
-        self._num_tokens, self._num_prefill_tokens, self._num_decodes = (array("q", bytes(8 * CAPACITY)) for _ in range(3))
+        self._num_decodes, self._num_prefill_tokens = (array("q", bytes(8 * CAPACITY)) for _ in range(2))  # of steps with other rows
         self._seq_ids: list[list[int]] = [[]] * CAPACITY
         self._num_new: list[list[int]] = [[]] * CAPACITY  # of the rows from num_decodes on
         self._sequences: list[Sequence] = []  # of the last step
@@ -74,26 +74,29 @@ class StepHistory:
         self.num_steps += 1
         self._ends[slot] = now
         self._durations[slot] = duration
-        self._num_tokens[slot] = plan.num_tokens
-        self._num_prefill_tokens[slot] = plan.num_prefill_tokens
-        self._num_decodes[slot] = plan.num_decodes
         self._seq_ids[slot] = self._ids
-        self._num_new[slot] = plan.num_new[plan.num_decodes :] if plan.num_decodes < len(sequences) else _NO_ROWS
+        if plan.num_decodes == len(sequences):
+            self._num_new[slot] = _NO_ROWS
+        else:
+            self._num_new[slot] = plan.num_new[plan.num_decodes :]
+            self._num_decodes[slot] = plan.num_decodes
+            self._num_prefill_tokens[slot] = plan.num_prefill_tokens
         return duration
 
     def steps(self, first: int = 0) -> Iterator[StepRecord]:
         """The recorded steps from number `first` on, in order. The oldest ones are overwritten after `CAPACITY` steps."""
         for number in range(max(first, self.num_steps - CAPACITY, 0), self.num_steps):
             slot = number % CAPACITY
-            num_new, num_decodes = self._num_new[slot], self._num_decodes[slot]
+            seq_ids, num_new = self._seq_ids[slot], self._num_new[slot]
+            num_decodes = self._num_decodes[slot] if num_new else len(seq_ids)
             yield StepRecord(
                 number=number,
                 end_s=self._ends[slot],
                 duration_s=self._durations[slot],
-                tokens=self._num_tokens[slot],
-                seq_ids=self._seq_ids[slot],
+                tokens=num_decodes + sum(num_new),
+                seq_ids=seq_ids,
                 num_decodes=num_decodes,
-                num_verifies=len(num_new) - _num_prefills(num_new, self._num_prefill_tokens[slot]),
+                num_verifies=len(num_new) - _num_prefills(num_new, self._num_prefill_tokens[slot]) if num_new else 0,
                 num_new=num_new,
             )
 

@@ -58,6 +58,7 @@ def launch(
     ] = None,
     with_test_models: Annotated[bool, typer.Option("--with-test-models", help="Also serve the models of tritonclient's examples.")] = False,
     model_control: Annotated[str, typer.Option(help="none, or explicit: clients may load and unload models.")] = "none",
+    console: Annotated[bool, typer.Option("--console/--no-console", help="Serve the web console at /.")] = False,
 ) -> None:
     """Serve a Triton model repository in the foreground. Ctrl-C or SIGTERM stops the server.
 
@@ -94,6 +95,7 @@ def launch(
         "metrics_port": metrics_port,
         "shared_memory": tuple(shared_memory or ()),
         "test_models": with_test_models,
+        "console": console,
         **({} if exit_timeout is None else {"drain_timeout_s": exit_timeout}),
     }
 

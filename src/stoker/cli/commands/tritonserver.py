@@ -38,6 +38,7 @@ _SETTINGS = (
     "exit_on_error",
     "shared_memory",
     "test_models",
+    "console",
 )
 _NOTICE = {"no effect": "It has no effect: ", "rejected": "Other values than {} are rejected: "}
 

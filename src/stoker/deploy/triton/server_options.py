@@ -88,6 +88,7 @@ SERVER_OPTIONS = FieldTable(
             "test_models",
             argument="flag",
         ),
+        _accepted("console", _BOOL, "Stoker's own option. Also serve the web console at /.", "console", argument="flag"),
         _accepted("log-verbose", Whole(0, 1 << 31), "Above 0: debug messages are logged, too.", "log_verbose"),
         _accepted("log-info", _BOOL, "false: only warnings and errors are logged.", "log_info"),
         _accepted("log-warning", _BOOL, "false, with --log-info=false: only errors are logged.", "log_warning"),
