@@ -5,8 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 WORKERS ?= 2
+MINUTES ?= 2
+RUNS ?= 3000
 
-.PHONY: help demo serve test test-cluster test-fast coverage bounds triton check check-deploy docs wheel setup clean
+.PHONY: help demo serve test test-cluster test-fast chaos fuzz coverage bounds triton check check-deploy docs wheel setup clean
 
 # Tests without a model that is trained or downloaded, and without processes that serve one. FAST_SKIPS are files of these folders that take long.
 FAST := tests/test_architecture.py tests/test_vocabulary.py tests/project tests/unit tests/base tests/engine tests/deploy \
@@ -36,6 +38,14 @@ test-cluster: $(VENV)/.installed-dev  ## Several hosts, Slurm and MPI: needs roo
 
 test-fast: $(VENV)/.installed-dev  ## Unit and contract tests, less than a minute on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(FAST) $(FAST_SKIPS:%=--ignore=%)
+
+chaos: $(VENV)/.installed-dev  ## All protocols at full load while processes and resources fail; MINUTES=2
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/chaos --minutes $(MINUTES) --seed 0
+
+fuzz: $(VENV)/.installed-fuzz  ## Fuzz the readers of files and requests, /openapi.json and guided decoding; RUNS=3000 inputs for each reader
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py all --runs $(RUNS)
+	OMP_NUM_THREADS=1 STOKER_LOG=error $(BIN)/python tests/fuzz/openapi.py --examples $$(($(RUNS) / 600))
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/grammars.py --count $$(($(RUNS) / 50))
 
 coverage: $(VENV)/.installed-dev  ## Line coverage of the torch-free packages; fails below the minimum in pyproject.toml
 	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -n $(WORKERS) --dist worksteal $(COVERAGE)
@@ -93,6 +103,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing what development needs"
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) triton==3.6.0
 	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-fuzz: $(VENV)/.installed-dev
+	@echo "installing the fuzzers"
+	@$(PIP) -c constraints.txt -e '.[fuzz]'
 	@touch $@
 
 $(VENV)/.installed-deploy: $(VENV)/.installed-dev

@@ -98,10 +98,10 @@ class ScriptedService(Service):
         return [*([2] if add_special_tokens else []), *text.encode()]
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        return bytes(token for token in token_ids if token != 2).decode("utf-8", "replace")
+        return bytes(token % 256 for token in token_ids if token != 2).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        return bytes([token_id])
+        return bytes([token_id % 256])
 
     async def render_chat(self, messages: list[dict[str, Any]], /, **template_values: Any) -> str:
         self.rendered.append((messages, template_values))

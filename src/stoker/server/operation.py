@@ -30,7 +30,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     stream: Schema | None = None
     stream_type: str = EVENT_TYPE
     error: Schema | None = None  # of every other status; None: the protocol's `error_schema`
-    error_type: str = JSON_TYPE
+    error_types: tuple[str, ...] = (JSON_TYPE,)
 
 
 def record(members: Mapping[str, Schema], title: str = "", *, extra: bool = False) -> Schema:

@@ -35,8 +35,6 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_request_bytes: int = 16 << 20  # of a request's body; a longer one is refused with status 413 before it is read
     drain_timeout_s: float = 30.0  # limit for requests in flight when the server stops
     api_keys: tuple[str, ...] = ()  # accepted as Authorization: Bearer KEY; empty: no authentication. Never printed
-    api_keys_file: str | None = None  # further keys, read again on SIGHUP (server/tenants/key_file.py)
-    usage_log: str | None = None  # file to which the usage of each request with a named key is appended
     cors_origins: tuple[str, ...] = ()  # origins of web pages that may call; "*" for all
     tls_certificate: str | None = None  # path of a PEM file; together with tls_key it enables HTTPS
     tls_key: str | None = None
@@ -44,8 +42,6 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     tool_parser: str | None = "auto"  # None, or a template of no known family: tools are refused
     reasoning_parser: str | None = None  # None: reasoning remains in the text
     metric_names: tuple[str, ...] = ("stoker", "triton")  # systems whose names metrics have: METRIC_NAMES
-    otlp_endpoint: str | None = None  # URL of a collector of OpenTelemetry for OTLP over HTTP; None: no traces
-    trace_sampling: float = 1.0  # fraction of the requests without a traceparent that are traced
     log_requests: str = "line"  # in the log: none, a line per request, or also its contents (prompt and answer)
     state_dir: str | None = None  # directory of stored responses, files and batches; None: a temporary one of this server
     max_stored_bytes: int = 1 << 30  # of stored responses, and of files; each
@@ -64,18 +60,12 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         check_range("restarts", self.restarts, 0, MAX_RESTARTS)
         if self.retry_unstarted and not self.restarts:
             raise ConfigError("retry_unstarted=True is refused: a failed executor is not started again.", cure="Set --restarts, too.")
-        if self.usage_log is not None and self.api_keys_file is None:
-            raise ConfigError("usage_log is refused without a file of API keys.", cure="Set --api-keys to a .yaml file with named keys.")
         check_range("max_request_bytes", self.max_request_bytes, 1 << 10, 1 << 32)
         check_range("max_stored_bytes", self.max_stored_bytes, 1 << 20, 1 << 50)
         if not self.metric_names:
             raise ConfigError("metric_names is empty.", cure=f"Use one or more of: {', '.join(METRIC_NAMES)}.")
         for name in self.metric_names:
             check_choice("metric_names", name, METRIC_NAMES)
-        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
-            raise ConfigError(f"otlp_endpoint={self.otlp_endpoint!r} is refused.", cure="Use a URL such as http://localhost:4318.")
-        if not 0 <= self.trace_sampling <= 1:
-            raise ConfigError(f"trace_sampling={self.trace_sampling} is refused.", cure="Use a fraction from 0 to 1.")
         check_choice("log_requests", self.log_requests, LOG_REQUESTS)
         if self.default_max_tokens is not None:
             check_range("default_max_tokens", self.default_max_tokens, 1, 1 << 24)

@@ -78,7 +78,7 @@ def _responses(protocol: Protocol, operation: Operation, components: dict[str, S
     if operation.stream is not None:
         content[operation.stream_type] = {"schema": _hoisted(operation.stream, components)}
     error = operation.error if operation.error is not None else protocol.error_schema
-    error_content = {operation.error_type: {"schema": _hoisted(error, components)}}
+    error_content = {kind: {"schema": _hoisted(error, components)} for kind in operation.error_types}
     success = {"description": "success", **({"content": content} if content else {})}
     return {"200": success, "default": {"description": "an error", "content": error_content}}
 

@@ -14,7 +14,6 @@ from stoker.server.errors import Failure
 from stoker.server.http.request_context import HTML, RequestContext
 from stoker.server.operation import OBJECT, STRING, Operation, record
 from stoker.server.protocol import Context, Endpoint, Protocol
-from stoker.server.tenants.accepted_keys import AcceptedKeys
 
 # The pages run no scripts and load nothing.
 _HEADERS = ((b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"),)
@@ -57,7 +56,7 @@ class Documentation(Protocol):
     @cached_property
     def _document(self) -> dict[str, Any]:
         """The OpenAPI document, built at its first use."""
-        return openapi_document([*self._protocols, self], secured=AcceptedKeys.of(self.context).required)
+        return openapi_document([*self._protocols, self], secured=bool(self.context.settings.api_keys))
 
     @cached_property
     def _page(self) -> bytes:

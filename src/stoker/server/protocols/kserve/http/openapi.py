@@ -6,6 +6,7 @@ from stoker.base.fields.json_schema import Schema
 from stoker.server.operation import (
     BOOLEAN,
     INTEGER,
+    JSON_TYPE,
     NUMBER,
     OBJECT,
     STRING,
@@ -122,11 +123,14 @@ def _of_models() -> dict[tuple[str, str], Operation]:
     for base, suffix in ((MODEL, ""), (VERSIONED, " of a version")):
         operations |= {
             ("GET", base): Operation(summary=f"Inputs and outputs{suffix}", response=_METADATA),
-            ("GET", f"{base}/ready"): Operation(summary=f"Readiness{suffix}: status 200 or 400", error_type=TEXT_TYPE),
+            ("GET", f"{base}/ready"): Operation(summary=f"Readiness{suffix}: status 200 or 400", error_types=(TEXT_TYPE,)),
             ("GET", f"{base}/config"): Operation(summary=f"The model config{suffix}", response=_CONFIG),
             ("GET", f"{base}/stats"): Operation(summary=f"Counts and durations{suffix}", response=_ALL_STATISTICS),
             ("POST", f"{base}/infer"): Operation(
-                summary=f"Inference{suffix} with tensors, as JSON or as bytes after the JSON", body=_INFER, response=_INFERRED
+                summary=f"Inference{suffix} with tensors, as JSON or as bytes after the JSON",
+                body=_INFER,
+                response=_INFERRED,
+                error_types=(JSON_TYPE, TEXT_TYPE),
             ),
             ("POST", f"{base}/generate"): Operation(
                 summary=f"Generate{suffix} with inputs as JSON members: one response", body=_GENERATE, response=one_of(_GENERATED, ERROR)
