@@ -17,7 +17,7 @@ def placement() -> Drawing:
 
     d.rect(24, 56, 452, 340, "paper", outline="grid")
     d.text(40, 80, "node 0, gpu01", "bold")
-    d.box(40, 94, 132, 62, "grey", "Frontends", "HTTP, gRPC, tokenizer")
+    d.box(40, 94, 132, 62, "grey", "Frontends", "HTTP, gRPC, text")
     d.box(216, 94, 244, 62, "green", "Executor (leader)", "schedule, sampling, grammars")
     d.line((172, 125), (214, 125), arrow=True)
 

@@ -8,14 +8,17 @@ import struct
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 from node_links import FACTS, SECRET, link_pair, socket_pair
 
-from stoker.base.config import Mapping
+from stoker.base.config import Mapping, RuntimeConfig
 from stoker.base.errors import ConfigError, RankError
 from stoker.base.nodes import NodeSettings, describe_placement, place_ranks
+from stoker.runtime.worker.devices import rank_devices
 from stoker.runtime.worker_group.channels.tcp import StoppedError, TcpReader
 from stoker.runtime.worker_group.hosts import link as links
 from stoker.runtime.worker_group.hosts.link import Link, LinkError, SecretError, accept_link, open_link
@@ -363,3 +366,39 @@ def test_ranks_that_cannot_be_divided_are_rejected() -> None:
         place_ranks(Mapping(tensor_parallel=4), 3)
     assert "nnodes=3 is refused: the engine has 4 ranks (tensor 4 × pipeline 1)" in str(caught.value)
     assert "Use one of: 1, 2, 4" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("devices", "node_rank", "local_rank", "expected"),
+    [
+        (None, 0, 0, {2: 0, 3: 1}),
+        (None, 1, 0, {0: 0, 1: 1}),
+        (None, 1, 1, {0: 2, 1: 3}),  # the second process of a host
+        (None, 1, 3, {0: 0, 1: 1}),  # only the GPUs of the process are visible
+        ((3, 2), 1, 0, {0: 3, 1: 2}),
+        ((3, 2, 1, 0), 0, 0, {2: 1, 3: 0}),  # of all ranks
+        (
+            (0,),
+            0,
+            0,
+            "4 ranks (tensor 2 × pipeline 2), 2 on each of 2 nodes, and devices=[0] names 1. Name one",
+        ),
+        ((0, 4), 0, 0, "devices=[0, 4], and this machine has 4"),
+        ((1, 1), 0, 0, "Name 2 different devices of this machine"),
+    ],
+)
+def test_gpus_of_a_node(
+    devices: tuple[int, ...] | None, node_rank: int, local_rank: int, expected: dict[int, int] | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    mapping = Mapping(tensor_parallel=2, pipeline_parallel=2)
+    config = SimpleNamespace(mapping=mapping, target=SimpleNamespace(device="cuda"))
+    engine: Any = SimpleNamespace(config=config, path="engine", world_size=4)
+    nodes = NodeSettings(num_nodes=2, node_rank=node_rank, rendezvous="a:1", local_rank=local_rank)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError) as caught:
+            rank_devices(engine, RuntimeConfig(devices=devices), nodes)
+        assert expected in str(caught.value)
+    else:
+        found = rank_devices(engine, RuntimeConfig(devices=devices), nodes)
+        assert {rank: device.index for rank, device in found.items()} == expected

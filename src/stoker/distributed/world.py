@@ -50,6 +50,11 @@ class World:
         """Whether the ranks are on several hosts."""
         return spans_hosts(self.hosts)
 
+    @property
+    def ranks_on_host(self) -> int:
+        """The number of ranks on the host of this rank."""
+        return self.hosts.count(self.hosts[self.rank]) if self.spans_hosts else self.size
+
     def close(self) -> None:
         """Leave the groups. Collectives that still wait for other ranks end with an error."""
         for group in self._inner:

@@ -61,8 +61,8 @@ class FollowerRanks(Protocol):
     def check_after_error(self) -> None:
         """Wait shortly for a failed follower to report. Raise RankError if one has failed."""
 
-    def close(self) -> None:
-        """End the follower processes."""
+    def close(self, failure: str = "") -> None:
+        """End the follower processes, because of a failure if it is not empty."""
 
 
 class Executor:
@@ -104,27 +104,31 @@ class Executor:
 
     def run(self) -> None:
         """Loop until shut down. An error of the loop itself is logged, sent to every client, and raised."""
-        reason = "the executor stopped"
+        reason, failure = "the executor stopped", ""
         self.watchdog.start()
         try:
             while self._shutdown is None or (self._shutdown.drain and (self.scheduler.has_work or self.admission.num_preparing)):
                 self.turn(_IDLE_POLL_S)
         except BaseException as error:
+            failure = str(error) or repr(error)
             reason = f"the executor failed: {error!r}"
             log.exception("the step loop failed")
             raise
         finally:
             self.watchdog.stop()
             self.mailbox.close(reason)
-            self.close()
+            self.close(failure)
 
-    def close(self) -> None:
-        """End the processes of the runner and of the follower ranks, and the threads that publish block events."""
+    def close(self, failure: str = "") -> None:
+        """End the processes of the runner and of the follower ranks, and the threads that publish block events.
+
+        `failure`: the error of the step loop, which other nodes then log as the reason of their end.
+        """
         self.runner.close()
         if self._events is not None:
             self._events.close()
         if self._ranks is not None:
-            self._ranks.close()
+            self._ranks.close(failure)
 
     @property
     def is_busy(self) -> bool:

@@ -91,7 +91,7 @@ def _close_after_error(ranks: WorkerGroup, error: BaseException) -> None:
         if isinstance(error, Exception) and not isinstance(error, StokerError):
             ranks.check_after_error()
     finally:
-        ranks.close()
+        ranks.close(str(error) or repr(error))
 
 
 def _check(engine: Engine, config: RuntimeConfig, ranks: list[int]) -> None:

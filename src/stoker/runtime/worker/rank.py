@@ -77,7 +77,7 @@ class LoadedRank:
     def _free(self) -> int:
         """The free memory of this rank in bytes. Ranks on a CPU divide the memory of the machine."""
         free = free_memory(self.device)[0]
-        return free // self.world.size if self.device.type == "cpu" else free
+        return free // self.world.ranks_on_host if self.device.type == "cpu" else free
 
     def _largest_step(self) -> int:
         """The peak memory in bytes of steps at the limits, without weights and cache.
@@ -173,7 +173,7 @@ def largest_steps(capacity: Capacity, *, speculates: bool = False) -> list[tuple
 
 def load_rank(engine: Engine, config: RuntimeConfig, device: torch.device, world: World) -> LoadedRank:
     """Load the weights of this rank. Raises EngineError or ConfigError."""
-    use_device(device, config, world.size)
+    use_device(device, config, world.ranks_on_host)
     if device.type == "cuda":
         _use_kernels(engine)
     ops.check_inboxes(world.tensor)

@@ -71,7 +71,7 @@ def follow(task: FollowTask) -> None:
     channel = SharedMemoryReader(task.channel, task.reader)
     threading.Thread(target=_beat, args=(channel,), name="heartbeat", daemon=True).start()
     engine, device = Engine.open(task.engine), torch.device(task.device)
-    use_device(device, task.config, engine.world_size)
+    use_device(device, task.config, task.hosts.count(task.hosts[task.rank]))
     os.write(task.status_fd, JOINING)
     store = dist.PrefixStore(task.store_prefix, dist.TCPStore(task.address, task.port, is_master=False))
     world = join(store, task.rank, engine.config.mapping, device, hosts=task.hosts, custom_all_reduce=task.config.custom_all_reduce)

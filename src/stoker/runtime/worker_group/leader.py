@@ -148,13 +148,15 @@ class WorkerGroup:
             time.sleep(WATCH_INTERVAL_S / 4)
         self.check()
 
-    def close(self) -> None:
-        """End the followers. Their logs are retained if one of them failed."""
+    def close(self, failure: str = "") -> None:
+        """End the followers. `failure`: the error of this process that is the reason. Logs are retained if a follower failed."""
         if self._closing.is_set():
             return
         self._closing.set()
         self._failure_raised.set()
         deadline = time.monotonic() + GRACE_S
+        for node in self._remote if failure and self._failure is None else ():
+            node.stop(f"node 0 failed: {failure}")
         if self._failure is None:
             with contextlib.suppress(TimeoutError):  # a node that reads no more ends when its connection is closed
                 self._nodes.publish((END,), np.empty(0, dtype=np.int32), lambda: _give_up_after(deadline))
