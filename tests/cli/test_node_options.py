@@ -151,6 +151,12 @@ def test_participants_of_one_node_are_its_ranks() -> None:
         check_required_nodes(RequiredNodes(num_nodes=2), NodeSettings(), num_ranks=4)
 
 
+def test_an_engine_without_nodes_runs_on_one_host() -> None:
+    RequiredNodes().check_one_host()
+    with pytest.raises(ConfigError, match="repo: num_nodes=2, and the engine would run on one host"):
+        RequiredNodes(num_nodes=2, origin="repo").check_one_host()
+
+
 def test_orchestrator_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     check_orchestrator(TWO_HOSTS)
     monkeypatch.setenv("TRTLLM_ORCHESTRATOR", "1")

@@ -124,6 +124,14 @@ class RequiredNodes(msgspec.Struct, frozen=True, kw_only=True):
     participants: tuple[int, ...] | None = None  # processes of the job that hold ranks
     origin: str = ""  # the file, for messages
 
+    def check_one_host(self) -> None:
+        """Raise ConfigError if several hosts are required. Called where an engine runs without the command line's nodes."""
+        if self.num_nodes not in (None, 1):
+            raise ConfigError(
+                f"{self.origin}: num_nodes={self.num_nodes}, and the engine would run on one host.",
+                cure="Use stoker serve --nnodes, or stoker tritonserver in a job, or change num_nodes.",
+            )
+
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     """The settings in a folder: the source of the engine, and how it is run and served."""

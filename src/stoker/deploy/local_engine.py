@@ -38,6 +38,7 @@ def find_engine(
     check_build(build)
     deployment = apply_build_settings(read_deployment(location, environment, progress), build)
     if runtime is not None:
+        deployment.nodes.check_one_host()
         deployment = with_runtime_limits(deployment, runtime)
         given = {name: value for name in ("device", "max_batch_size", "max_num_tokens") if (value := getattr(runtime, name)) is not None}
         deployment = msgspec.structs.replace(deployment, runtime=msgspec.structs.replace(deployment.runtime, **given))

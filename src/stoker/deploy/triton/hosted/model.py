@@ -67,6 +67,7 @@ class HostedModel:
         self.backend = backend
         folder = Path(args["model_repository"])
         self.deployment = load_repository(folder.parent, {})
+        self.deployment.nodes.check_one_host()
         assert isinstance(self.deployment.server.options, TritonOptions)
         self.options = self.deployment.server.options
         self.model = next(model for model in self.options.models if model.name == args["model_name"])
