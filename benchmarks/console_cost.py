@@ -1,11 +1,11 @@
 """Measures what the web console costs: the record of each step, and an open live view with its timeline.
 
-    PYTHONPATH=src python benchmarks/console_cost.py [--rows 64] [--rounds 20] [--json FILE]
+    PYTHONPATH=src python benchmarks/console_cost.py [--rows 64] [--rounds 20] [--pairs 6] [--json FILE]
 
-The model takes no time. The record is compared with an executor that records nothing, in alternating blocks of steps, by the CPU time of
-the step loop. The live view is compared with none in alternating periods of two seconds, by the CPU time per generated token of two
-processes: the executor, with a step every 5 ms, and a frontend that streams `--rows` answers to a client process. The page's requests are
-those of the timeline, one per second.
+The model takes no time. The record is compared with a measurement of the duration alone, in alternating processes, by the CPU time of the
+step loop. The live view is compared with none in alternating periods of two seconds, by the CPU time per generated token of two
+processes: the executor, with a step every 5 ms, and a frontend that streams `--rows` answers to a client process. A page requests the live
+view and the timeline together, once per second.
 """
 
 from __future__ import annotations
@@ -50,16 +50,19 @@ from stoker.server.protocol import Context
 from stoker.server.settings import ServerSettings
 
 MAX_LEN = 1 << 16
-BLOCK_STEPS = 50
 PERIOD_S = 2.0
 PACE_S = 0.005
 
 
-class NoHistory(StepHistory):
-    """Records nothing."""
+class DurationOnly(StepHistory):
+    """Measures the duration of a step, which the statistics need, and records nothing."""
 
     def record(self, launched_s: float, plan: StepPlan) -> float:
-        return 0.0
+        now = time.monotonic()
+        duration = now - (launched_s if launched_s > self._end else self._end)
+        self._end = now
+        self.total_s += duration
+        return duration
 
 
 class PacedRunner(StubRunner):
@@ -86,25 +89,34 @@ def stub_executor(rows: int, mailbox: Mailbox, runner_type: type[StubRunner] = S
     return Executor(runner, scheduler, mailbox, stub_info(rows), RuntimeConfig(max_queue_size=1 << 12, device="cpu"))
 
 
-def measure_record(rows: int, rounds: int) -> dict[str, float]:
-    """Microseconds of the step loop per step with and without the record, as medians of blocks, and the difference of neighbours."""
+def time_steps(pipe: Any, rows: int, history: type[StepHistory], steps: int = 3000) -> None:
+    """Send the CPU microseconds of the step loop per step, of the faster half of the steps."""
+    torch.set_num_threads(1)
     mailbox = SynchronousMailbox(stub_info(rows))
     executor = stub_executor(rows, mailbox)
-    mailbox.submit(random_requests(rows, 200, 4 * BLOCK_STEPS * (rounds + 2), 1000))
-    histories = (StepHistory(), NoHistory())
-    blocks: tuple[list[float], list[float]] = ([], [])
-    for number in range(4 * rounds + 4):
-        variant = int(number % 4 in (1, 2))  # A, B, B, A: steps become slower while the sequences grow
-        executor.step_history = histories[variant]
-        started = time.thread_time()
-        for _ in range(BLOCK_STEPS):
-            executor.turn(0.0)
-            mailbox.outputs.clear()
-        if number >= 4:  # the first ones compute the prompts
-            blocks[variant].append((time.thread_time() - started) / BLOCK_STEPS * 1e6)
-    with_record, without = map(statistics.median, blocks)
-    differences = [a - b for a, b in zip(*blocks, strict=True)]
-    return {"step_us": without, "step_with_record_us": with_record, "difference_us": statistics.median(differences)}
+    executor.step_history = history()
+    mailbox.submit(random_requests(rows, 200, steps + 200, 1000))
+    times = []
+    for _ in range(steps + 100):
+        started = time.thread_time_ns()
+        executor.turn(0.0)
+        times.append(time.thread_time_ns() - started)
+        mailbox.outputs.clear()
+    pipe.send(statistics.mean(sorted(times[100:])[: steps // 2]) / 1e3)
+
+
+def measure_record(rows: int, pairs: int) -> dict[str, Any]:
+    """The times of `time_steps` without and with the record, in alternating processes."""
+    context = multiprocessing.get_context("spawn")
+    times: dict[str, Any] = {"step_us": [], "step_with_record_us": []}
+    for _ in range(pairs):
+        for name, history in (("step_us", DurationOnly), ("step_with_record_us", StepHistory)):
+            receiver, sender = multiprocessing.Pipe()
+            process = context.Process(target=time_steps, args=(sender, rows, history))
+            process.start()
+            times[name].append(round(receiver.recv(), 2))
+            process.join()
+    return times
 
 
 def measure_call(rows: int, calls: int = 100_000) -> float:
@@ -187,7 +199,7 @@ def run_viewer(port: int, viewing: Any) -> None:
     """The page's process: while `viewing` is set, requests the live state with the new steps once a second."""
     first = 0
     while viewing.wait():
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/console/api/live?first_step={first}") as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/console/api/live?detail=1&first_step={first}") as response:
             steps = json.load(response)["steps"]
         first = steps[-1][0] + 1 if steps else first
         time.sleep(1.0)
@@ -233,11 +245,12 @@ def measure_view(rows: int, rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=20, help="periods with and without a live view")
+    parser.add_argument("--pairs", type=int, default=6, help="processes with and without the record")
     parser.add_argument("--json")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    result = {"rows": args.rows, "record_call_us": measure_call(args.rows), **measure_record(args.rows, 10 * args.rounds)}
+    result = {"rows": args.rows, "record_call_us": measure_call(args.rows), **measure_record(args.rows, args.pairs)}
     print(result, flush=True)
     result |= measure_view(args.rows, args.rounds)
     print(result)

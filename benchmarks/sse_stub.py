@@ -88,8 +88,8 @@ class InstantService(Service):
     async def stats(self) -> ExecutorStats:
         return ExecutorStats()
 
-    async def live(self, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
-        return LiveState(await self.stats(), 0.0, 0.0, [], [], [], [], 0, [], {})
+    async def live(self, *, detail: bool = False, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
+        return LiveState(await self.stats(), 0.0, 0.0, [], [], [], [], [], 0, [], {})
 
     @property
     def info(self) -> ExecutorInfo:

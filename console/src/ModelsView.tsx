@@ -19,7 +19,7 @@ interface Row {
 }
 
 export function ModelsView({ visible }: { visible: boolean }) {
-  useLive(visible, false);
+  useLive(visible, "counters");
   const [server, setServer] = useState<Server | null>(null);
   const [rows, setRows] = useState<Row[] | null>(null); // of the model repository; null: this server has none
   const [working, setWorking] = useState<Record<string, string>>({}); // model → what is being done

@@ -18,8 +18,7 @@ from scripted_service import ScriptedService, make_context
 
 from stoker.base import logging as base_logging
 from stoker.base.errors import UnavailableError
-from stoker.runtime.live_state import LiveState
-from stoker.runtime.step_history import StepRecord
+from stoker.runtime.live_state import LiveState, LiveStep
 from stoker.server.application import make_app
 from stoker.server.metrics import live_view
 from stoker.server.protocol import Context
@@ -101,7 +100,7 @@ async def test_the_live_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     async with console_context(tmp_path, answer="word " * 400, step_s=0.002) as context, client_of(context) as http:
         answer = asyncio.create_task(http.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 200}))
         async with asyncio.timeout(20):
-            while not (view := (await http.get("/console/api/live", params={"first_step": 0})).json())["steps"]:
+            while not (view := (await http.get("/console/api/live", params={"first_step": 0, "detail": 1})).json())["steps"]:
                 await asyncio.sleep(0.05)
         state = view["state"]
         assert view["model"] == NAME and view["models"] == [{"name": NAME, "version": "1", "state": "ready", "reason": ""}]
@@ -109,12 +108,12 @@ async def test_the_live_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert row["request_id"] and row["max_tokens"] == 200 and row["status"] == "running"
         assert state["stats"]["num_running"] == 1 and sum(state["tiers"][0]["used"]) == row["num_blocks"]
         assert set(view["names"].values()) == {row["request_id"]}
-        number, _, duration_s, tokens, seq_ids, num_decodes, num_verifies, num_new = view["steps"][0]
-        assert (number, seq_ids, num_decodes, num_verifies) == (0, [row["seq_id"]], 0, 0) and duration_s > 0
-        assert num_new == [tokens] and tokens == row["prompt_tokens"]
+        number, _, duration_s, rows, num_decodes, num_verifies, num_new = view["steps"][0]
+        assert (number, view["row_sets"][rows], num_decodes, num_verifies) == (0, [row["seq_id"]], 0, 0) and duration_s > 0
+        assert num_new == [row["prompt_tokens"]] and len(view["row_sets"]) == 1  # all steps have the same row
         assert (await answer).status_code == 200
         ended = (await http.get("/console/api/live")).json()
-        assert ended["steps"] == [] and not ended["state"]["steps"]
+        assert ended["steps"] == [] and "running" not in ended["state"]
         ended = (await http.get("/console/api/live", params={"first_step": 10})).json()
         assert [step[0] for step in ended["steps"]] == list(range(10, ended["state"]["next_step"]))
         assert sum(ended["latency"]["ttft"]["counts"]) == 1
@@ -125,9 +124,9 @@ async def test_the_live_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 async def test_pages_share_the_requests_to_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     service, calls = ScriptedService(), []
 
-    async def live(first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
+    async def live(*, detail: bool = False, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
         calls.append(first_step)
-        return LiveState(await service.stats(), 0.0, 0.0, [], [], [], [], 7, [], {})
+        return LiveState(await service.stats(), 0.0, 0.0, [], [], [], [], [], 7, [], {})
 
     monkeypatch.setattr(service, "live", live)
     async with client_of(await make_context(service)) as http:
@@ -140,10 +139,10 @@ async def test_another_executor_begins_again(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(live_view, "MIN_AGE_S", 0.0)
     service, calls, started_s = ScriptedService(), [], 1.0
 
-    async def live(first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
+    async def live(*, detail: bool = False, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
         calls.append(first_step)
-        steps = [StepRecord(number, 0.0, 0.1, 1, [5], 1, 0, []) for number in range(first_step or 0, 3)]
-        return LiveState(await service.stats(), 9.0, started_s, [], [], [], steps, 3, [], {5: f"of {started_s}"})
+        steps = [LiveStep(number, 0.0, 0.1, 0, 1, 0, []) for number in range(first_step or 0, 3)]
+        return LiveState(await service.stats(), 9.0, started_s, [], [], [], steps, [[5]], 3, [], {5: f"of {started_s}"})
 
     monkeypatch.setattr(service, "live", live)
     async with client_of(await make_context(service)) as http:
@@ -159,7 +158,7 @@ async def test_another_executor_begins_again(monkeypatch: pytest.MonkeyPatch) ->
 async def test_a_model_that_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     service = ScriptedService()
 
-    async def lost(first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
+    async def lost(*, detail: bool = False, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
         raise UnavailableError("The executor is unavailable: it ended.")
 
     monkeypatch.setattr(service, "live", lost)

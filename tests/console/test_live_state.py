@@ -34,7 +34,7 @@ def driven() -> tuple[Executor, SynchronousMailbox]:
 
 
 def state_of(executor: Executor, first_step: int | None = 0) -> LiveState:
-    query, preparing = LiveQuery("client", 1, first_step), executor.admission.preparing()
+    query, preparing = LiveQuery("client", 1, True, first_step), executor.admission.preparing()
     return live_state(executor.snapshot(), executor.scheduler, preparing, executor.step_history, executor.ended, query)
 
 
@@ -45,8 +45,9 @@ def test_steps_show_which_sequence_computed_how_many_tokens() -> None:
         executor.turn(0.0)
     state = state_of(executor)
     assert state.names == {0: "long", 1: "two:parts [0]", 2: "two:parts [1]"}
-    rows = [dict(zip(step.seq_ids, [1] * step.num_decodes + step.num_new, strict=True)) for step in state.steps]
-    assert [step.tokens for step in state.steps] == [sum(row.values()) for row in rows]
+    sets = [state.row_sets[step.rows] for step in state.steps]
+    rows = [dict(zip(ids, [1] * step.num_decodes + step.num_new, strict=True)) for step, ids in zip(state.steps, sets, strict=True)]
+    assert [step.tokens for step in executor.step_history.steps()] == [sum(row.values()) for row in rows]
     assert rows[0] == {0: 64} and rows[1] == {0: 36, 1: 10, 2: 10}  # chunks of 64 tokens
     assert rows[2:] == [{0: 1, 1: 1, 2: 1}] * 3
     for seq_id, num_prompt in ((0, 100), (1, 10), (2, 10)):
@@ -144,10 +145,11 @@ async def test_both_transports_return_the_state(kind: str) -> None:
     try:
         outputs = client.generate(request("mine", 20, max_tokens=500))
         await anext(outputs)
-        state = await client.live(0)
+        state = await client.live(detail=True, first_step=0)
         assert [seq.request_id for seq in state.running] == ["mine"] and state.names == {0: "mine"}
         assert state.steps[0].num_new == [20] and state.time_s >= state.steps[-1].end_s
-        assert (await client.live()).steps == [] and (await client.stats()).num_running == 1
+        brief = await client.live()
+        assert brief.steps == brief.running == brief.tiers == [] and (await client.stats()).num_running == 1
         await outputs.aclose()
     finally:
         client.shutdown(drain=False)

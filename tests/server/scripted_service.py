@@ -111,8 +111,8 @@ class ScriptedService(Service):
     async def stats(self) -> ExecutorStats:
         return ExecutorStats(num_running=self.num_streaming, num_blocks=10, num_free_blocks=7, max_batch_size=4, num_steps=5, row_steps=10)
 
-    async def live(self, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
-        return LiveState(await self.stats(), 0.0, 0.0, [], [], [], [], 0, [], {})
+    async def live(self, *, detail: bool = False, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
+        return LiveState(await self.stats(), 0.0, 0.0, [], [], [], [], [], 0, [], {})
 
     @property
     def info(self) -> ExecutorInfo:

@@ -7,20 +7,20 @@ const WINDOW_S = 30; // of latencies
 const RATE_S = 5; // of rates
 
 export function LiveView({ visible }: { visible: boolean }) {
-  useLive(visible, false);
+  useLive(visible, "detail");
   const state = live.value?.state;
   return (
     <>
       <Toolbar />
-      {state && visible && (
+      {state?.tiers && visible && (
         <>
           <Tiles />
           <h2>KV cache</h2>
           {state.tiers.map((tier) => (
             <BlockMap key={tier.name} tier={tier} tokensPerBlock={state.stats["tokens_per_block"]!} />
           ))}
-          <Sequences title="Running" sequences={state.running} total={state.stats["num_running"]!} />
-          <Sequences title="Waiting" sequences={state.waiting} total={state.stats["num_waiting"]! + state.stats["num_paused"]!} />
+          <Sequences title="Running" sequences={state.running ?? []} total={state.stats["num_running"]!} />
+          <Sequences title="Waiting" sequences={state.waiting ?? []} total={state.stats["num_waiting"]! + state.stats["num_paused"]!} />
         </>
       )}
     </>

@@ -18,7 +18,7 @@ function lanesOf(shown: Step[]): { lanes: number[]; hidden: number } {
 }
 
 export function Timeline({ visible }: { visible: boolean }) {
-  useLive(visible, true);
+  useLive(visible, "steps");
   const numSteps = useSignal(64);
   const selected = useSignal<number | null>(null); // number of a step
   const asTable = useSignal(false);

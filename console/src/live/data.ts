@@ -46,9 +46,9 @@ export interface Live {
     stats: Record<string, number>;
     time_s: number;
     started_s: number;
-    running: SequenceState[];
-    waiting: SequenceState[];
-    tiers: Tier[];
+    running?: SequenceState[]; // these three only with the detail
+    waiting?: SequenceState[];
+    tiers?: Tier[];
     next_step: number;
   };
   latency: Record<"ttft" | "inter_token", Histogram>;
@@ -70,14 +70,14 @@ export const names = signal<Record<number, string>>({});
 export const problem = signal("");
 export const paused = signal(false);
 
-/** Requests the live state while a component is visible, the page too, and the view is not paused. */
-export function useLive(visible: boolean, withSteps: boolean): void {
+/** Requests the live state with one part while a component is visible, the page too, and the view is not paused. */
+export function useLive(visible: boolean, part: "counters" | "detail" | "steps"): void {
   useEffect(() => {
     if (!visible) return;
     let timer = 0;
     let active = true;
     const poll = async () => {
-      if (!document.hidden && !paused.value) await fetchLive(withSteps);
+      if (!document.hidden && !paused.value) await fetchLive(part);
       if (active) timer = window.setTimeout(poll, INTERVAL_MS);
     };
     void poll();
@@ -85,25 +85,24 @@ export function useLive(visible: boolean, withSteps: boolean): void {
       active = false;
       clearTimeout(timer);
     };
-  }, [visible, withSteps, key.value]);
+  }, [visible, part, key.value]);
 }
 
 let executor: number | null = null; // the start of the executor whose steps are shown
 
-async function fetchLive(withSteps: boolean): Promise<void> {
+async function fetchLive(part: "counters" | "detail" | "steps"): Promise<void> {
   const last = steps.value[steps.value.length - 1];
   const first = last ? last.number + 1 : 0;
   try {
-    const answer = await getJson<Live & { steps: RawStep[]; names: Record<number, string> }>(
-      "console/api/live" + (withSteps ? `?first_step=${first}` : ""),
-    );
+    const query = { counters: "", detail: "?detail=1", steps: `?first_step=${first}` }[part];
+    const answer = await getJson<Live & { steps: RawStep[]; row_sets: number[][]; names: Record<number, string> }>(`console/api/live${query}`);
     const restarted = answer.state !== null && executor !== null && executor !== answer.state.started_s;
     executor = answer.state?.started_s ?? executor;
     if (restarted) steps.value = [];
     live.value = answer;
     history.value = [...(restarted ? [] : history.value), answer].filter((each) => each.time_s > answer.time_s - HISTORY_S);
-    if (withSteps) {
-      steps.value = [...steps.value, ...answer.steps.map(readStep)].slice(-MAX_STEPS);
+    if (part === "steps") {
+      steps.value = [...steps.value, ...answer.steps.map((step) => readStep(step, answer.row_sets))].slice(-MAX_STEPS);
       const shown = new Set(steps.value.flatMap((step) => step.rows.map((row) => row.seqId)));
       names.value = Object.fromEntries(Object.entries({ ...names.value, ...answer.names }).filter(([id]) => shown.has(Number(id))));
     }
@@ -113,15 +112,15 @@ async function fetchLive(withSteps: boolean): Promise<void> {
   }
 }
 
-type RawStep = [number, number, number, number, number[], number, number, number[]];
+type RawStep = [number, number, number, number, number, number, number[]];
 
-function readStep([number, end, duration, tokens, seqIds, numDecodes, numVerifies, numNew]: RawStep): Step {
-  const rows = seqIds.map((seqId, row) => ({
+function readStep([number, end, duration, rowSet, numDecodes, numVerifies, numNew]: RawStep, rowSets: number[][]): Step {
+  const rows = rowSets[rowSet]!.map((seqId, row) => ({
     seqId,
     tokens: row < numDecodes ? 1 : numNew[row - numDecodes]!,
     kind: row < numDecodes ? ("decode" as const) : row < numDecodes + numVerifies ? ("verify" as const) : ("prefill" as const),
   }));
-  return { number, end, duration, tokens, rows };
+  return { number, end, duration, tokens: rows.reduce((sum, row) => sum + row.tokens, 0), rows };
 }
 
 /** A quantile of the observations between two histograms, in seconds; interpolated within its bucket. NaN without observations. */

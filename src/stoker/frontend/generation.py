@@ -134,8 +134,8 @@ class GenerationService(Service):
     async def stats(self) -> ExecutorStats:
         return await self._client.stats()
 
-    async def live(self, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
-        return await self._client.live(first_step, log_after_s)
+    async def live(self, *, detail: bool = False, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
+        return await self._client.live(detail=detail, first_step=first_step, log_after_s=log_after_s)
 
     async def drain(self) -> None:
         """Reject new requests, and wait until the running ones have ended."""

@@ -117,7 +117,7 @@ class Service(ABC):
         """The current statistics of the executor. Raises UnavailableError."""
 
     @abstractmethod
-    async def live(self, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
+    async def live(self, *, detail: bool = False, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
         """The executor's sequences, KV blocks, steps and log, as `LiveQuery` requests them. Raises UnavailableError."""
 
     @property

@@ -117,7 +117,7 @@ class ExecutorClient(ABC):
         """The executor's current statistics. Raises UnavailableError if it has ended or does not answer."""
 
     @abstractmethod
-    async def live(self, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
+    async def live(self, *, detail: bool = False, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
         """The executor's sequences, blocks, steps and log, as LiveQuery requests them. Raises UnavailableError."""
 
     @abstractmethod

@@ -34,6 +34,7 @@ class LiveQuery(msgspec.Struct, tag=True, array_like=True):
 
     client: str
     number: int  # identifies the query of the client
+    detail: bool = False  # include sequences and tiers
     first_step: int | None = None  # steps from this number on; None: no steps
     log_after_s: float | None = None  # lines of the log after this time, in seconds since 1970; None: no lines
 
@@ -56,6 +57,18 @@ class SequenceState(msgspec.Struct):
     priority: int
 
 
+class LiveStep(msgspec.Struct, array_like=True):
+    """One step, as StepRecord has it. `rows` is the index of its sequence ids in the list of row sets."""
+
+    number: int
+    end_s: float
+    duration_s: float
+    rows: int
+    num_decodes: int
+    num_verifies: int
+    num_new: list[int]
+
+
 class LiveState(msgspec.Struct):
     """The state of an executor at one moment.
 
@@ -68,7 +81,8 @@ class LiveState(msgspec.Struct):
     running: list[SequenceState]
     waiting: list[SequenceState]
     tiers: list[TierOccupancy]
-    steps: list[StepRecord]
+    steps: list[LiveStep]
+    row_sets: list[list[int]]  # seq_ids of the rows of steps
     next_step: int  # number of the step after the newest one
     log: list[LogLine]
     names: dict[int, str]  # seq_id → "request id" or "request id [index]", for the sequences of the steps
@@ -111,20 +125,21 @@ def live_state(
     """The answer to `query`. `preparing` are sequences whose grammar is compiled."""
     now = time.monotonic()
     running = scheduler.running()
-    waiting = [*scheduler.waiting(MAX_SEQUENCES), *preparing][:MAX_SEQUENCES]
+    waiting = [*scheduler.waiting(MAX_SEQUENCES), *preparing][:MAX_SEQUENCES] if query.detail else []
     oldest = history.num_steps if query.first_step is None else max(query.first_step, history.num_steps - MAX_STEPS)
-    steps = _newest(list(history.steps(oldest)))
-    seq_ids = set(itertools.chain.from_iterable(step.seq_ids for step in steps))
+    steps, row_sets = _share_rows(_newest(list(history.steps(oldest))))
+    seq_ids = set(itertools.chain.from_iterable(row_sets))
     names = ended.names() if seq_ids else {}
     names |= {seq.seq_id: name_of(seq) for seq in running if seq.seq_id in seq_ids}
     return LiveState(
         stats=stats,
         time_s=now,
         started_s=history.started_s,
-        running=_states(running[:MAX_SEQUENCES], now),
+        running=_states(running[:MAX_SEQUENCES], now) if query.detail else [],
         waiting=_states(waiting, now),
-        tiers=scheduler.kv_cache.occupancy(CELLS),
+        tiers=scheduler.kv_cache.occupancy(CELLS) if query.detail else [],
         steps=steps,
+        row_sets=row_sets,
         next_step=history.num_steps,
         log=recent_lines(query.log_after_s) if query.log_after_s is not None else [],
         names={seq_id: names[seq_id] for seq_id in seq_ids if seq_id in names},
@@ -135,6 +150,18 @@ def _newest(steps: list[StepRecord]) -> list[StepRecord]:
     """The newest of `steps` that have at most MAX_STEP_ROWS rows together."""
     num_rows = list(itertools.accumulate(step.rows for step in reversed(steps)))
     return steps[len(steps) - bisect_right(num_rows, MAX_STEP_ROWS) :]
+
+
+def _share_rows(records: list[StepRecord]) -> tuple[list[LiveStep], list[list[int]]]:
+    """The steps, and the lists of their sequence ids. Neighbours with the same list share it."""
+    steps: list[LiveStep] = []
+    row_sets: list[list[int]] = []
+    for record in records:
+        if not row_sets or row_sets[-1] is not record.seq_ids:
+            row_sets.append(record.seq_ids)
+        rows, num_decodes = len(row_sets) - 1, record.num_decodes
+        steps.append(LiveStep(record.number, record.end_s, record.duration_s, rows, num_decodes, record.num_verifies, record.num_new))
+    return steps, row_sets
 
 
 def _states(sequences: Iterable[Sequence], now: float) -> list[SequenceState]:

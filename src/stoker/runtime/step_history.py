@@ -18,7 +18,7 @@ from stoker.runtime.schedule.plan import StepPlan
 CAPACITY = 4096  # steps
 
 
-class StepRecord(msgspec.Struct, array_like=True):
+class StepRecord(msgspec.Struct):
     """One step. Its duration starts at its launch or at the end of the previous step, and ends when its tokens are on the host.
 
     Rows 0 to num_decodes - 1 compute one token after a completed prefill; the next num_verifies rows also verify draft tokens; the others
@@ -47,6 +47,11 @@ class StepRecord(msgspec.Struct, array_like=True):
 
 class StepHistory:
     """The newest `CAPACITY` steps, and the number and the total duration of all steps."""
+
+    __slots__ = (
+        "_durations", "_end", "_ends", "_ids", "_num_decodes", "_num_new", "_num_prefill_tokens", "_seq_ids", "_sequences",
+        "num_steps", "started_s", "total_s",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.started_s = time.monotonic()

@@ -81,15 +81,18 @@ class BlockPool:
                 self._empty.append(block)
 
     def occupancy(self, num_cells: int) -> TierOccupancy:
-        """What the blocks hold, in at most `num_cells` cells. Takes about 40 ns per block."""
+        """What the blocks hold, in at most `num_cells` cells. Takes about 15 ns per block, and 50 ns in cells with cached and used ones."""
         size = max(1, -(-self.num_blocks // num_cells))
         occupancy = TierOccupancy("device", self.num_blocks, size, [], [], [])
         for start in range(0, self.num_blocks, size):
-            refs, reusable = self.refs[start : start + size], self._is_reusable[start : start + size]
+            refs = self.refs[start : start + size]
             num_used = len(refs) - refs.count(0)
             occupancy.used.append(num_used)
-            occupancy.shared.append(num_used - refs.count(1))
-            occupancy.cached.append(sum(map(operator.gt, reusable, refs)))  # 1 > 0: reusable and unreferenced
+            occupancy.shared.append(num_used - refs.count(1) if num_used else 0)
+            num_cached = self._is_reusable.count(1, start, start + size)
+            if num_cached and num_used:  # some of the reusable blocks are used
+                num_cached = sum(map(operator.gt, self._is_reusable[start : start + size], refs))  # 1 > 0
+            occupancy.cached.append(num_cached)
         return occupancy
 
     def _evict(self) -> int:

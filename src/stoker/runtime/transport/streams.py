@@ -103,8 +103,8 @@ class StreamingClient(ExecutorClient):
         stats: ExecutorStats = await self._query(lambda number: StatsQuery(self.name, number))
         return stats
 
-    async def live(self, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
-        state: LiveState = await self._query(lambda number: LiveQuery(self.name, number, first_step, log_after_s))
+    async def live(self, *, detail: bool = False, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
+        state: LiveState = await self._query(lambda number: LiveQuery(self.name, number, detail, first_step, log_after_s))
         return state
 
     async def _query(self, make_query: Callable[[int], StatsQuery | LiveQuery]) -> Any:

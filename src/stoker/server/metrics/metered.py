@@ -78,8 +78,8 @@ class MeteredService(Service):
     async def stats(self) -> ExecutorStats:
         return await self.inner.stats()
 
-    async def live(self, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
-        return await self.inner.live(first_step, log_after_s)
+    async def live(self, *, detail: bool = False, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
+        return await self.inner.live(detail=detail, first_step=first_step, log_after_s=log_after_s)
 
     @property
     def info(self) -> ExecutorInfo:
@@ -150,8 +150,8 @@ class MeteredClient(ExecutorClient):
     async def stats(self) -> ExecutorStats:
         return await self.inner.stats()
 
-    async def live(self, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
-        return await self.inner.live(first_step, log_after_s)
+    async def live(self, *, detail: bool = False, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
+        return await self.inner.live(detail=detail, first_step=first_step, log_after_s=log_after_s)
 
     def pause(self, paused: bool) -> None:
         self.inner.pause(paused)

@@ -18,6 +18,7 @@ _LIVE = record(
         "unavailable": nullable(STRING),
         "state": nullable(OBJECT),
         "steps": list_of({"type": "array"}),
+        "row_sets": list_of(list_of(INTEGER)),
         "names": map_of(STRING),
         "latency": map_of(_HISTOGRAM),
     },
@@ -32,7 +33,9 @@ OPERATIONS = {
     ("GET", "/console/{name}"): Operation(summary="A file of the web console", response=STRING, response_type="text/javascript"),
     ("GET", "/console/api/server"): Operation(summary="What the console can offer", response=_SERVER),
     ("GET", "/console/api/live"): Operation(
-        summary="Queue, rows, KV blocks, latencies and steps", query={"first_step": {"type": "integer", "minimum": 0}}, response=_LIVE
+        summary="Queue, rows, KV blocks, latencies and steps",
+        query={"first_step": {"type": "integer", "minimum": 0}, "detail": {"enum": [0, 1]}},
+        response=_LIVE,
     ),
     ("GET", "/console/api/engine"): Operation(summary="The engine card", response=_ENGINE),
     ("GET", "/console/api/log"): Operation(

@@ -70,9 +70,10 @@ class Console(Protocol):
         await self._respond(http, answer)
 
     async def live(self, http: RequestContext) -> None:
-        """GET /console/api/live?first_step=N: queue, rows, blocks, latencies, and the steps from N on."""
+        """GET /console/api/live: counters and latencies; with detail=1 sequences and blocks; with first_step=N the steps from N on."""
         first_step = _number(http, "first_step")
-        await self._respond(http, await self._live.answer(int(first_step) if first_step is not None else None))
+        detail = bool(_number(http, "detail"))
+        await self._respond(http, await self._live.answer(detail, int(first_step) if first_step is not None else None))
 
     async def engine(self, http: RequestContext) -> None:
         """GET /console/api/engine: the engine card, and the memory budget of its executor."""
@@ -89,7 +90,7 @@ class Console(Protocol):
         after_s = _number(http, "after") or 0.0
         lines = {"frontend": recent_lines(after_s), "supervisor": await self.context.coordination.log(after_s)}
         try:
-            lines["executor"] = (await self.context.default_service().live(None, after_s)).log
+            lines["executor"] = (await self.context.default_service().live(log_after_s=after_s)).log
         except UnavailableError:
             lines["executor"] = []
         await self._respond(http, {"lines": _merge(lines)})
