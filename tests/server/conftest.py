@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-AREAS = ("builder", "frontend")
+AREAS = ("builder", "console", "frontend")
 sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / area) for area in AREAS)]
 
 

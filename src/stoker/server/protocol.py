@@ -52,6 +52,7 @@ class Context(msgspec.Struct, frozen=True):
         """The log and the traces of the requests of this process."""
         if "telemetry" not in self.shared:
             self.shared["telemetry"] = Telemetry(self.settings)
+            self.cleanup.callback(self.shared["telemetry"].shut_down)
         telemetry: Telemetry = self.shared["telemetry"]
         return telemetry
 

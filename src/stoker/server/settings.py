@@ -42,6 +42,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     tool_parser: str | None = "auto"  # None, or a template of no known family: tools are refused
     reasoning_parser: str | None = None  # None: reasoning remains in the text
     metric_names: tuple[str, ...] = ("stoker", "triton")  # systems whose names metrics have: METRIC_NAMES
+    otlp_endpoint: str | None = None  # URL of a collector of OpenTelemetry for OTLP over HTTP; None: no traces
+    trace_sampling: float = 1.0  # fraction of the requests without a traceparent that are traced
     log_requests: str = "line"  # in the log: none, a line per request, or also its contents (prompt and answer)
     state_dir: str | None = None  # directory of stored responses, files and batches; None: a temporary one of this server
     max_stored_bytes: int = 1 << 30  # of stored responses, and of files; each
@@ -66,6 +68,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("metric_names is empty.", cure=f"Use one or more of: {', '.join(METRIC_NAMES)}.")
         for name in self.metric_names:
             check_choice("metric_names", name, METRIC_NAMES)
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"otlp_endpoint={self.otlp_endpoint!r} is refused.", cure="Use a URL such as http://localhost:4318.")
+        if not 0 <= self.trace_sampling <= 1:
+            raise ConfigError(f"trace_sampling={self.trace_sampling} is refused.", cure="Use a fraction from 0 to 1.")
         check_choice("log_requests", self.log_requests, LOG_REQUESTS)
         if self.default_max_tokens is not None:
             check_range("default_max_tokens", self.default_max_tokens, 1, 1 << 24)

@@ -30,6 +30,7 @@ OPTIONAL_PACKAGES = {
     "grpc": ("the gRPC port", "grpc"),
     "xgrammar": ("guided decoding", "guided"),
     "boto3": ("s3:// sources", "s3"),
+    "opentelemetry.sdk": ("traces", "otel"),
 }
 # Names of instruction sets, and the kernel's flags for them.
 CPU_EXTENSIONS = {"AVX2": "avx2", "AVX-512": "avx512f", "BF16": "avx512_bf16", "AMX": "amx_tile"}
@@ -200,7 +201,8 @@ def _package_check(name: str) -> Callable[[], Finding]:
 
     def check() -> Finding:
         """Whether the optional package is installed."""
-        if importlib.util.find_spec(name) is None:
+        parent = name.partition(".")[0]  # find_spec raises an exception if it is not installed
+        if importlib.util.find_spec(parent) is None or importlib.util.find_spec(name) is None:
             return Finding("note", name, f"not installed: {what} needs it. Run: pip install 'stoker[{extra}]'")
         return Finding("ok", name, f"installed: {what}")
 

@@ -47,6 +47,8 @@ SERVER_HELP = {
     "max_request_bytes": "Maximum size of a request; larger ones are rejected with status 413.",
     "drain_timeout_s": "Seconds that requests in flight may take after a stop signal.",
     "metric_names": "Export metrics under the names of this system: stoker, triton or vllm. Repeatable.",
+    "otlp_endpoint": "Export OpenTelemetry traces to this collector over HTTP, such as http://localhost:4318. Needs stoker[otel].",
+    "trace_sampling": "Fraction of the requests that are traced. A request with a traceparent is traced if its client traces it.",
     "log_requests": "Log a line per request: none, line, or contents, which adds prompts and answers.",
     "state_dir": "Directory for stored responses, files and batches. Default: a temporary one, which is deleted when the server stops.",
     "max_stored_bytes": "Maximum size of stored responses, whose oldest ones are then deleted, and of files, which are then rejected.",

@@ -10,6 +10,7 @@ import msgspec
 from stoker.base.errors import ConfigError
 from stoker.server.http.tls import check_tls
 from stoker.server.settings import ServerSettings
+from stoker.server.telemetry.tracing import check_packages
 
 BACKLOG = 2048
 
@@ -17,6 +18,8 @@ BACKLOG = 2048
 def listen(settings: ServerSettings) -> list[socket.socket]:
     """Listening HTTP sockets: http_port, then metrics_port if set. Raises ConfigError if a port or the certificate cannot be used."""
     check_tls(settings)
+    if settings.otlp_endpoint is not None:
+        check_packages()
     with contextlib.ExitStack() as stack:
         ports = [settings.http_port, *([settings.metrics_port] if settings.metrics_port is not None else [])]
         listeners = [stack.enter_context(bind(settings.host, port)) for port in ports]

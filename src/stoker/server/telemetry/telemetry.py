@@ -1,4 +1,4 @@
-"""Opens the record of each request, and writes its line of the log when the request has ended."""
+"""Opens the record of each request, and writes its line of the log and its spans when the request has ended."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ PARENT, STATE, RETURN_TIMINGS = b"traceparent", b"tracestate", b"x-return-timing
 
 
 class Telemetry:
-    """The log of the requests of this process."""
+    """The log and the traces of the requests of this process. Raises DependencyError if traces are exported without their packages."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._logs_requests = settings.log_requests != "none"
         self._logs_contents = settings.log_requests == "contents"
+        self._tracing = None
+        if settings.otlp_endpoint is not None:
+            from stoker.server.telemetry.tracing import Tracing
+
+            self._tracing = Tracing(settings)
 
     def open(
         self, headers: Mapping[bytes, bytes], *, request_id: str, client: str, protocol: str, method: str, route: str
@@ -28,6 +33,9 @@ class Telemetry:
         record.contents = self._logs_contents
         if (parent := headers.get(PARENT)) is not None:
             record.trace = parse_parent(parent, headers.get(STATE))
+        if self._tracing is not None:
+            record.trace = self._tracing.sample(record.trace)
+            record.measured = record.trace is not None and record.trace.sampled
         if RETURN_TIMINGS in headers:
             record.returns_timings = headers[RETURN_TIMINGS].lower() in (b"1", b"true")
         return record
@@ -37,3 +45,10 @@ class Telemetry:
         record.status = status
         if self._logs_requests:
             log_request(record, level=logging.DEBUG if probe else logging.INFO)
+        if self._tracing is not None and not probe and record.trace is not None and record.trace.sampled:
+            self._tracing.export(record)
+
+    def shut_down(self) -> None:
+        """Export the last spans."""
+        if self._tracing is not None:
+            self._tracing.close()
