@@ -35,7 +35,8 @@ NOT_OPTIONS = {
          "length_penalty", "early_stopping", "guide"), "available in the API",
     ),
     ServerSettings: {
-        "api_keys": "collected from the file of --api-keys, --api-key and STOKER_API_KEY",
+        "api_keys": "collected from --api-key and STOKER_API_KEY",
+        "api_keys_file": "the file of --api-keys",
         "options": "set by deployment formats",
         "request_limits": "set by deployment formats for engines that are built already",
     },

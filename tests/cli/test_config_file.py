@@ -113,11 +113,9 @@ def test_the_script_completes_in_bash(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("max_utilization\n", "")
 
 
-def test_keys_of_a_server_come_from_options_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "keys").write_text("key-in-file\nkey-in-both\n")
+def test_keys_of_a_server_come_from_options_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of --api-keys are read from the file by the server, also later."""
     monkeypatch.setenv("STOKER_API_KEY", "key-in-variable")
-    assert collect_keys(["key-as-option", "key-in-both"], tmp_path / "keys") == (
-        "key-as-option", "key-in-both", "key-in-file", "key-in-variable"
-    )  # fmt: skip
+    assert collect_keys(["key-as-option", "key-as-option"]) == ("key-as-option", "key-in-variable")
     monkeypatch.setenv("STOKER_API_KEY", "  ")
-    assert collect_keys([], None) == ()
+    assert collect_keys([]) == ()

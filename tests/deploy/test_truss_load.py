@@ -11,10 +11,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stoker.base import yaml_tree
 from stoker.base.config import Mapping
 from stoker.base.errors import ConfigError
 from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource
-from stoker.deploy.syntax import yaml_tree
 from stoker.deploy.truss.keys import TABLE, V2_ONLY
 from stoker.deploy.truss.load import is_truss, load_truss
 from stoker.server.protocols.truss.options import TrussOptions

@@ -61,7 +61,7 @@ class StubExecutor:
             self._mailbox.send(outputs)
 
 
-def load_stub(engine: str, config: object, listen: Any) -> StubExecutor:
+def load_stub(engine: str, config: object, listen: Any, nodes: object) -> StubExecutor:
     if (Path(engine) / "refuse").exists():
         raise EngineError("the stub refuses to load.")
     return StubExecutor(listen(INFO), Path(engine))

@@ -20,6 +20,7 @@ from test_server_processes import ServerProcess, serve
 
 from stoker.base.errors import ConfigError
 from stoker.server.processes import restart_policy
+from stoker.server.processes.child import EXECUTOR_STOP_SIGNAL
 from stoker.server.processes.restart_policy import RestartPolicy
 from stoker.server.processes.systemd import ServiceManager
 from stoker.server.settings import ServerSettings
@@ -128,7 +129,7 @@ async def test_two_frontends_and_an_executor_that_cannot_be_started_again(stub: 
         hold(stub, 0)
         call = asyncio.create_task(client.post("/v1/completions", json=BODY))
         await running(client, 1)
-        kill_executor(served, signal.SIGTERM)
+        kill_executor(served, EXECUTOR_STOP_SIGNAL)
         response = await call
         assert response.status_code == 503, "without retry_unstarted the request is answered with an error"
         await wait_for_status(client, 200)

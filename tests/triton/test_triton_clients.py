@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as tgrpc
@@ -17,6 +18,7 @@ import tritonclient.grpc.aio as tgrpc_aio
 import tritonclient.http as thttp
 import tritonclient.http.aio as thttp_aio
 from triton_server import TEXT, RunningServer, endless, running, tokenizer, until
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from stoker.server.protocols.kserve.model_config import KINDS, TritonOptions
@@ -68,10 +70,10 @@ def text(result: Any, name: str = "text_output") -> str:
 class Stream:
     """A gRPC stream whose responses are read one at a time."""
 
-    def __init__(self, server: RunningServer) -> None:
+    def __init__(self, server: RunningServer, headers: dict[str, str] | None = None) -> None:
         self.client = tgrpc.InferenceServerClient(server.grpc)
         self._responses: queue.Queue[tuple[Any, Any]] = queue.Queue()
-        self.client.start_stream(lambda result, error: self._responses.put((result, error)))
+        self.client.start_stream(lambda result, error: self._responses.put((result, error)), headers=headers)
 
     def __enter__(self) -> Stream:
         return self
@@ -467,6 +469,34 @@ def test_metrics_under_both_names(server: RunningServer) -> None:
     }
     for name, label in gauges.items():
         assert any(f"nv_trt_llm_{name}" in key and label in key and 'model="tensorrt_llm"' in key for key in counts)
+
+
+@UNARY
+def test_limits_of_named_keys_over_grpc(tmp_path: Path) -> None:
+    """A message on a stream counts as one request, as a call with one response does."""
+    key = "a-key-of-this-server"
+    (tmp_path / "keys.yaml").write_text(f"keys:\n  - name: team\n    key: {key}\n    requests_per_minute: 2\n")
+    headers = {"authorization": f"Bearer {key}"}
+    with running(api_keys_file=str(tmp_path / "keys.yaml")) as server:
+        client = tgrpc.InferenceServerClient(server.grpc)
+        inputs = tensors(tgrpc, text_input=PROMPT, max_tokens=100)
+        assert text(client.infer("ensemble", inputs, headers=headers)) == PROMPT + TEXT
+        client.get_server_metadata(headers=headers)  # does not count
+        with Stream(server, headers) as stream:
+            stream.send("ensemble", text_input=PROMPT, max_tokens=100)
+            assert text(stream.next()) == PROMPT + TEXT
+            stream.send("ensemble", text_input=PROMPT, max_tokens=100)
+            with pytest.raises(InferenceServerException, match="the limit requests_per_minute=2 of the key team is reached"):
+                stream.next()
+        with pytest.raises(InferenceServerException, match="Retry after") as found:
+            client.infer("ensemble", inputs, headers=headers)
+        assert found.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+        with grpc.insecure_channel(server.grpc) as channel, pytest.raises(grpc.RpcError) as failed:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            stub.ModelInfer(service_pb2.ModelInferRequest(model_name="ensemble"), metadata=tuple(headers.items()))
+        metadata = dict(failed.value.trailing_metadata())
+        assert metadata["x-ratelimit-remaining-requests"] == "0" and 1 <= int(metadata["retry-after"]) <= 60
+        client.close()
 
 
 @UNARY

@@ -53,7 +53,8 @@ OUTPUT_LENGTH = Metric(
 PROMPT_TOKENS = Metric("stoker_prompt_tokens_total", "counter", "Prompt tokens of accepted requests.")
 OUTPUT_TOKENS = Metric("stoker_output_tokens_total", "counter", "Generated tokens.")
 REQUESTS = Metric(
-    "stoker_requests_total", "counter", "Requests by outcome: stop, length, cancelled, deadline, error, refused, queue_full, unavailable.",
+    "stoker_requests_total", "counter",
+    "Requests by outcome: stop, length, cancelled, deadline, error, refused, queue_full, rate_limited, unavailable.",
     labels=("model", "outcome"),
 )  # fmt: skip
 RESPONSES = Metric("stoker_http_responses_total", "counter", "HTTP responses by route and status.", labels=("route", "status"))
@@ -64,6 +65,17 @@ EXHAUSTED = Metric(
     "stoker_accept_pauses_total", "counter", "Pauses of 0.1 s in accepting connections, because there were no free descriptors or memory.",
     labels=("protocol",),
 )  # fmt: skip
+# The label `key` has the names of the file of API keys.
+KEY_REQUESTS = Metric(
+    "stoker_key_requests_total", "counter", "Requests by the name of their API key, and by outcome as above.", labels=("key", "outcome")
+)
+KEY_TOKENS = Metric(
+    "stoker_key_tokens_total", "counter", "Tokens by the name of the API key: prompt, cached (of the prompt) and completion.",
+    labels=("key", "kind"),
+)  # fmt: skip
+KEY_REFUSALS = Metric(
+    "stoker_key_refusals_total", "counter", "Requests that a limit of their API key refused, by limit.", labels=("key", "limit")
+)
 # Counted by the supervisor, which sends the number to all frontends.
 PROCESS_RESTARTS = Metric(
     "stoker_process_restarts_total", "counter", "Processes that failed and were started again: executor or frontend.", labels=("process",)
@@ -80,7 +92,7 @@ STATISTICS_AGE = Metric(
 FRONTEND_METRICS = (
     TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY, TIME_PER_OUTPUT_TOKEN, REQUEST_DURATION, QUEUE_TIME, PREFILL_TIME, DECODE_TIME, COMPUTE_TIME,
     PROMPT_LENGTH, OUTPUT_LENGTH, MAX_TOKENS, PROMPT_TOKENS, OUTPUT_TOKENS,
-    REQUESTS, RESPONSES, RETRIED_REQUESTS, EXHAUSTED,
+    REQUESTS, RESPONSES, RETRIED_REQUESTS, EXHAUSTED, KEY_REQUESTS, KEY_TOKENS, KEY_REFUSALS,
 )  # fmt: skip
 
 EXECUTOR_METRICS = (

@@ -18,7 +18,7 @@ def read_config_file(context: typer.Context, file: Path | None) -> Path | None:
     """
     if file is None or context.resilient_parsing:
         return file
-    from stoker.deploy.syntax import yaml_tree
+    from stoker.base import yaml_tree
 
     try:
         root = yaml_tree.parse(file.read_bytes(), str(file)).value

@@ -75,7 +75,7 @@ def serve_repository(
         tokenizer = again.tokenizer or again.engine
         return ServedEngine(engine=again.engine, tokenizer=tokenizer, runtime=again.runtime, settings=complete(again))
 
-    settings = msgspec.structs.replace(complete(prepared), api_keys=collect_keys([], None))
+    settings = msgspec.structs.replace(complete(prepared), api_keys=collect_keys([]))
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"tritonserver", 0, 0, 0)
     return serve(prepared.engine, prepared.runtime, settings, announce, tokenizer=prepared.tokenizer, read_again=read_again, nodes=nodes)
 

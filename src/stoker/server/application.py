@@ -11,13 +11,14 @@ from stoker.base.errors import StokerError, UnavailableError
 from stoker.base.logging import get_logger
 from stoker.server.documentation.protocol import Documentation
 from stoker.server.errors import ContentTypeError, RouteError, describe
-from stoker.server.http.authentication import check_key
 from stoker.server.http.request_context import RequestContext
 from stoker.server.http.routing import Routes
 from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.registry import PROTOCOLS
 from stoker.server.settings import ServerSettings
 from stoker.server.telemetry.record import CURRENT, RequestRecord
+from stoker.server.tenants.accepted_keys import AcceptedKeys
+from stoker.server.tenants.tenants import act_as
 
 log = get_logger(__name__)
 
@@ -27,6 +28,8 @@ POLLED = ("health", "console")  # protocols whose requests have lines at the lev
 # Content types that a web page may post to another origin without a preflight request ("" is none at all).
 WITHOUT_PREFLIGHT = ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 
+LIMIT_HEADERS = tuple(f"x-ratelimit-{name}-{kind}" for name in ("limit", "remaining", "reset") for kind in ("requests", "tokens"))
+
 
 def make_app(context: Context) -> Any:
     """An ASGI application with the protocols that the settings name, or all, and the routes of health and documentation."""
@@ -35,7 +38,7 @@ def make_app(context: Context) -> Any:
         protocols["documentation"] = Documentation(context, tuple(protocols.values()))
     app: Any = Application(context, protocols)
     if origins := context.settings.cors_origins:
-        exposed = ["x-request-id", "traceparent", "server-timing", "retry-after"]
+        exposed = ["x-request-id", "traceparent", "server-timing", "retry-after", *LIMIT_HEADERS]
         app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
     return app
 
@@ -55,6 +58,7 @@ class Application:
         self._context = context
         self._protocols = list(protocols.values())
         self._telemetry = context.telemetry()
+        self._keys = AcceptedKeys.of(context)
         endpoints = [(name, protocol, endpoint) for name, protocol in protocols.items() for endpoint in protocol.endpoints()]
         self._routes = Routes([(endpoint.method, endpoint.path, (name, protocol, endpoint)) for name, protocol, endpoint in endpoints])
 
@@ -106,12 +110,25 @@ class Application:
         if not {"*", origin.decode("latin-1")} & set(self._context.settings.cors_origins):
             raise ContentTypeError(http.content_type)
 
+    def _authenticate(self, http: RequestContext) -> None:
+        """Find the key of a request. A POST counts towards its limit. Raises AuthenticationError and RateLimitError."""
+        if not self._keys.required:
+            return
+        tenant = self._keys.authenticate(http.headers)
+        act_as(tenant)  # for this task, which handles the request
+        if tenant is not None:
+            http.limit_headers = tenant.headers
+            if http.record is not None:
+                http.record.key = tenant.name
+            if http.method == "POST":
+                tenant.count_request()
+
     async def handle(self, protocol: Protocol, endpoint: Endpoint, http: RequestContext) -> None:
         """Run the endpoint's handler and count its response. A client that has disconnected counts as status 499."""
         try:
             self._check_origin(http)
             if not endpoint.open:
-                check_key(http, self._context.settings.api_keys)
+                self._authenticate(http)
             await endpoint.handler(http)
         except ConnectionResetError:
             http.disconnected = True

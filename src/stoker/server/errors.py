@@ -46,6 +46,20 @@ class AuthenticationError(StokerError):
     code = "invalid_api_key"
 
 
+class RateLimitError(StokerError):
+    """A named key has used a limit up. `limit_name` is its field in the file of the keys."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+
+    def __init__(self, key: str, limit_name: str, limit: int, retry_after_s: float) -> None:
+        self.limit_name = limit_name
+        self.retry_after_s = retry_after_s
+        if limit_name in ("tokens_per_day", "tokens_per_month"):
+            self.code = "insufficient_quota"
+        super().__init__(f"the limit {limit_name}={limit} of the key {key} is reached.", cure=f"Retry after {_seconds(retry_after_s)} s.")
+
+
 class ContentTypeError(StokerError):
     """The content type of a request is not one that its route reads."""
 
@@ -137,8 +151,8 @@ def sequence_error(message: str | None, *, ready: bool) -> StokerError:
 def _headers(error: StokerError) -> list[tuple[bytes, bytes]]:
     """The headers that responses with this error need: Retry-After, Allow, WWW-Authenticate, Connection, or none."""
     match error:
-        case QueueFullError(retry_after_s=seconds):
-            return [(b"retry-after", b"%d" % max(1, math.ceil(seconds)))]
+        case QueueFullError(retry_after_s=seconds) | RateLimitError(retry_after_s=seconds):
+            return [(b"retry-after", b"%d" % _seconds(seconds))]
         case UnavailableError():
             return [(b"retry-after", b"%d" % RETRY_UNAVAILABLE_S)]
         case MethodError(allowed=allowed):
@@ -148,3 +162,8 @@ def _headers(error: StokerError) -> list[tuple[bytes, bytes]]:
         case BodyTooLargeError() | BodyTimeoutError():
             return [(b"connection", b"close")]
     return []
+
+
+def _seconds(retry_after_s: float) -> int:
+    """The value of Retry-After: whole seconds, at least 1."""
+    return max(1, math.ceil(retry_after_s))

@@ -35,6 +35,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_request_bytes: int = 16 << 20  # of a request's body; a longer one is refused with status 413 before it is read
     drain_timeout_s: float = 30.0  # limit for requests in flight when the server stops
     api_keys: tuple[str, ...] = ()  # accepted as Authorization: Bearer KEY; empty: no authentication. Never printed
+    api_keys_file: str | None = None  # further keys, read again on SIGHUP (server/tenants/key_file.py)
+    usage_log: str | None = None  # file to which the usage of each request with a named key is appended
     cors_origins: tuple[str, ...] = ()  # origins of web pages that may call; "*" for all
     tls_certificate: str | None = None  # path of a PEM file; together with tls_key it enables HTTPS
     tls_key: str | None = None
@@ -62,6 +64,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         check_range("restarts", self.restarts, 0, MAX_RESTARTS)
         if self.retry_unstarted and not self.restarts:
             raise ConfigError("retry_unstarted=True is refused: a failed executor is not started again.", cure="Set --restarts, too.")
+        if self.usage_log is not None and self.api_keys_file is None:
+            raise ConfigError("usage_log is refused without a file of API keys.", cure="Set --api-keys to a .yaml file with named keys.")
         check_range("max_request_bytes", self.max_request_bytes, 1 << 10, 1 << 32)
         check_range("max_stored_bytes", self.max_stored_bytes, 1 << 20, 1 << 50)
         if not self.metric_names:

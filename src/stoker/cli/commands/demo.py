@@ -92,5 +92,5 @@ def _serve_until_stopped(engine: Path, port: int) -> None:
 
     if not env.text("STOKER_LOG"):
         logging.configure("INFO")
-    settings = ServerSettings(http_port=port, model_name=default_model.NAME, api_keys=collect_keys([], None))
+    settings = ServerSettings(http_port=port, model_name=default_model.NAME, api_keys=collect_keys([]))
     raise typer.Exit(serve(engine, RuntimeConfig(kv_cache_tokens=KV_CACHE_TOKENS), settings, announce))

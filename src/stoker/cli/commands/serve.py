@@ -22,6 +22,7 @@ from stoker.deploy.build_settings import BuildSettings
 from stoker.server.protocols.common.parsers.reasoning import REASONING_PARSERS
 from stoker.server.protocols.common.parsers.tools import TOOL_PARSERS
 from stoker.server.settings import ServerSettings
+from stoker.server.tenants.key_file import read_key_file
 
 if TYPE_CHECKING:
     from stoker.cli.server_start import ServerStart
@@ -58,6 +59,7 @@ SERVER_HELP = {
     "retry_unstarted": "With --restarts: run the requests of a failed executor once more if nothing was sent to their clients.",
     "shared_memory": "Shared memory that KServe clients may register: a pattern of keys such as /input_*, or cuda:0. Repeatable.",
     "test_models": "Also serve the models of tritonclient's examples: simple, simple_identity, mock_llm and others.",
+    "usage_log": "With named keys: a file to which a line of JSON with the tokens of each request is appended, for billing.",
     "cors_origins": "Allow web pages of this origin to send requests; * allows all. Repeatable.",
     "tls_certificate": "A PEM file. With --tls-key, the server uses HTTPS.",
     "tls_key": "A PEM file with the private key of --tls-certificate.",
@@ -80,7 +82,11 @@ def serve(
         ),
     ] = None,
     api_keys: Annotated[
-        Path | None, typer.Option(help="A file with one API key a line. Clients must send one of them as bearer token.")
+        Path | None,
+        typer.Option(
+            help="A file of API keys, one of which clients must send as bearer token: one a line, or, in a .yaml file, with names, limits "
+            "and priorities. It is read again on SIGHUP."
+        ),
     ] = None,
     api_key: Annotated[
         list[str] | None,
@@ -135,9 +141,13 @@ def serve(
     default_level = "warning" if dry_run and not env.text("STOKER_LOG") else None
     with logging_to(log_file, log_level or default_level, log_format):
         origins = explicit_parameters(context)
-        settings = msgspec.structs.replace(settings, api_keys=collect_keys(api_key or [], api_keys))
+        file = None if api_keys is None else str(api_keys)
+        settings = msgspec.structs.replace(settings, api_keys=collect_keys(api_key or []), api_keys_file=file)
+        if file is not None:
+            origins["api_keys_file"] = origins.pop("api_keys")
+            read_key_file(file, counts_quotas=settings.usage_log is not None)  # an invalid file is reported before anything is loaded
         if settings.api_keys:
-            origins["api_keys"] = "command line, a file or the environment"
+            origins["api_keys"] = "command line or the environment"
         arguments = ServeArguments(model, settings, runtime, build, origins, read_nodes(node_options))
         if dry_run:
             return _print_report(arguments)

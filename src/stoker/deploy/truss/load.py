@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from collections.abc import Mapping as Environment
 from pathlib import Path
 
+from stoker.base import yaml_tree
 from stoker.base.config import Limits, Mapping, RuntimeConfig
 from stoker.base.errors import ConfigError
+from stoker.base.yaml_tree import Node
 from stoker.deploy.collected_settings import CollectedSettings, FoundValue, invalid_value
 from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource, Origin
 from stoker.deploy.devices import visible_gpus
 from stoker.deploy.secrets import check_secret_name
 from stoker.deploy.sources.store import is_inside
-from stoker.deploy.syntax import yaml_tree
-from stoker.deploy.syntax.yaml_tree import Node
 from stoker.deploy.truss.dependent_settings import apply_dependent_settings, is_before_trt_llm
 from stoker.deploy.truss.keys import TABLE
 from stoker.deploy.truss.runtime_packages import add_runtime_packages

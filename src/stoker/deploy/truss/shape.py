@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from stoker.base.errors import ConfigError
+from stoker.base.yaml_tree import Node
 from stoker.deploy.deployment import Origin
-from stoker.deploy.syntax.yaml_tree import Node
 from stoker.deploy.truss.keys import (
     CHECKPOINT_TO_BUILD,
     ENGINE_SCRIPT,

@@ -14,6 +14,7 @@ from stoker.server.errors import Failure
 from stoker.server.http.request_context import HTML, RequestContext
 from stoker.server.operation import OBJECT, STRING, Operation, record
 from stoker.server.protocol import Context, Endpoint, Protocol
+from stoker.server.tenants.accepted_keys import AcceptedKeys
 
 # The pages run no scripts and load nothing.
 _HEADERS = ((b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"),)
@@ -56,7 +57,7 @@ class Documentation(Protocol):
     @cached_property
     def _document(self) -> dict[str, Any]:
         """The OpenAPI document, built at its first use."""
-        return openapi_document([*self._protocols, self], secured=bool(self.context.settings.api_keys))
+        return openapi_document([*self._protocols, self], secured=AcceptedKeys.of(self.context).required)
 
     @cached_property
     def _page(self) -> bytes:

@@ -42,6 +42,7 @@ class RequestContext:
         self.request_id = request_id_of(self.headers.get(REQUEST_ID))
         self.request_id_headers: tuple[bytes, ...] = (REQUEST_ID,)  # of the response
         self.record: RequestRecord | None = None  # None for a request of the server itself
+        self.limit_headers: Callable[[], list[tuple[bytes, bytes]]] | None = None  # of the response, by the limits of the client's key
         self.status = 0  # of the response; 0 until it has started
         self.disconnected = False
         self._is_large = False  # the body is larger than INLINE_BYTES
@@ -172,6 +173,8 @@ class RequestContext:
         headers += [(name, self.request_id.encode()) for name in self.request_id_headers]
         if self.record is not None:
             headers += self.record.response_headers()
+        if self.limit_headers is not None:
+            headers += self.limit_headers()
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 

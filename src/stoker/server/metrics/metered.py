@@ -14,9 +14,11 @@ from stoker.frontend.service import Completion, Service
 from stoker.runtime.client import ExecutorClient, ExecutorInfo
 from stoker.runtime.live_state import LiveState
 from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
+from stoker.server.errors import RateLimitError
 from stoker.server.metrics.counters import BufferedHistogram
 from stoker.server.metrics.frontend import FrontendMetrics
 from stoker.server.telemetry.record import CURRENT, Generation
+from stoker.server.tenants.tenants import Account, open_account
 
 # Phase of `Timings.phases`: the histogram of its duration.
 PHASES = {
@@ -46,18 +48,21 @@ class MeteredService(Service):
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[list[Delta], None]:
         with self._count_request(request) as outcome:
-            async with aclosing(self.inner.stream(request)) as batches:
+            async with aclosing(self.inner.stream(outcome.account.request)) as batches:
                 async for deltas in batches:
                     for delta in deltas:
                         outcome.num_tokens += len(delta.token_ids)
                         if delta.usage is not None or delta.finish_reason is not None or outcome.texts is not None:
                             outcome.add(delta)
+                    if outcome.num_finished == request.params.n and outcome.usage is not None:
+                        await _settle_stream(outcome, deltas)
                     yield deltas
 
     async def complete(self, request: GenerationRequest) -> Completion:
         with self._count_request(request) as outcome:
-            completion = await self.inner.complete(request)
+            completion = await self.inner.complete(outcome.account.request)
             outcome.set(completion)
+            await outcome.account.settle(completion.usage, outcome.name)
             return completion
 
     def cancel(self, request_id: str) -> None:
@@ -95,11 +100,15 @@ class MeteredService(Service):
 
     @contextmanager
     def _count_request(self, request: GenerationRequest) -> Iterator[_Outcome]:
-        """Count the request of the block with its duration when the block ends, and add it to the record of the client's request."""
+        """Count the request of the block with its duration when the block ends, and add it to the record of the client's request.
+
+        Raises RateLimitError of the key with which it was sent.
+        """
         record = CURRENT.get()
-        outcome = _Outcome(contents=record is not None and record.contents)
+        outcome = _Outcome(Account(request, self.model_name), contents=record is not None and record.contents)
         request.traced = record is not None and record.measured
         try:
+            outcome.account = open_account(request, self.model_name)
             yield outcome
         except BaseException as error:
             outcome.failure = _outcome_of(error)
@@ -110,8 +119,10 @@ class MeteredService(Service):
             self._duration.observe(ended - outcome.started)
             if (timings := outcome.timings) is not None:
                 self._count_times(timings, request)
-            if outcome.usage is not None:
-                self._count_tokens(outcome.usage.prompt_tokens, max(outcome.usage.completion_tokens, outcome.num_tokens))
+            used = outcome.used
+            if used is not None:
+                self._count_tokens(used.prompt_tokens, used.completion_tokens)
+            outcome.account.close(used, outcome.name)
             if record is not None:
                 record.generations.append(outcome.generation(self.model_name, request, ended))
 
@@ -204,8 +215,10 @@ class _TimedStream(AsyncGenerator[list[SequenceOutput], None]):
 class _Outcome:
     """What one request generated and how it ended, for counters and for the record of the client's request."""
 
-    def __init__(self, *, contents: bool) -> None:
+    def __init__(self, account: Account, *, contents: bool) -> None:
+        self.account = account
         self.started = time.monotonic()
+        self.num_finished = 0  # sequences of a stream
         self.reason: FinishReason | None = None
         self.failure: str | None = None
         self.usage: Usage | None = None
@@ -223,6 +236,7 @@ class _Outcome:
         if self.texts is not None:
             self.texts.setdefault(delta.index, []).append(delta.text)
         if delta.finish_reason is not None:
+            self.num_finished += 1
             self.reason = self.reason or delta.finish_reason
         if delta.usage is not None:
             self.usage, self.timings = delta.usage, delta.timings
@@ -238,8 +252,7 @@ class _Outcome:
 
     def generation(self, model: str, request: GenerationRequest, ended: float) -> Generation:
         """The generation of `request`, which ended at `ended`, for the record."""
-        usage = self.usage or Usage()
-        usage = Usage(usage.prompt_tokens, max(usage.completion_tokens, self.num_tokens), usage.cached_tokens)
+        usage = self.used or Usage()
         generation = Generation(model, self.started, ended, usage, self.name, self._first, self.timings, request.params, self._chunks)
         if self.texts is not None:
             generation.prompt = request.prompt
@@ -247,9 +260,27 @@ class _Outcome:
         return generation
 
     @property
+    def used(self) -> Usage | None:
+        """The tokens so far. None if nothing was computed."""
+        if (usage := self.usage) is None:
+            return None
+        return Usage(usage.prompt_tokens, max(usage.completion_tokens, self.num_tokens), usage.cached_tokens)
+
+    @property
     def name(self) -> str:
         """The label of the outcome: a finish reason, or the label of an error (`_outcome_of`), or "cancelled"."""
         return self.reason or self.failure or FinishReason.CANCELLED
+
+
+async def _settle_stream(outcome: _Outcome, deltas: list[Delta]) -> None:
+    """Record a stream before its last deltas are sent. If that fails, they become errors."""
+    assert outcome.usage is not None
+    try:
+        await outcome.account.settle(outcome.usage, outcome.name)
+    except UnavailableError as error:
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                delta.finish_reason, delta.error = FinishReason.ERROR, str(error)
 
 
 def _outcome_of(error: BaseException) -> str:
@@ -257,6 +288,8 @@ def _outcome_of(error: BaseException) -> str:
     match error:
         case QueueFullError():
             return "queue_full"
+        case RateLimitError():
+            return "rate_limited"
         case RequestError():
             return "refused"
         case UnavailableError():

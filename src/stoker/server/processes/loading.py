@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 from typing import Any, NoReturn
@@ -30,7 +31,8 @@ class LoadingServer:
         self._model = repository.register(name, _not_built, _not_built)
         self._model.state, self._model.reason = ModelState.LOADING, "being fetched and built"
         undrained = msgspec.structs.replace(with_metrics_port(settings, listeners), drain_timeout_s=0.0)
-        self._server = HttpServer(http_config(make_app(Context(repository, undrained, FrontendMetrics())), undrained))
+        self._context = Context(repository, undrained, FrontendMetrics(), cleanup=contextlib.ExitStack(), shared={})
+        self._server = HttpServer(http_config(make_app(self._context), undrained))
         self._sockets = [listener.dup() for listener in listeners]
         self._thread = threading.Thread(target=self._run, name="stoker-loading", daemon=True)
 
@@ -41,6 +43,7 @@ class LoadingServer:
     def __exit__(self, *exc: object) -> None:
         self._server.should_exit = True
         self._thread.join()
+        self._context.cleanup.close()
 
     def report_progress(self, stage: str, done: int, total: int | None) -> str:
         """Set the reason that clients receive, and return it: `stage`, and the percentage if `total` is known. For any thread."""

@@ -23,6 +23,7 @@ from stoker.server.processes.child import Child
 from stoker.server.processes.coordinator import SupervisorCoordinator
 from stoker.server.processes.executor_control import ExecutorControl, ReadAgain
 from stoker.server.processes.frontend_group import FrontendGroup
+from stoker.server.processes.key_reload import KeyReload
 from stoker.server.processes.listeners import address_of, listen, reserve, with_metrics_port
 from stoker.server.processes.prestart import Prestarted
 from stoker.server.processes.running import registered
@@ -105,6 +106,7 @@ class Supervisor:
             served, run_dir, self._coordinator, read_again, self._attach, self._detach, self._report_executor,
             ends_hung=self._systemd.watchdog_s is not None, prestarted=prestarted,
         )  # fmt: skip
+        self._keys = KeyReload(served.settings, run_dir, self._coordinator)
         self._num_restarts = {"executor": 0, "frontend": 0}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -113,7 +115,10 @@ class Supervisor:
         started = time.monotonic()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        if self._settings.api_keys_file is not None or self._systemd.exists:  # otherwise SIGHUP, as of a closed terminal, ends the server
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: self._run_task(self._reload()))
         self._systemd.report("Loading the engine.")
+        await self._keys.start()
         socket = await self._coordinator.listen(self._run_dir)
         executor = await self._executor.launch() if _runs_executor(self._settings) else None
         if executor is not None:
@@ -183,6 +188,12 @@ class Supervisor:
         """Publish that one more frontend was started again."""
         self._num_restarts["frontend"] += 1
         self._publish({RESTARTS: dict(self._num_restarts)})
+
+    async def _reload(self) -> None:
+        """Read the file of API keys again, which systemd shows as a reload."""
+        self._systemd.reloading()
+        await self._keys.reload()
+        self._systemd.ready(self._status)
 
     def _publish(self, changes: Values) -> None:
         """Publish changes, and do not wait until all frontends have applied them."""

@@ -22,6 +22,11 @@ class ServiceManager:
         self._address = env.text("NOTIFY_SOCKET")
 
     @property
+    def exists(self) -> bool:
+        """Whether systemd has started this process."""
+        return bool(self._address)
+
+    @property
     def watchdog_s(self) -> float | None:
         """The time after which systemd ends a process that has sent no `WATCHDOG=1`. None if it expects none of this process."""
         microseconds, pid = env.text("WATCHDOG_USEC"), env.text("WATCHDOG_PID")

@@ -7,6 +7,7 @@ from typing import Any
 
 from stoker.server.telemetry.record import CURRENT, RequestRecord, request_id_of
 from stoker.server.telemetry.telemetry import Telemetry
+from stoker.server.tenants.tenants import current_tenant
 
 REQUEST_ID = b"x-request-id"
 _PROBES = ("ServerLive", "ServerReady", "ModelReady")
@@ -28,6 +29,8 @@ class CallLog:
         record = self._telemetry.open(
             headers, request_id=request_id, client=client_address(context.peer()), protocol="grpc", method="RPC", route=method
         )
+        if (tenant := current_tenant()) is not None:
+            record.key = tenant.name
         CURRENT.set(record)
         return record
 

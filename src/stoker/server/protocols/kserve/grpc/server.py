@@ -15,18 +15,19 @@ from tritonclient.grpc import service_pb2 as pb
 from stoker.base.errors import ConfigError, StokerError
 from stoker.base.logging import get_logger
 from stoker.server.errors import describe
-from stoker.server.http.authentication import check_headers
 from stoker.server.http.json_body import INLINE_BYTES
 from stoker.server.protocol import Context
 from stoker.server.protocols.kserve import metadata as described
 from stoker.server.protocols.kserve import trace_settings as settings
 from stoker.server.protocols.kserve.core import Core, NotOneResponseError
-from stoker.server.protocols.kserve.errors import TritonError, client_message, grpc_code
+from stoker.server.protocols.kserve.errors import TritonError, client_message
 from stoker.server.protocols.kserve.grpc import messages as grpc_messages
+from stoker.server.protocols.kserve.grpc.authentication import KeyInterceptor, abort, count_request
 from stoker.server.protocols.kserve.grpc.calls import CallLog, response_metadata
 from stoker.server.protocols.kserve.grpc.shared_memory import SharedMemoryMethods
 from stoker.server.protocols.kserve.inference import Inference, Response, ServedModel
 from stoker.server.settings import ServerSettings
+from stoker.server.tenants.accepted_keys import AcceptedKeys
 from stoker.server.threads import compute
 
 log = get_logger(__name__)
@@ -35,7 +36,6 @@ SERVICE = "inference.GRPCInferenceService"
 MAX_STREAM_REQUESTS = 4096  # in flight on one stream; further requests wait
 MAX_MESSAGE = (1 << 31) - 1  # protobuf's own limit
 EMPTY_FINAL = "triton_enable_empty_final_response"
-OPEN_METHODS = ("ServerLive", "ServerReady", "ModelReady")  # these need no API key
 
 Handler = Callable[[Any, Any], Awaitable[Any]]
 
@@ -146,6 +146,7 @@ class KServeGRPC:
 
     async def infer(self, request: Any, context: Any) -> bytes:
         """ModelInfer. Returns the bytes of ModelInferResponse."""
+        count_request()
         served = self._ready(request)
         if served.model.decoupled and not served.unary:
             raise TritonError("ModelInfer RPC doesn't support models with decoupled transaction policy", 501)
@@ -196,6 +197,7 @@ class KServeGRPC:
     async def _run(self, request: Any, write: Callable[[bytes], Awaitable[None]]) -> Exception | None:
         """Run one request of a stream, and write its responses. Returns its error."""
         try:
+            count_request()
             served = self._ready(request)
             inference = await self._read(request, served)
             empty_final = inference.parameters.pop(EMPTY_FINAL, False) is True
@@ -230,8 +232,7 @@ class KServeGRPC:
             except Exception as error:
                 failure = describe(error)
                 status, record.error = failure.status, failure.code
-                code = getattr(grpc.StatusCode, grpc_code(status))
-                await context.abort(code, client_message(error), response_metadata(record))
+                await abort(context, error, response_metadata(record))
             finally:
                 self._calls.close(record, status)
 
@@ -263,44 +264,13 @@ async def _parse(message_type: Any, data: bytes) -> Any:
     return await compute(grpc_messages.parse, message_type, data, long=len(data) > INLINE_BYTES)
 
 
-class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no type hints
-    """Refuses calls without one of the server's API keys, except OPEN_METHODS, which are open over HTTP, too."""
-
-    def __init__(self, keys: tuple[str, ...]) -> None:
-        self._keys = keys
-
-    async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        """gRPC's hook for each call: its handler, or one that refuses the call."""
-        handler = await continuation(details)
-        if details.method.rpartition("/")[2] in OPEN_METHODS:
-            return handler
-        headers = {name.encode(): value.encode() for name, value in details.invocation_metadata if isinstance(value, str)}
-        try:
-            check_headers(headers, self._keys)
-        except StokerError as error:
-            return _refusing_handler(handler, client_message(error))
-        return handler
-
-
-def _refusing_handler(handler: Any, message: str) -> Any:
-    """A handler of the same kind, streaming or not, that ends each call with UNAUTHENTICATED."""
-
-    async def refuse(request: Any, context: Any) -> Any:
-        """End the call."""
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
-
-    if handler is not None and handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(refuse)
-    return grpc.unary_unary_rpc_method_handler(refuse)
-
-
 def make_grpc_server(context: Context, address: str, core: Core | None = None) -> Any:
     """A grpc.aio server that is bound to `address` (host:port) and not started; `server.port` is its port.
 
     Several processes may listen on the same port. Messages longer than max_request_bytes are refused before they are read. Raises
     ConfigError if the address cannot be used.
     """
-    settings = context.settings
+    settings, keys = context.settings, AcceptedKeys.of(context)
     options = [
         ("grpc.max_receive_message_length", min(settings.max_request_bytes, MAX_MESSAGE)),
         ("grpc.max_send_message_length", -1),
@@ -309,7 +279,7 @@ def make_grpc_server(context: Context, address: str, core: Core | None = None) -
         ("grpc.http2.min_ping_interval_without_data_ms", 5000),
         ("grpc.keepalive_permit_without_calls", 1),
     ]
-    server = grpc.aio.server(options=options, interceptors=[KeyInterceptor(settings.api_keys)] if settings.api_keys else ())
+    server = grpc.aio.server(options=options, interceptors=[KeyInterceptor(keys)] if keys.required else ())
     server.add_generic_rpc_handlers((KServeGRPC(Core.of(context, core)).handlers(),))
     try:
         server.port = _bind(server, address, settings)

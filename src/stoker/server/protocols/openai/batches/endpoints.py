@@ -19,6 +19,8 @@ from stoker.server.protocols.openai.batches.records import ENDED, BatchRecords
 from stoker.server.protocols.openai.batches.runner import BatchRunner
 from stoker.server.protocols.openai.lists import list_page, read_query
 from stoker.server.protocols.openai.responses.request import MAX_METADATA
+from stoker.server.tenants.accepted_keys import AcceptedKeys
+from stoker.server.tenants.tenants import current_tenant
 
 CONTENT_TYPE = b"application/octet-stream"
 _FORM_FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
@@ -95,8 +97,9 @@ class Batches:
         service = self._context.default_service()
         if self._files.get(values["input_file_id"])["purpose"] != "batch":
             raise RequestError("input_file_id", values["input_file_id"], "the purpose of the file is not batch")
-        members = {"metadata": None, **values, "model": service.model_name, "output_expires_after_s": expiry}
-        batch = await asyncio.to_thread(self._records.create, **members)
+        tenant = current_tenant()
+        own = {"model": service.model_name, "output_expires_after_s": expiry, "key_name": None if tenant is None else tenant.name}
+        batch = await asyncio.to_thread(self._records.create, **{"metadata": None, **values, **own})
         self._runner.start(batch["id"])
         await http.respond(200, wire.encode(_public(batch)))
 
@@ -141,14 +144,18 @@ class Batches:
             path = self._context.state_directory().path
             files = FileStore(path / "files", self._context.settings.max_stored_bytes)
             records = BatchRecords(path / "batches")
-            shared["batches"] = (files, records, BatchRunner(records, files, self._handlers, self._context.repository))
+            keys = AcceptedKeys.of(self._context)
+            shared["batches"] = (files, records, BatchRunner(records, files, self._handlers, self._context.repository, keys))
         opened: tuple[FileStore, BatchRecords, BatchRunner] = shared["batches"]
         return opened
 
 
+_OWN = ("output_expires_after_s", "key_name")  # members that clients do not receive
+
+
 def _public(batch: dict[str, Any]) -> dict[str, Any]:
     """The batch without the members that only Stoker uses."""
-    return {name: value for name, value in batch.items() if name != "output_expires_after_s"}
+    return {name: value for name, value in batch.items() if name not in _OWN}
 
 
 def _form_expiry(form: dict[str, FormPart]) -> int | None:

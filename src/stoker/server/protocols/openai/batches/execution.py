@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 import msgspec
 
 from stoker.base.errors import QueueFullError, UnavailableError
-from stoker.server.errors import describe
+from stoker.server.errors import RateLimitError, describe
 from stoker.server.http.internal_request import InternalRequest
 from stoker.server.http.request_context import RequestContext
 from stoker.server.protocols.openai.batches.lines import BatchLine, LineResult, failed_result, response_result
@@ -19,6 +19,7 @@ Handlers = Mapping[str, Callable[[RequestContext], Awaitable[None]]]  # url → 
 MAX_CONCURRENT = 256
 BATCH_PRIORITY = 1  # lower values are served first; requests of clients have 0
 RETRY_S = 1.0  # while the queue is full or the model is not available
+MAX_LIMITED_S = 60.0  # between two attempts while the limit per minute of a key is reached
 POLL_S = 0.5
 UNAVAILABLE_S = 60.0  # a model that is not available for longer fails the request
 
@@ -39,6 +40,10 @@ async def execute_line(line: BatchLine, handlers: Handlers) -> LineResult:
             await handlers[line.url](http)
         except QueueFullError:
             await asyncio.sleep(RETRY_S)
+        except RateLimitError as error:
+            if error.code != RateLimitError.code:  # a quota of a day or a month
+                return failed_result(line, describe(error), http.request_id)
+            await asyncio.sleep(min(error.retry_after_s, MAX_LIMITED_S))
         except Exception as error:
             if isinstance(error, UnavailableError) and time.monotonic() < deadline:
                 await asyncio.sleep(RETRY_S)

@@ -11,7 +11,7 @@ from typing import Any
 from stoker.base.errors import StokerError
 from stoker.base.logging import get_logger
 from stoker.frontend.repository import ModelRepository
-from stoker.server.errors import describe
+from stoker.server.errors import AuthenticationError, describe
 from stoker.server.protocols.openai.batches.execution import Handlers, execute_lines, num_concurrent
 from stoker.server.protocols.openai.batches.files import FileStore
 from stoker.server.protocols.openai.batches.lines import (
@@ -25,6 +25,8 @@ from stoker.server.protocols.openai.batches.lines import (
 )
 from stoker.server.protocols.openai.batches.records import ENDED, BatchFolder, BatchRecords
 from stoker.server.protocols.openai.responses.store import unix_time
+from stoker.server.tenants.accepted_keys import AcceptedKeys
+from stoker.server.tenants.tenants import act_as
 
 log = get_logger(__name__)
 
@@ -35,11 +37,14 @@ SAVE_S = 1.0  # how often the counts of a running batch are written
 class BatchRunner:
     """The batches that this process runs. A batch that another process left unfinished is continued by `resume`."""
 
-    def __init__(self, records: BatchRecords, files: FileStore, handlers: Handlers, repository: ModelRepository) -> None:
+    def __init__(
+        self, records: BatchRecords, files: FileStore, handlers: Handlers, repository: ModelRepository, keys: AcceptedKeys
+    ) -> None:
         self._records = records
         self._files = files
         self._handlers = handlers
         self._repository = repository
+        self._keys = keys
         self._running = asyncio.Semaphore(MAX_RUNNING)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -69,12 +74,22 @@ class BatchRunner:
             try:
                 batch = folder.read()
                 if batch["status"] not in ENDED:
+                    self._act_as_creator(batch)
                     await _Execution(batch, folder, self._files, self._handlers, self._repository).run()
             except Exception as error:
-                log.error("batch %s failed: %r", batch_id, error, exc_info=error)
-                folder.write({**folder.read(), **_failed([LineError("internal_error", describe(error).message, 0)])})
+                failure = describe(error)
+                log.error("batch %s failed: %r", batch_id, error, exc_info=None if failure.status < 500 else error)
+                folder.write({**folder.read(), **_failed([LineError(failure.code, failure.message, 0)])})
             finally:
                 folder.release()
+
+    def _act_as_creator(self, batch: dict[str, Any]) -> None:
+        """This task, and the requests that it runs, use the key with which the batch was created. Raises AuthenticationError."""
+        name = batch.get("key_name")
+        tenant = None if name is None else self._keys.named(name)
+        if name is not None and tenant is None:
+            raise AuthenticationError(f"the API key {name} of the batch does not exist any more.")
+        act_as(tenant)
 
 
 class _Execution:
