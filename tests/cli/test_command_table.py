@@ -19,10 +19,13 @@ from stoker.base.config import RuntimeConfig
 from stoker.base.types import SamplingParams
 from stoker.cli.command_table import Command, command_group, load_command, split_docstring
 from stoker.cli.commands import COMMANDS
+from stoker.cli.commands.route import ROUTER_HELP, ROUTING_HELP
 from stoker.cli.commands.serve import SERVER_HELP
 from stoker.cli.main import SUMMARY, global_options
 from stoker.cli.options import BUILD_HELP, RUNTIME_HELP, SAMPLING_HELP
 from stoker.deploy.build_settings import BuildSettings
+from stoker.router.core.settings import RoutingSettings
+from stoker.router.settings import RouterSettings
 from stoker.server.settings import ServerSettings
 
 # Fields that are not options, with the reason.
@@ -39,6 +42,14 @@ NOT_OPTIONS = {
         "api_keys_file": "the file of --api-keys",
         "options": "set by deployment formats",
         "request_limits": "set by deployment formats for engines that are built already",
+    },
+    RoutingSettings: {},
+    RouterSettings: {
+        "replicas": "arguments",
+        "api_keys": "read from the file of --api-keys",
+        "replica_api_key": "read from the file of --replica-key, or STOKER_API_KEY",
+        "admin_key": "read from the file of --admin-key",
+        "routing": "the options of RoutingSettings",
     },
 }  # fmt: skip
 
@@ -130,7 +141,14 @@ def test_help_imports_no_command_and_nothing_heavy(code: str) -> None:
 
 @pytest.mark.parametrize(
     ("struct", "helps"),
-    [(RuntimeConfig, RUNTIME_HELP), (SamplingParams, SAMPLING_HELP), (ServerSettings, SERVER_HELP), (BuildSettings, BUILD_HELP)],
+    [
+        (RuntimeConfig, RUNTIME_HELP),
+        (SamplingParams, SAMPLING_HELP),
+        (ServerSettings, SERVER_HELP),
+        (BuildSettings, BUILD_HELP),
+        (RoutingSettings, ROUTING_HELP),
+        (RouterSettings, ROUTER_HELP),
+    ],
 )
 def test_every_setting_is_an_option_or_has_a_reason(struct: type[msgspec.Struct], helps: dict[str, str]) -> None:
     assert set(helps) | set(NOT_OPTIONS[struct]) == set(struct.__struct_fields__)

@@ -12,6 +12,13 @@ _HERE = "stoker.cli.commands"
 COMMANDS = (
     Command("build", f"{_HERE}.build:build", "Build an engine from a checkpoint.", "stoker build ./Llama-3.1-8B-Instruct -o engine"),
     Command("serve", f"{_HERE}.serve:serve", "Serve a model over HTTP with in-flight batching.", "stoker serve engine --port 8000"),
+    Command(
+        "route",
+        f"{_HERE}.route:route",
+        "Route requests to several servers by their prefixes.",
+        "stoker route http://10.0.0.5:8000 http://10.0.0.6:8000 --tokenizer engine",
+    ),
+    Command("replicas", f"{_HERE}.replicas:replicas", "List and drain the servers behind a router.", "stoker replicas"),
     Command("generate", f"{_HERE}.generate:generate", "Complete prompts in this process.", 'stoker generate engine "Once upon a time"'),
     Command("chat", f"{_HERE}.chat:chat", "Chat with a model in the terminal.", "stoker chat engine"),
     Command(

@@ -26,7 +26,6 @@ from stoker.server.protocols.kserve.grpc.authentication import KeyInterceptor, a
 from stoker.server.protocols.kserve.grpc.calls import CallLog, response_metadata
 from stoker.server.protocols.kserve.grpc.shared_memory import SharedMemoryMethods
 from stoker.server.protocols.kserve.inference import Inference, Response, ServedModel
-from stoker.server.settings import ServerSettings
 from stoker.server.tenants.accepted_keys import AcceptedKeys
 from stoker.server.threads import compute
 
@@ -282,15 +281,15 @@ def make_grpc_server(context: Context, address: str, core: Core | None = None) -
     server = grpc.aio.server(options=options, interceptors=[KeyInterceptor(keys)] if keys.required else ())
     server.add_generic_rpc_handlers((KServeGRPC(Core.of(context, core)).handlers(),))
     try:
-        server.port = _bind(server, address, settings)
+        server.port = bind_grpc(server, address, settings.tls_certificate, settings.tls_key)
     except RuntimeError as error:
         raise ConfigError(f"{address} cannot be used: {error}.", cure="Use another --grpc-port.") from None
     return server
 
 
-def _bind(server: Any, address: str, settings: ServerSettings) -> int:
-    """Listen at `address`, with TLS if the settings have a key and a certificate. Returns the port."""
-    if not settings.tls_key or not settings.tls_certificate:
+def bind_grpc(server: Any, address: str, certificate: str | None, key: str | None) -> int:
+    """Listen at `address`, with TLS if there are files of a certificate and a key. Returns the port. Raises RuntimeError."""
+    if certificate is None or key is None:
         return int(server.add_insecure_port(address))
-    pair = (Path(settings.tls_key).read_bytes(), Path(settings.tls_certificate).read_bytes())
+    pair = (Path(key).read_bytes(), Path(certificate).read_bytes())
     return int(server.add_secure_port(address, grpc.ssl_server_credentials([pair])))

@@ -1,0 +1,182 @@
+"""The router: chooses a replica for each request, counts the requests in flight, and lets requests wait while no replica has room."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+
+from stoker.base.errors import QueueFullError, UnavailableError
+from stoker.router.core.fair_queue import FairQueue
+from stoker.router.core.fleet import Fleet
+from stoker.router.core.policy import POLICY_CLASSES, Decision, Route
+from stoker.router.core.replica import Replica
+from stoker.router.core.settings import RoutingSettings
+
+RETRY_AFTER_S = 1.0
+
+
+class Lease:
+    """A request that is sent to a replica. Exactly one of `succeed`, `fail` and `cancel` ends it; further calls have no effect."""
+
+    def __init__(self, router: Router, replica: Replica, num_cached: int, prefill_tokens: int) -> None:
+        self._router = router
+        self.replica = replica
+        self.num_cached = num_cached  # leading tokens of the prompt that the replica holds
+        self._prefill_tokens = prefill_tokens
+        self._ended = False
+
+    def start_decode(self) -> None:
+        """The first token has arrived: the prompt is computed."""
+        if self._prefill_tokens:
+            self.replica.prefill_tokens -= self._prefill_tokens
+            self._prefill_tokens = 0
+            self._router.fleet.refresh_load(self.replica, self._router.clock())
+
+    def succeed(self) -> None:
+        """The replica has answered."""
+        self._end(self.replica.breaker.on_success)
+
+    def fail(self) -> None:
+        """The replica has failed."""
+        self._end(lambda: self.replica.breaker.on_failure(self._router.clock()))
+
+    def cancel(self) -> None:
+        """The request ended for a reason that says nothing about the replica: its client left, or the replica was busy."""
+        self._end(self.replica.breaker.on_cancel)
+
+    def _end(self, report: Callable[[], None]) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        was_closed = self.replica.breaker.is_closed
+        report()
+        self.replica.prefill_tokens -= self._prefill_tokens
+        self.replica.num_in_flight -= 1
+        now = self._router.clock()
+        if was_closed:
+            self._router.fleet.refresh_load(self.replica, now)
+        else:  # the breaker may have closed
+            self._router.fleet.refresh(self.replica, now)
+        self._router.serve_waiting()
+
+
+class Router:
+    """Decisions for one fleet. Use it from one event loop only. `clock` returns monotonic seconds."""
+
+    def __init__(self, settings: RoutingSettings = RoutingSettings(), clock: Callable[[], float] = time.monotonic) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.fleet = Fleet(settings)
+        self._policy = POLICY_CLASSES[settings.policy](self.fleet)
+        self._queues: dict[str | None, FairQueue[tuple[Route, int, asyncio.Future[Lease]]]] = {}  # by model
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests that wait because no replica has room."""
+        return sum(map(len, self._queues.values()))
+
+    def choose(self, route: Route, excluded: Iterable[Replica] = ()) -> Decision | None:
+        """The replica for a request, or None if all available ones have as many requests as they may have.
+
+        Raises UnavailableError if no replica outside `excluded` is available.
+        """
+        candidates = self._candidates(route.model, excluded)
+        if not candidates:
+            raise UnavailableError(self._why_unavailable(route.model), cure="Retry later.")
+        with_room = candidates & ~self.fleet.full
+        return self._policy.choose(route, with_room) if with_room else None
+
+    def begin(self, route: Route, decision: Decision) -> Lease:
+        """Count the request as sent to the chosen replica."""
+        replica, prefix, now = decision.replica, route.prefix, self.clock()
+        prefill_tokens = max(0, prefix.num_tokens - decision.num_cached)
+        replica.num_in_flight += 1
+        replica.num_requests += 1
+        replica.prefill_tokens += prefill_tokens
+        replica.breaker.on_send()
+        if prefix.exact and replica.publishes_events:
+            self.fleet.recent.store(replica.slot, prefix.hashes[decision.num_cached // prefix.tokens_per_block :], now)
+        elif prefix.hashes:
+            self.fleet.assumed.store(replica.slot, prefix.hashes, now)
+        self.fleet.refresh_load(replica, now)
+        return Lease(self, replica, decision.num_cached, prefill_tokens)
+
+    async def acquire(self, route: Route, excluded: Iterable[Replica] = ()) -> Lease:
+        """Choose a replica and count the request as sent. Waits while no replica has room.
+
+        Requests that wait are served in fair order over tenants, their adapters and their sessions. Raises UnavailableError, also after
+        queue_timeout_s, and QueueFullError.
+        """
+        excluded = tuple(excluded)
+        if not self._queues.get(route.model) and (decision := self.choose(route, excluded)) is not None:
+            return self.begin(route, decision)
+        return await self._wait(route, self._mask(excluded))
+
+    async def _wait(self, route: Route, excluded: int) -> Lease:
+        """Wait in the queue of the model."""
+        if (waiting := self.num_waiting) >= self.settings.max_queue_size:
+            raise QueueFullError(waiting, self.settings.max_queue_size, RETRY_AFTER_S)
+        queue = self._queues.setdefault(route.model, FairQueue())
+        future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        number = queue.push((route, excluded, future), (route.tenant, route.adapter, route.session), 1 + route.prefix.num_tokens)
+        self.serve_waiting()
+        try:
+            async with asyncio.timeout(self.settings.queue_timeout_s):
+                return await asyncio.shield(future)
+        except TimeoutError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                return future.result()
+            raise UnavailableError(f"no replica had room for {self.settings.queue_timeout_s:g} s.", cure="Retry later.") from None
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                future.result().cancel()
+            raise
+        finally:
+            queue.discard(number)
+            if not queue:
+                self._queues.pop(route.model, None)
+
+    def serve_waiting(self) -> None:
+        """Send waiting requests to replicas that have room. Called after a request has ended, and after changes of the fleet."""
+        if not self._queues:
+            return
+        for model, queue in list(self._queues.items()):
+            while queue and (not (candidates := self._candidates(model, ())) or candidates & ~self.fleet.full):
+                route, excluded, future = queue.pop()
+                if future.done():
+                    continue
+                mask = candidates & ~excluded & ~self.fleet.full or candidates & ~self.fleet.full
+                if mask:
+                    future.set_result(self.begin(route, self._policy.choose(route, mask)))
+                else:
+                    future.set_exception(UnavailableError(self._why_unavailable(model), cure="Retry later."))
+
+    def remove(self, replica: Replica) -> None:
+        """Remove a replica; its requests in flight continue."""
+        self._policy.forget(replica.slot)
+        self.fleet.remove(replica)
+        self.serve_waiting()
+
+    def _candidates(self, model: str | None, excluded: Iterable[Replica]) -> int:
+        """The available replicas that serve the model."""
+        return self.fleet.available & self.fleet.serving(model) & ~self._mask(excluded)
+
+    def _mask(self, replicas: Iterable[Replica]) -> int:
+        """The mask of those replicas that are still in the fleet."""
+        mask = 0
+        for replica in replicas:
+            if self.fleet.contains(replica):
+                mask |= 1 << replica.slot
+        return mask
+
+    def _why_unavailable(self, model: str | None) -> str:
+        """A message that counts the states of the replicas."""
+        if not len(self.fleet):
+            return "the router has no replicas."
+        states: dict[str, int] = {}
+        for replica in self.fleet:
+            if self.fleet.serving(model) >> replica.slot & 1:
+                state = "draining" if replica.draining else "paused after failures" if replica.health == "ready" else str(replica.health)
+                states[state] = states.get(state, 0) + 1
+        return "no replica is available: " + ", ".join(f"{count} {state}" for state, count in sorted(states.items())) + "."
