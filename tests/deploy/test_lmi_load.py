@@ -210,6 +210,8 @@ ACCEPTED = {
     "option.enable_kv_cache_reuse": ("false", "runtime.prefix_reuse", False),
     "option.enable_block_reuse": ("false", "runtime.prefix_reuse", False),
     "option.max_tokens": ("5000", "runtime.kv_cache_tokens", 5000),
+    "option.speculative_draft_model": ("ngram", "runtime.speculate", "ngram"),
+    "option.max_draft_len": ("20", "runtime.draft_tokens", 20),
     "option.max_attention_window": ("4096", "runtime.attention_window", 4096),
     "option.kv_cache_dtype": ("fp8", "build.kv_cache_dtype", "float8_e4m3fn"),
     "option.baichuan_model_version": ("v2_13b", "extra.baichuan_model_version", "v2_13b"),

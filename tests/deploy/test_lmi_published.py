@@ -49,6 +49,7 @@ EFFECTS: dict[str, tuple[str, Any]] = {
     "option.max_output_len": ("source.limits.max_output_len", int),
     "option.use_custom_all_reduce": ("runtime.custom_all_reduce", "True".__eq__),
     "option.batch_scheduler_policy": ("runtime.policy", str),
+    "option.max_draft_len": ("runtime.draft_tokens", int),
     "option.model_loading_timeout": ("server.load_timeout_s", int),
     "model_loading_timeout": ("server.load_timeout_s", int),
     "batch_size": ("server.options.batch_size", int),
@@ -60,7 +61,6 @@ EFFECTS: dict[str, tuple[str, Any]] = {
 NO_EFFECT = {
     "engine": "Stoker is the engine",
     "option.entryPoint": "Stoker is the handler",
-    "option.max_draft_len": "it limits the tokens of a draft model",
 }
 DEFAULT = {"option.task": "text-generation"}  # key → the only value that is served
 

@@ -166,7 +166,16 @@ NO_EFFECT = {
     "multi_block_mode": "true",
     "enable_context_fmha_fp32_acc": "false",
     "cuda_graph_cache_size": "1000",
+    "lookahead_window_size": "4",
+    "lookahead_ngram_size": "4",
+    "lookahead_verification_set_size": "4",
 }
+
+
+def test_lookahead_decoding_is_prompt_lookup(tmp_path):
+    deployment = llm(tmp_path, decoding_mode="lookahead")
+    assert deployment.runtime == RuntimeConfig(speculate="ngram")
+    assert deployment.server.options.decoding_mode == "top_k_top_p"
 
 
 @pytest.mark.parametrize(("key", "text"), NO_EFFECT.items())
@@ -188,9 +197,6 @@ REJECTED = {  # key → (rejected text, harmless text)
     "lora_prefetch_dir": ("/lora", ""),
     "medusa_choices": ("{0},{0,0}", ""),
     "eagle_choices": ("{0}", ""),
-    "lookahead_window_size": ("4", ""),
-    "lookahead_ngram_size": ("4", ""),
-    "lookahead_verification_set_size": ("4", ""),
     "speculative_decoding_fast_logits": ("true", "false"),
     "gpu_weights_percent": ("0.5", "1.0"),
     "decoding_mode": ("medusa", "top_k_top_p"),
@@ -310,7 +316,7 @@ def test_special_tokens_default_to_true_with_a_warning(tmp_path):
         ("preprocessing", "multimodal_model_path", "/v", "text models"),
         ("tensorrt_llm_bls", "accumulate_tokens", "maybe", "true or false"),
         ("tensorrt_llm_bls", "tensorrt_llm_model_name", "other", "Use tensorrt_llm"),
-        ("tensorrt_llm_bls", "tensorrt_llm_draft_model_name", "draft", "without draft tokens"),
+        ("tensorrt_llm_bls", "tensorrt_llm_draft_model_name", "draft", "draft models and draft heads"),
         ("tensorrt_llm_bls", "multimodal_encoders_name", "m", "text models"),
         ("postprocessing", "tokenizer_dir", "/other", "elsewhere. Make the two equal"),
         ("postprocessing", "add_special_tokens", "true", "belongs to preprocessing"),

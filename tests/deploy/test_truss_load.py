@@ -288,6 +288,8 @@ ACCEPTED: dict[str, tuple[dict, Any, str, Any]] = {
     "trt_llm.serve.tensor_parallel_count": (ENGINE, 2, "mapping.tensor_parallel", 2),
     "trt_llm.serve.pipeline_parallel_count": (ENGINE, 2, "mapping.pipeline_parallel", 2),
     R + "kv_cache_free_gpu_mem_fraction": (MODEL, 0.5, "runtime.kv_cache_fraction", 0.5),
+    B + "speculator.speculative_decoding_mode": (MODEL, "LOOKAHEAD_DECODING", "runtime.speculate", "ngram"),
+    B + "speculator.num_draft_tokens": (MODEL, 3, "runtime.draft_tokens", 3),
     B + "enable_chunked_context": (MODEL, False, "runtime.chunked_prefill", False),
     R + "enable_chunked_context": (MODEL, False, "runtime.chunked_prefill", False),
     R + "batch_scheduler_policy": (MODEL, "max_utilization", "runtime.policy", "max_utilization"),

@@ -89,7 +89,9 @@ def check_build(deployment: Deployment, template: dict[str, Any], build: dict[st
     assert deployment.server.options.openai is ("openai-compatible" in tags)  # type: ignore[union-attr]
     noted = {note.key.removeprefix("trt_llm.build.") for note in deployment.notes}
     assert {f"plugin_configuration.{name}" for name in build.get("plugin_configuration", {})} <= noted
-    assert {f"speculator.{name}" for name in build.get("speculator", {})} <= noted
+    speculator = build.get("speculator", {})
+    assert {f"speculator.{name}" for name in speculator} - {"speculator.speculative_decoding_mode"} <= noted
+    assert run.speculate == ("ngram" if speculator.get("speculative_decoding_mode") == "LOOKAHEAD_DECODING" else "none")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -102,10 +104,9 @@ def test_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "speculator, reason",
     [
-        (
-            {"speculative_decoding_mode": "DRAFT_TOKENS_EXTERNAL", "num_draft_tokens": 4},
-            "mode=DRAFT_TOKENS_EXTERNAL is refused: .*draft model",
-        ),
+        ({"speculative_decoding_mode": "MEDUSA"}, "mode=MEDUSA is refused: draft heads are not served"),
+        ({"speculative_decoding_mode": "EAGLE"}, "mode=EAGLE is refused: draft heads are not served"),
+        ({"num_draft_tokens": 60}, "num_draft_tokens=60 is refused"),
         ({"checkpoint_repository": {"source": "HF", "repo": "org/draft"}}, "speculator.checkpoint_repository=.* with a draft model is not"),
         ({"lookahead_window_size": 4}, "Did you mean trt_llm.build.speculator.lookahead_windows_size"),
     ],
@@ -115,6 +116,13 @@ def test_draft_models_are_refused(tmp_path: Path, speculator: dict[str, Any], re
     template["trt_llm"]["build"]["speculator"] = speculator
     with pytest.raises(ConfigError, match=reason):
         load(tmp_path, template)
+
+
+def test_drafts_of_requests(tmp_path: Path) -> None:
+    template = json.loads(json.dumps(PUBLISHED["qwen/engine-qwen-3-06b"]))
+    template["trt_llm"]["build"]["speculator"] = {"speculative_decoding_mode": "DRAFT_TOKENS_EXTERNAL", "num_draft_tokens": 4}
+    runtime = load(tmp_path, template).runtime
+    assert (runtime.speculate, runtime.draft_tokens) == ("request", 4)
 
 
 def test_both_kinds_of_engine_exclude_each_other(tmp_path: Path) -> None:

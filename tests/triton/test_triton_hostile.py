@@ -212,7 +212,7 @@ def test_inconsistent_grpc_messages(server: RunningServer, raw: list[bytes], err
         ({"repetition_penalty": float("inf")}, "repetition_penalty=inf is refused"),
         ({"runtime_top_p_decay": 0.5}, "only 1 is supported"),
         ({"lora_task_id": np.array([[0]], np.uint64)}, "there are no adapters"),
-        ({"draft_input_ids": [1, 2]}, "there is no draft model"),
+        ({"draft_input_ids": [1, 1 << 30]}, "prediction=1073741824 is refused"),
         ({"return_context_logits": True}, "return_context_logits=True is refused"),
     ],
 )

@@ -16,7 +16,7 @@ TOKENS_PER_BLOCK = (16, 32, 64, 128)
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static")  # modules of runtime.schedule.policies
 _EVENT_ADDRESS = re.compile(r"tcp://[^\s/]+:(\d{1,5}|\*)|ipc://\S{1,107}")
 PROPOSERS = ("none", "ngram", "request")  # draft proposers without a draft model, of runtime.schedule.proposers
-MAX_DRAFT_TOKENS = 16
+MAX_DRAFT_TOKENS = 32
 _NOUNS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", tuple: "a list of whole numbers"}
 
 
@@ -163,7 +163,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     supply, `none` computes one token per step."""
 
     draft_tokens: int = 7
-    """Largest number of draft tokens of a sequence per step, 1 to 16."""
+    """Largest number of draft tokens of a sequence per step, 1 to 32."""
 
     adaptive_drafts: bool = True
     """Verify fewer draft tokens, or none, where the measured acceptance and step times show that it is faster."""

@@ -229,6 +229,12 @@ class Usage(msgspec.Struct):
     cached_tokens: int = 0
     """Tokens of the prompt whose keys and values were reused."""
 
+    draft_tokens: int = 0
+    """Draft tokens that were verified."""
+
+    accepted_draft_tokens: int = 0
+    """Those of the draft tokens that are part of the answer."""
+
 
 class Timings(msgspec.Struct, frozen=True):
     """When a request was computed. All times are in seconds; the clock starts when the request is submitted, before tokenization."""
@@ -333,6 +339,12 @@ class Delta(msgspec.Struct):
     admission: AdmissionRecord | None = None
     """Set in the first delta of a sequence that has tokens."""
 
+    draft_tokens: int = 0
+    """Draft tokens of the sequence that were verified so far."""
+
+    accepted_draft_tokens: int = 0
+    """Those of the draft tokens that were accepted."""
+
     prefill_chunks: list[PrefillChunk] = []
     """In the first delta of a sequence of a traced request."""
 
@@ -360,6 +372,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     cache_salt: str = ""
     """Prefixes are shared only between requests of the same salt."""
+
+    prediction: str | list[int] = ""
+    """What the answer is expected to contain: text, or token ids. A server with speculative decoding verifies it as a draft."""
+
+    draft_tokens: int | None = None
+    """Largest number of draft tokens per step, if lower than that of the server. 0: none."""
 
     truncate_prompt_tokens: int | None = None
     """Use only this number of prompt tokens: the last ones, or the first ones with truncation_side="right"."""

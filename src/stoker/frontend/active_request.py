@@ -28,6 +28,7 @@ class ActiveRequest:
         self._stopwatch = stopwatch
         self._texts = [SequenceText(i, params, tokenizer.detokenizer(params.skip_special_tokens)) for i in range(params.n)]
         self._cached_tokens: int | None = None
+        self._drafts: dict[int, tuple[int, int]] = {}  # by sequence: verified and accepted drafts
         self._convert = self._convert_timed if task.traced else self._push_one
 
     @property
@@ -65,6 +66,9 @@ class ActiveRequest:
         delta = text.push(output)
         delta.admission = output.admission
         delta.prompt_logprobs = output.prompt_logprobs
+        if output.num_drafts:
+            self._drafts[output.index] = (output.num_drafts, output.num_accepted)
+            delta.draft_tokens, delta.accepted_draft_tokens = output.num_drafts, output.num_accepted
         if text.stopped_by_text and not self.finished:
             self._client.cancel(self._task.request_id, text.index)
         return delta
@@ -84,6 +88,8 @@ class ActiveRequest:
         if self.finished:
             lengths = [text.num_tokens for text in self._texts]
             usage.completion_tokens = sum(lengths)
+            usage.draft_tokens = sum(num_drafts for num_drafts, _ in self._drafts.values())
+            usage.accepted_draft_tokens = sum(num_accepted for _, num_accepted in self._drafts.values())
             deltas[-1].usage = usage
             deltas[-1].timings = self._stopwatch.timings(lengths)
         self.started = True

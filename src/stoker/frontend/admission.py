@@ -28,6 +28,10 @@ def check_request(request: GenerationRequest, info: ExecutorInfo) -> None:
         raise RequestError("timeout_s", request.timeout_s, "it must be a positive number of seconds")
     if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens < 1:
         raise RequestError("truncate_prompt_tokens", request.truncate_prompt_tokens, "it must be at least 1")
+    if request.draft_tokens is not None and request.draft_tokens < 0:
+        raise RequestError("draft_tokens", request.draft_tokens, "it must be at least 0")
+    if isinstance(request.prediction, list):
+        check_ids("prediction", request.prediction, info.vocab_size)
     check_params(request.params, info)
 
 
@@ -38,6 +42,9 @@ def check_params(params: SamplingParams, info: ExecutorInfo) -> None:
         raise RequestError(
             "max_tokens", params.max_tokens, f"the engine's max_output_len is {limits.max_output_len}", cure="Request fewer tokens."
         )
+    if params.beam_width > 1 and info.speculate != "none":
+        limit = f"beam search does not verify draft tokens, and this server runs with --speculate {info.speculate}"
+        raise RequestError("beam_width", params.beam_width, limit, cure="Request one beam, or serve without --speculate.")
     if params.beam_width > limits.max_beam_width:
         cure = f"Build it with --max-beam-width {params.beam_width}, or request fewer beams."
         raise RequestError("beam_width", params.beam_width, f"the engine's max_beam_width is {limits.max_beam_width}", cure=cure)

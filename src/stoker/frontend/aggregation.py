@@ -28,6 +28,8 @@ class Aggregator:
             if delta.finish_reason is not None:
                 choice.finish_reason, choice.stop_reason, choice.error = delta.finish_reason, delta.stop_reason, delta.error
             choice.admission = choice.admission or delta.admission
+            if delta.draft_tokens:
+                choice.draft_tokens, choice.accepted_draft_tokens = delta.draft_tokens, delta.accepted_draft_tokens
             if delta.prefill_chunks:
                 choice.prefill_chunks = delta.prefill_chunks
             self._usage = delta.usage or self._usage

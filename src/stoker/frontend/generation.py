@@ -173,6 +173,8 @@ class GenerationService(Service):
             priority=request.priority,
             timeout_s=left_s,
             cache_salt=request.cache_salt,
+            max_drafts=request.draft_tokens,
+            draft_ids=await self._prediction_ids(request),
             traced=request.traced,
         )
 
@@ -194,12 +196,24 @@ class GenerationService(Service):
         if not isinstance(prompt, str):
             raise RequestError("prompt", prompt, "it must be a string or a list of token ids")
         self.tokenizer.check_length(prompt, self.info.limits.max_input_len)
-        if len(prompt) <= INLINE_CHARS:
-            return self.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
+        return await self._encode(prompt, add_special_tokens=request.add_special_tokens)
+
+    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The token ids of a text of limited length. A long one is tokenized in a thread."""
+        if len(text) <= INLINE_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._threads, lambda: self.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
-        )
+        return await loop.run_in_executor(self._threads, lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    async def _prediction_ids(self, request: GenerationRequest) -> list[int]:
+        """The token ids of the prediction, at most as many as an answer may have. Empty without speculative decoding."""
+        limit = self.info.limits.max_output_len
+        if self.info.speculate == "none" or not request.prediction:
+            return []
+        if isinstance(request.prediction, list):
+            return request.prediction[:limit]
+        text = request.prediction[: limit * self.tokenizer.max_token_chars]
+        return (await self._encode(text, add_special_tokens=False))[:limit]
 
     async def _deltas(self, task: TokenRequest, stopwatch: Stopwatch) -> AsyncGenerator[list[Delta], None]:
         """Run a checked request on the executor, and yield its deltas."""

@@ -41,6 +41,12 @@ class Choice(msgspec.Struct):
     admission: AdmissionRecord | None = None
     """When the sequence was admitted, and its KV cache blocks. None if it was never admitted."""
 
+    draft_tokens: int = 0
+    """Draft tokens that were verified."""
+
+    accepted_draft_tokens: int = 0
+    """Those of the draft tokens that were accepted."""
+
     prefill_chunks: list[PrefillChunk] = []
     """The steps that computed the prompt, if the request is traced."""
 

@@ -28,6 +28,7 @@ class ExecutorInfo(msgspec.Struct, kw_only=True):
     kv_cache_tokens: int
     model: str  # architecture name
     memory: dict[str, int] = {}  # the memory budget of the leader's device: bytes by purpose
+    speculate: str = "none"  # the draft proposer
     step_timeout_s: float = 120.0  # a loop that does not answer for this time counts as hung
     kv_events: EventAddress | None = None  # where events about KV cache blocks are published
 

@@ -280,6 +280,8 @@ class Executor:
                 output.prompt_logprobs = result.prompt_logprobs.get(seq.seq_id)
             if scores and (score := scores.get(seq.seq_id)) is not None:
                 output.logprobs = score[: len(ids)]
+            if (drafts := seq.acceptance) is not None:
+                output.num_drafts, output.num_accepted = drafts.num_drafts, drafts.num_accepted
             outputs.append(output)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
@@ -348,6 +350,9 @@ class Executor:
         stats.num_reused_tokens = scheduler.num_reused_tokens
         stats.busy_time_s = self.step_history.total_s
         stats.num_preemptions = scheduler.num_preemptions
+        drafts = scheduler.draft_length
+        stats.num_draft_steps, stats.num_draft_tokens = drafts.num_steps, drafts.num_drafts
+        stats.num_accepted_draft_tokens = drafts.num_accepted
         return msgspec.structs.replace(stats)
 
     def _describe(self, plan: StepPlan) -> str:

@@ -166,6 +166,7 @@ def _load(
         kv_cache_tokens=num_blocks * size,
         model=model_config.architecture,
         memory=budget.purposes,
+        speculate=config.speculate,
         step_timeout_s=config.step_timeout_s or STEP_TIMEOUT_S[device.type],
         kv_events=events.address if events is not None else None,
     )

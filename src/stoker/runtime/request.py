@@ -25,6 +25,7 @@ class TokenRequest(msgspec.Struct, kw_only=True):
     timeout_s: float | None = None  # deadline in seconds after the executor received the request
     cache_salt: str = ""  # sequences share cached blocks only with equal salts
     adapter: int = NO_ADAPTER  # index of a low-rank adapter of the engine
+    max_drafts: int | None = None  # largest number of drafts per step; None: that of the executor
     draft_ids: list[int] = []  # what the answer is expected to contain, which the proposers `request` and `ngram` use
     traced: bool = False  # whether the first outputs report when the prompt was computed
 
@@ -54,6 +55,8 @@ class SequenceOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # in the first output, if requested
     error: ErrorInfo | None = None  # with finish_reason ERROR
     admission: AdmissionRecord | None = None  # in the first output
+    num_drafts: int = 0  # drafts that were verified so far, and those of them that were accepted
+    num_accepted: int = 0
     prefill_chunks: list[PrefillChunk] = []  # in the first output of a traced request
 
 
@@ -73,6 +76,9 @@ class ExecutorStats(msgspec.Struct, kw_only=True):
     num_decode_tokens: int = 0
     num_reused_tokens: int = 0  # prompt tokens whose keys and values came from the cache
     num_preemptions: int = 0
+    num_draft_steps: int = 0  # rows that verified drafts
+    num_draft_tokens: int = 0  # verified, and those of them that were accepted
+    num_accepted_draft_tokens: int = 0
     num_finished: int = 0
     num_cancelled: int = 0
     num_failed: int = 0

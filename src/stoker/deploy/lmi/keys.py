@@ -6,7 +6,7 @@ Names are those of serving.properties.
 
 from __future__ import annotations
 
-from stoker.base.config import DTYPES
+from stoker.base.config import DTYPES, MAX_DRAFT_TOKENS
 from stoker.base.fields.table import FieldRow, FieldTable, accepted, no_effect, rejected
 from stoker.base.fields.values import Anything, Choice, Flag, Line, Real, Whole, names
 from stoker.deploy import quantization
@@ -222,7 +222,13 @@ _BUILD = (
     no_effect("option.max_cpu_loras", _UNSIGNED, _NO_LORA),
     rejected("option.adapters", _NO_LORA, "", type=_TEXT, alternative="Merge the adapters into the checkpoint."),
     rejected("option.draft_model_id", _NO_DRAFT, "", type=_TEXT),
-    no_effect("option.max_draft_len", _UNSIGNED, "it limits the tokens of a draft model, and option.draft_model_id is rejected"),
+    accepted(
+        "option.speculative_draft_model",
+        Choice({"ngram": "ngram", "[ngram]": "ngram"}),
+        "ngram is prompt lookup; draft models and heads are not served",
+        "runtime.speculate",
+    ),
+    accepted("option.max_draft_len", Whole(1, MAX_DRAFT_TOKENS), "draft tokens per step", "runtime.draft_tokens"),
     rejected("option.spec_length", _NO_DRAFT, 0, type=_UNSIGNED),
 )
 

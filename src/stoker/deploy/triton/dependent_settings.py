@@ -12,6 +12,7 @@ from stoker.deploy.syntax.pbtxt import Scalar
 from stoker.deploy.triton.keys import BLS, LLM
 from stoker.deploy.triton.repository import ModelFile
 from stoker.deploy.triton.scalars import warn
+from stoker.deploy.triton.values import LOOKAHEAD
 from stoker.server.protocols.kserve.model_config import NO_QUEUE_LIMIT, TritonModel, TritonOptions
 
 
@@ -45,6 +46,8 @@ def runtime_config(content: RepositoryContent, gpus: int) -> RuntimeConfig:
     if "devices" in settings and not gpus:
         _note(content, "gpu_device_ids", "no GPU is visible; all ranks run on the CPU")
         del settings["devices"]
+    if content.values.get("decoding_mode") == LOOKAHEAD:
+        settings["speculate"] = "ngram"
     llm = next(model for model in content.models if model.kind == LLM)
     if content.values.get("batching") in ("V1", "v1"):
         if "policy" in settings:
@@ -95,9 +98,9 @@ def _with_ensembles(models: tuple[TritonModel, ...]) -> tuple[TritonModel, ...]:
 
 def _decoding_mode(content: RepositoryContent, max_beam_width: int) -> str:
     """The decoding mode. If decoding_mode contradicts max_beam_width, the latter decides, as in TensorRT-LLM."""
-    requested = content.values.get("options.decoding_mode")
+    requested = content.values.get("decoding_mode")
     mode = "beam_search" if max_beam_width > 1 else "top_k_top_p"
-    if requested in (None, "auto"):
+    if requested in (None, "auto", LOOKAHEAD):
         return mode
     if (requested == "beam_search") == (max_beam_width > 1):
         return str(requested)

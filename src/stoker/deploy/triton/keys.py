@@ -14,6 +14,7 @@ from stoker.base.fields.values import ValueType, Whole, exactly
 from stoker.base.nodes import MAX_NODES
 from stoker.deploy.triton.values import (
     BOOLEAN,
+    LOOKAHEAD,
     NUMBER,
     STRTOBOOL,
     TEXT,
@@ -78,7 +79,8 @@ PRE, POST, LLM, BLS = "preprocessing", "postprocessing", "tensorrt_llm", "tensor
 ENGINE_DIR = "engine_dir"  # of the Python gpt model of release 0.5, instead of gpt_model_path and gpt_model_type
 _NO_VISION = "Stoker serves text models only"
 _NO_ENCODER = "Stoker serves decoder-only models"
-_NO_SPECULATION = "Stoker decodes without draft tokens"
+_NO_DRAFT_MODEL = "draft models and draft heads are not served"
+_LOOKAHEAD = "prompt lookup (decoding_mode lookahead) has no windows; answers are the same for every value"
 _NO_ADAPTERS = "adapters are not supported; a request with one is refused"
 
 _ROWS = (
@@ -96,7 +98,7 @@ _ROWS = (
     _accepted(POST, "skip_special_tokens", BOOLEAN, "server.skip_special_tokens", "0.7", default="true", lenient=True, warn=True),
     _accepted(BLS, "accumulate_tokens", STRTOBOOL, "options.accumulate_tokens", "0.7", default="false"),
     _accepted(BLS, "tensorrt_llm_model_name", TEXT, "bls_target", "0.9", default="tensorrt_llm"),
-    _rejected(BLS, "tensorrt_llm_draft_model_name", TEXT, _NO_SPECULATION, "0.9"),
+    _rejected(BLS, "tensorrt_llm_draft_model_name", TEXT, _NO_DRAFT_MODEL, "0.9"),
     _rejected(BLS, "multimodal_encoders_name", TEXT, _NO_VISION, "0.13"),
     _accepted(LLM, "gpt_model_type", GptModelType(BATCHING), "batching", "0.5", required=True),
     _accepted(LLM, "gpt_model_path", TEXT, "engine", "0.5", required=True),
@@ -132,13 +134,13 @@ _ROWS = (
     _no_effect(LLM, "lora_cache_gpu_memory_fraction", NUMBER, _NO_ADAPTERS, "0.9"),
     _no_effect(LLM, "lora_cache_host_memory_bytes", WHOLE, _NO_ADAPTERS, "0.9"),
     _rejected(LLM, "lora_prefetch_dir", TEXT, "adapters are not supported", "0.19"),
-    _accepted(LLM, "decoding_mode", decoding_mode(*DECODING_MODES), "options.decoding_mode", "0.9"),
-    _rejected(LLM, "medusa_choices", TEXT, _NO_SPECULATION, "0.9"),
-    _rejected(LLM, "eagle_choices", TEXT, _NO_SPECULATION, "0.16"),
-    _rejected(LLM, "lookahead_window_size", WHOLE, _NO_SPECULATION, "0.19"),
-    _rejected(LLM, "lookahead_ngram_size", WHOLE, _NO_SPECULATION, "0.19"),
-    _rejected(LLM, "lookahead_verification_set_size", WHOLE, _NO_SPECULATION, "0.19"),
-    _rejected(LLM, "speculative_decoding_fast_logits", BOOLEAN, "Stoker decodes without draft tokens", "0.15", harmless=(False,)),
+    _accepted(LLM, "decoding_mode", decoding_mode(*DECODING_MODES, LOOKAHEAD), "decoding_mode", "0.9"),
+    _rejected(LLM, "medusa_choices", TEXT, _NO_DRAFT_MODEL, "0.9"),
+    _rejected(LLM, "eagle_choices", TEXT, _NO_DRAFT_MODEL, "0.16"),
+    _no_effect(LLM, "lookahead_window_size", WHOLE, _LOOKAHEAD, "0.19"),
+    _no_effect(LLM, "lookahead_ngram_size", WHOLE, _LOOKAHEAD, "0.19"),
+    _no_effect(LLM, "lookahead_verification_set_size", WHOLE, _LOOKAHEAD, "0.19"),
+    _rejected(LLM, "speculative_decoding_fast_logits", BOOLEAN, _NO_DRAFT_MODEL, "0.15", harmless=(False,)),
     _accepted(LLM, "guided_decoding_backend", exactly("xgrammar"), "guided_decoding_backend", "0.19", default="xgrammar"),
     _accepted(LLM, "tokenizer_dir", TEXT, "tokenizer", "0.19"),
     _no_effect(LLM, "xgrammar_tokenizer_info_path", TEXT, "the grammar compiler reads the tokenizer files", "0.19"),

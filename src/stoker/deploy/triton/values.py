@@ -20,7 +20,8 @@ STRTOBOOL = Flag(
     | {"false": False, "no": False, "0": False, "f": False, "n": False, "off": False}
 )
 MAX_DEVICES = 1024
-DRAFT_DECODING_MODES = ("medusa", "redrafter", "lookahead", "eagle")
+LOOKAHEAD = "lookahead"  # speculative decoding by prompt lookup
+DRAFT_HEAD_MODES = ("medusa", "redrafter", "eagle")
 
 
 class GptModelType(msgspec.Struct, frozen=True):
@@ -38,11 +39,11 @@ class GptModelType(msgspec.Struct, frozen=True):
 
 
 class DecodingMode(Choice, frozen=True):
-    """A decoding mode; one that needs draft tokens has its own error."""
+    """A decoding mode; one that needs draft heads has its own error."""
 
     def check(self, value: Any) -> Any:
-        if value in DRAFT_DECODING_MODES:
-            raise InvalidValueError(value, "Stoker decodes without draft tokens", cure=f"Use one of: {', '.join(self.meanings)}.")
+        if value in DRAFT_HEAD_MODES:
+            raise InvalidValueError(value, "draft heads are not served", cure=f"Use one of: {', '.join(self.meanings)}.")
         return super().check(value)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from stoker.base.config import MAX_DRAFT_TOKENS
 from stoker.base.fields.table import FieldRow, FieldTable, accepted, no_effect, rejected
 from stoker.base.fields.values import Anything, Choice, Flag, Line, Real, ValueType, Whole, names
 from stoker.deploy import quantization
@@ -42,14 +43,21 @@ SOURCES = names("HF", "LOCAL", "REMOTE_URL", "S3", "GCS", "AZURE", "BASETEN_TRAI
 
 
 def _speculator_rows() -> tuple[FieldRow, ...]:
-    """The rows for the speculator of trt_llm.build. Lookahead decoding only changes the speed; draft models are not supported."""
-    section, lookahead = _BUILD + "speculator.", "lookahead decoding does not change outputs; tokens are generated one by one"
+    """The rows for the speculator of trt_llm.build. Lookahead decoding is prompt lookup; draft models are not supported."""
+    section, lookahead = _BUILD + "speculator.", "prompt lookup has no windows; answers are the same for every value"
     no_draft = "speculative decoding with a draft model is not served"
-    modes = Choice({"lookahead_decoding": "LOOKAHEAD_DECODING"}, unsupported={"draft_tokens_external": no_draft})
-    numbers = ("num_draft_tokens", "lookahead_windows_size", "lookahead_ngram_size", "lookahead_verification_set_size")
+    no_heads = "draft heads are not served"
+    modes = Choice({"lookahead_decoding": "ngram", "draft_tokens_external": "request"}, unsupported={"medusa": no_heads, "eagle": no_heads})
+    numbers = ("lookahead_windows_size", "lookahead_ngram_size", "lookahead_verification_set_size")
     return (
-        no_effect(section + "speculative_decoding_mode", modes, lookahead),
-        no_effect(section + "enable_b10_lookahead", _FLAG, lookahead),
+        accepted(
+            section + "speculative_decoding_mode",
+            modes,
+            "LOOKAHEAD_DECODING is prompt lookup, DRAFT_TOKENS_EXTERNAL verifies the drafts of requests",
+            "runtime.speculate",
+        ),
+        no_effect(section + "enable_b10_lookahead", _FLAG, "speculative_decoding_mode selects prompt lookup"),
+        accepted(section + "num_draft_tokens", Whole(1, MAX_DRAFT_TOKENS), target="runtime.draft_tokens"),
         *(no_effect(section + name, _UNSIGNED, lookahead) for name in numbers),
         *(rejected(section + name, no_draft, *_NONE, type=_ANY) for name in ("checkpoint_repository", "build")),
         no_effect(section + "runtime", _ANY, "it configures a draft model, which is rejected"),

@@ -81,11 +81,14 @@ class DraftLength:
         self._average = Acceptance(0.7 * PRIOR_WEIGHT, PRIOR_WEIGHT)  # over all sequences
         self._best: dict[tuple[int, int], int] = {}  # (acceptance in 32nds, rows) → number of drafts
         self._num_recorded = 0
+        self.num_steps = self.num_drafts = self.num_accepted = 0  # rows with drafts; drafts; accepted drafts
 
     def limit(self, seq: Sequence, num_rows: int) -> int:
         """The number of drafts for a sequence in a step of `num_rows` rows."""
-        if not self.is_adaptive:
-            return self.max_drafts
+        requested = seq.request.max_drafts
+        most = self.max_drafts if requested is None else min(requested, self.max_drafts)
+        if not self.is_adaptive or not most:
+            return most
         acceptance, num_tokens = self._acceptance(seq), len(seq.tokens)
         if num_tokens < acceptance.resume_at:
             return 0
@@ -96,11 +99,14 @@ class DraftLength:
             if acceptance.resume_at:  # the pause has ended: one attempt
                 return 1
             acceptance.resume_at = num_tokens + acceptance.pause
-        return best
+        return min(best, most)
 
     def record(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Count the drafts of a step, whose tokens `seq` has already."""
         acceptance = self._acceptance(seq)
+        self.num_steps += 1
+        self.num_drafts += num_drafts
+        self.num_accepted += num_accepted
         acceptance.num_drafts += num_drafts
         acceptance.num_accepted += num_accepted
         tried = num_accepted + (num_accepted < num_drafts)

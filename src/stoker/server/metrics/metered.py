@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
+import msgspec
+
 from stoker.base import metrics
 from stoker.base.errors import QueueFullError, RequestError, UnavailableError
 from stoker.base.types import Delta, FinishReason, GenerationRequest, PrefillChunk, Timings, Usage
@@ -264,7 +266,7 @@ class _Outcome:
         """The tokens so far. None if nothing was computed."""
         if (usage := self.usage) is None:
             return None
-        return Usage(usage.prompt_tokens, max(usage.completion_tokens, self.num_tokens), usage.cached_tokens)
+        return msgspec.structs.replace(usage, completion_tokens=max(usage.completion_tokens, self.num_tokens))
 
     @property
     def name(self) -> str:

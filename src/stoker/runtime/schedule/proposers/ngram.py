@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import cast
 
+from stoker.base.config import MAX_DRAFT_TOKENS
 from stoker.runtime.request import Sequence
 from stoker.runtime.schedule.proposers.proposer import Proposer
 from stoker.runtime.schedule.proposers.token_index import SIZES, TokenIndex
@@ -15,7 +16,7 @@ MAX_PROMPT = 1 << 15  # newest tokens of a prompt that are indexed: about 10 MB 
 class NgramProposer(Proposer):
     """Copies from the sequence itself, and from the drafts that the request supplies (Saxena, prompt lookup decoding, 2023)."""
 
-    max_drafts = 16
+    max_drafts = MAX_DRAFT_TOKENS
     reads_token_ids = True
 
     def waits(self, seq: Sequence) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from stoker.base.config import MAX_DRAFT_TOKENS
 from stoker.runtime.request import Sequence
 from stoker.runtime.schedule.plan import NO_DRAFTS
 from stoker.runtime.schedule.proposers.proposer import Proposer
@@ -13,7 +14,7 @@ from stoker.runtime.schedule.proposers.token_index import SIZES, TokenIndex
 class SuppliedDrafts(Proposer):
     """Proposes the supplied tokens in order. After another token was generated, it continues where the newest tokens occur in them."""
 
-    max_drafts = 16
+    max_drafts = MAX_DRAFT_TOKENS
     reads_token_ids = True
 
     def waits(self, seq: Sequence) -> bool:

@@ -119,7 +119,7 @@ CHAT_ONLY: tuple[FieldRow, ...] = (
     rejected("function_call", "it was replaced by tool_choice", alternative="Use tool_choice."),
     rejected("modalities", "responses are text", ["text"]),
     rejected("audio", "responses are text"),
-    rejected("prediction", "predicted outputs are not supported"),
+    accepted("prediction", OBJECT, "what the answer is expected to contain; with `--speculate`, it is verified as a draft"),
     rejected("web_search_options", "there is no web search"),
     rejected("store", "responses are not stored", False),
     rejected("verbosity", "the model has no such switch", "medium"),

@@ -31,6 +31,7 @@ USAGE = record(
         "completion_tokens": INTEGER,
         "total_tokens": INTEGER,
         "prompt_tokens_details": record({"cached_tokens": INTEGER}),
+        "completion_tokens_details?": record({"accepted_prediction_tokens": INTEGER, "rejected_prediction_tokens": INTEGER}),
     },
     "Usage",
 )

@@ -46,7 +46,15 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        **completion_details(usage),
     }
+
+
+def completion_details(usage: Usage) -> dict[str, Any]:
+    """The member completion_tokens_details of a usage with draft tokens; none without."""
+    accepted = usage.accepted_draft_tokens
+    counts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": usage.draft_tokens - accepted}
+    return {"completion_tokens_details": counts} if usage.draft_tokens else {}
 
 
 def stop_reason(reason: FinishReason, stop: int | str | None) -> int | str | None:
@@ -61,6 +69,8 @@ def add_usage(parts: Iterable[Usage]) -> Usage:
         total.prompt_tokens += part.prompt_tokens
         total.completion_tokens += part.completion_tokens
         total.cached_tokens += part.cached_tokens
+        total.draft_tokens += part.draft_tokens
+        total.accepted_draft_tokens += part.accepted_draft_tokens
     return total
 
 
@@ -70,6 +80,7 @@ def update_usage(usage: Usage, delta: Delta) -> None:
     if (reported := delta.usage) is not None:
         usage.prompt_tokens, usage.cached_tokens = reported.prompt_tokens, reported.cached_tokens
         usage.completion_tokens = reported.completion_tokens or usage.completion_tokens
+        usage.draft_tokens, usage.accepted_draft_tokens = reported.draft_tokens, reported.accepted_draft_tokens
 
 
 class CompletionLogprobs:

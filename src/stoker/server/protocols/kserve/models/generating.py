@@ -159,7 +159,7 @@ class GeneratingModel(ABC):
         excludes = row.value("exclude_input_in_output", self._options.exclude_input_in_output)
         return PlannedRow(
             row=row.index,
-            request=self._request(prompt, params, inference, service),
+            request=self._request(prompt, params, inference, service, row.ids("draft_input_ids", row.size("draft_input_ids"))),
             stop_words=stop_words,
             streaming=streaming,
             excludes_input=excludes,
@@ -170,13 +170,16 @@ class GeneratingModel(ABC):
             arrival_s=time.monotonic(),
         )
 
-    def _request(self, prompt: str | list[int], params: SamplingParams, inference: Inference, service: Service) -> GenerationRequest:
+    def _request(
+        self, prompt: str | list[int], params: SamplingParams, inference: Inference, service: Service, draft_ids: list[int]
+    ) -> GenerationRequest:
         """The request to the service. Raises RequestError for an unknown token id, and for a bad priority or timeout."""
         queue = inference.model.queue or QueuePolicy()
         return GenerationRequest(
             request_id=f"kserve-{next(_request_numbers)}",
             prompt=prompt if isinstance(prompt, str) else _known_ids(prompt, service.info.vocab_size),
             params=params,
+            prediction=draft_ids,
             add_special_tokens=self._settings.add_special_tokens,
             priority=priority(inference.parameters, queue),
             timeout_s=timeout_s(inference.parameters, self._settings.request_timeout_s),
@@ -243,6 +246,7 @@ class GeneratingModel(ABC):
         part = scores.part(choice.index, choice.text, choice.token_ids, choice.logprobs)
         part.stopped = choice.finish_reason is FinishReason.STOP
         part.admission, part.timings = choice.admission, completion.timings
+        part.num_drafts, part.num_accepted = choice.draft_tokens, choice.accepted_draft_tokens
         return part
 
     def _response(

@@ -49,6 +49,7 @@ class SequenceClock:
             self._stopwatch.token(delta.admission)
         part.admission = self._first.admission if self._first is not None else None
         part.timings = self._stopwatch.timings([self._num_tokens])
+        part.num_drafts, part.num_accepted = delta.draft_tokens, delta.accepted_draft_tokens
 
 
 def metric_outputs(requested: RequestedMetrics, parts: list[SequencePart], *, arrival_s: float, num_prompt: int) -> Tensors:
@@ -77,7 +78,7 @@ def _blocks(part: SequencePart) -> Tensors:
 
 
 def _times(part: SequencePart, arrival_s: float) -> Tensors:
-    """The times of the sequence in nanoseconds, and zeros for drafts. `arrival_s` is on the monotonic clock. Empty if unknown."""
+    """The times of the sequence in nanoseconds, and its draft tokens. `arrival_s` is on the monotonic clock. Empty if unknown."""
     if (timings := part.timings) is None:
         return {}
     seconds = {
@@ -86,9 +87,9 @@ def _times(part: SequencePart, arrival_s: float) -> Tensors:
         "first_token_time_ns": timings.time_to_first_token_s,
         "last_token_time_ns": timings.total_s,
     }
-    no_drafts: Tensors = {
-        "acceptance_rate": np.zeros((1, 1), np.float32),
-        "total_accepted_draft_tokens": np.zeros((1, 1), np.int32),
-        "total_draft_tokens": np.zeros((1, 1), np.int32),
+    drafts: Tensors = {
+        "acceptance_rate": np.array([[part.num_accepted / max(part.num_drafts, 1)]], np.float32),
+        "total_accepted_draft_tokens": np.array([[part.num_accepted]], np.int32),
+        "total_draft_tokens": np.array([[part.num_drafts]], np.int32),
     }
-    return {name: np.array([[int((arrival_s + after) * 1e9)]], np.int64) for name, after in seconds.items()} | no_drafts
+    return {name: np.array([[int((arrival_s + after) * 1e9)]], np.int64) for name, after in seconds.items()} | drafts

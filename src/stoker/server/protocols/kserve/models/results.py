@@ -37,6 +37,8 @@ class SequencePart(msgspec.Struct):
     stopped: bool = False  # by an end id or a stop word, whose text is removed
     admission: AdmissionRecord | None = None  # of a sequence that has tokens, if metrics are requested
     timings: Timings | None = None  # so far, if metrics are requested
+    num_drafts: int = 0  # draft tokens that were verified so far, and those of them that were accepted, if metrics are requested
+    num_accepted: int = 0
 
 
 class Scores:

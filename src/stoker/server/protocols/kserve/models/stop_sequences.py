@@ -65,6 +65,8 @@ async def complete(service: Service, request: GenerationRequest, words: Sequence
                 choice.token_ids = [*choice.token_ids, *delta.token_ids]
                 choice.logprobs = [*choice.logprobs, *delta.logprobs]
                 choice.admission = choice.admission or delta.admission
+                if delta.draft_tokens:
+                    choice.draft_tokens, choice.accepted_draft_tokens = delta.draft_tokens, delta.accepted_draft_tokens
                 if delta.token_ids:
                     stopwatch.token(delta.admission)
                 if delta.finish_reason is not None:

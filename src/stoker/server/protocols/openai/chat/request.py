@@ -49,7 +49,9 @@ async def read_chat_call(body: dict[str, Any], service: Service, settings: Serve
     if not isinstance(messages, list):
         raise RequestError("messages", messages, "it is missing" if messages is None else "it must be a list of at least one message")
     common.params = msgspec.structs.replace(common.params, **_logprobs_params(values))
-    request = common.generation("", None, add_special_tokens=values.get("add_special_tokens", False))
+    request = common.generation(
+        "", None, add_special_tokens=values.get("add_special_tokens", False), prediction=_prediction(values.get("prediction"))
+    )
     turn = await prepare_turn(
         request,
         messages,
@@ -73,6 +75,21 @@ def _logprobs_params(values: dict[str, Any]) -> dict[str, Any]:
     if "top_logprobs" in values and not values.get("logprobs"):
         raise RequestError("top_logprobs", values["top_logprobs"], "it requires logprobs=true")
     return {"logprobs": values.get("top_logprobs", 0)} if values.get("logprobs") else {}
+
+
+def _prediction(value: dict[str, Any] | None) -> str:
+    """The text of `prediction`: its content is a string or a list of text parts. Raises RequestError."""
+    if value is None:
+        return ""
+    content = value.get("content")
+    parts: Any = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    is_text = isinstance(parts, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
+    )
+    if value.get("type") != "content" or not is_text or set(value) - {"type", "content"}:
+        limit = 'it must be {"type": "content", "content": …} with a string or a list of text parts'
+        raise RequestError("prediction", value, limit)
+    return "".join(part["text"] for part in parts)
 
 
 def _max_tokens(values: dict[str, Any]) -> int | None:
