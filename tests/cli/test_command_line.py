@@ -232,6 +232,6 @@ def test_doctor_reports_every_check() -> None:
     found = {line["what"]: line for line in json.loads(done.stdout)}
     assert done.returncode == 0
     machine = {"Python", "torch", "GPU", "triton", "processor", "CPU kernels", "memory", "cache", "port 8000"}
-    assert machine | {"grpc", "xgrammar", "boto3"} == set(found)
+    assert machine | {"grpc", "xgrammar", "boto3", "opentelemetry.sdk"} == set(found)
     assert found["torch"]["state"] == "ok"
     assert all(line["state"] in ("ok", "note") and line["says"] for line in found.values())

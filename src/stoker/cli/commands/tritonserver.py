@@ -21,6 +21,7 @@ from stoker.deploy.triton.server_options import SERVER_OPTIONS, ServerOption
 from stoker.server.protocols.kserve.log_settings import LOG_FORMATS
 from stoker.server.protocols.kserve.model_config import TRITON, TritonOptions
 from stoker.server.protocols.kserve.test_models import NAMES
+from stoker.server.protocols.kserve.tracing.settings import DEFAULTS, read_trace_config
 
 if TYPE_CHECKING:
     from stoker.cli.prepare_server import PreparedServer
@@ -147,6 +148,8 @@ def _serve(values: dict[str, Any], num_processes: int, nodes: NodeSettings) -> i
         name.removeprefix("options."): value for name, value in values.items() if name.startswith("options.")
     }
     load_models, fields = _load_models(values, options), _addresses(values)
+    changes["trace"], collector = read_trace_config(values.get("trace_config", []))
+    fields |= _tracing(changes["trace"], collector)
 
     def complete(server: PreparedServer) -> ServerSettings:
         """The settings read from the repository, with the options of the command line applied."""
@@ -208,6 +211,13 @@ def _load_models(values: dict[str, Any], options: TritonOptions) -> tuple[str, .
         if name not in ("*", *known):
             raise ConfigError(f"--load-model={name}: the repository has no such model.", cure=f"Use one of: {', '.join(known)}.")
     return tuple(names)
+
+
+def _tracing(trace: dict[str, Any], collector: str | None) -> dict[str, Any]:
+    """The fields of ServerSettings for traces in the mode opentelemetry."""
+    if trace.get("trace_mode") != "opentelemetry" or trace.get("trace_level", ["OFF"]) == ["OFF"]:
+        return {}
+    return {"otlp_endpoint": collector, "trace_sampling": 1 / int(trace.get("trace_rate", DEFAULTS["trace_rate"]))}
 
 
 def _log_format(values: dict[str, Any]) -> str | None:

@@ -115,7 +115,14 @@ SERVER_OPTIONS = FieldTable(
         _rejected("grpc-use-ssl-mutual", _BOOL, _TLS[0], False, cure=_TLS[1]),
         _rejected("http-restricted-api", _ANY, _KEYS[0], cure=_KEYS[1], argument="many"),
         _rejected("grpc-restricted-protocol", _ANY, _KEYS[0], cure=_KEYS[1], argument="many"),
-        _rejected("trace-config", _ANY, "requests are not traced", "level=OFF", cure="Read the durations in the metrics.", argument="many"),
+        _accepted(
+            "trace-config",
+            Line(),
+            "Traces: level=TIMESTAMPS or TENSORS, rate=N, count=N, triton,file=FILE, triton,log-frequency=N, or mode=opentelemetry with "
+            "opentelemetry,url=URL.",
+            "trace_config",
+            argument="many",
+        ),
         _rejected("cache-config", _ANY, "responses are not cached", cure="Set enable_kv_cache_reuse in config.pbtxt.", argument="many"),
         _rejected("response-cache-byte-size", _SIZE, "responses are not cached", 0, cure="Set enable_kv_cache_reuse in config.pbtxt."),
         _rejected("rate-limit", _ANY, "the queue of tensorrt_llm bounds requests", "off", cure="Set max_queue_size in config.pbtxt."),

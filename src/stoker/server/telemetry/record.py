@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 
 import msgspec
@@ -46,6 +47,7 @@ class RequestRecord:
         "key",
         "measured",
         "method",
+        "on_close",
         "protocol",
         "request_id",
         "returns_timings",
@@ -69,6 +71,7 @@ class RequestRecord:
         self.status = 0
         self.error = ""  # the code of the error that the request was refused with
         self.generations: list[Generation] = []
+        self.on_close: list[Callable[[], None]] = []  # called when the request has ended
         self.started = time.monotonic()
 
     @property

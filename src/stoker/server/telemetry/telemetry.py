@@ -43,6 +43,8 @@ class Telemetry:
     def close(self, record: RequestRecord, status: int, *, probe: bool = False) -> None:
         """The request has ended with this HTTP status. The lines of probes (health, metrics and the console) have the level DEBUG."""
         record.status = status
+        for callback in record.on_close:
+            callback()
         if self._logs_requests:
             log_request(record, level=logging.DEBUG if probe else logging.INFO)
         if self._tracing is not None and not probe and record.trace is not None and record.trace.sampled:

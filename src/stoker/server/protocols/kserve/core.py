@@ -20,6 +20,8 @@ from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.protocols.kserve.model_control import DRAIN, LOAD, SETTINGS, STATUS, UNLOAD, FixedEngine, ModelControl
 from stoker.server.protocols.kserve.models.catalogue import Catalogue, build_catalogue
 from stoker.server.protocols.kserve.shared_memory.registry import SharedMemory
+from stoker.server.protocols.kserve.tracing.settings import TraceSettings
+from stoker.server.protocols.kserve.tracing.tracer import Tracer
 from stoker.server.settings import ServerSettings
 
 ENSEMBLE_PARAMETERS: Parameters = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
@@ -44,6 +46,9 @@ class Core:
         context.cleanup.callback(self.shared_memory.close)
         self.counts = context.metrics.triton
         self.logging = LogSettings(context.coordination)
+        self.trace_settings = TraceSettings(context.coordination, self.options.trace)
+        self._tracer = Tracer(self.trace_settings)
+        context.cleanup.callback(self._tracer.close)
 
     @classmethod
     def of(cls, context: Context, core: Core | None = None) -> Core:
@@ -65,10 +70,13 @@ class Core:
 
     async def responses(self, served: ServedModel, inference: Inference) -> Responses:
         """Run an inference and count it. Responses of an ensemble have the sequence parameters that Triton adds."""
+        trace = self._tracer.begin(served, inference)
         with served.requests, self._timer(served, inference) as timer:
             async with aclosing(served.run(inference)) as stream:
                 async for batch in stream:
                     timer.responded()
+                    if trace is not None:
+                        trace.add(batch)
                     yield _with_sequence_parameters(served, batch)
 
     async def single_response(self, served: ServedModel, inference: Inference) -> Response:
@@ -77,9 +85,12 @@ class Core:
         The end of a decoupled request, which has no outputs, is not a response.
         """
         if served.complete is not None:
+            trace = self._tracer.begin(served, inference)
             with served.requests, self._timer(served, inference) as timer:
                 responses = _with_sequence_parameters(served, await served.complete(inference))
                 timer.responded()
+                if trace is not None:
+                    trace.add(responses)
         else:
             responses = []
             async with aclosing(self.responses(served, inference)) as stream:
@@ -94,6 +105,12 @@ class Core:
     def _timer(self, served: ServedModel, inference: Inference) -> Timer:
         """Counts an inference for the model and for the steps of an ensemble."""
         return Timer([self.counts.of(name) for name in (served.model.name, *served.members)], _rows(inference))
+
+    def traced_model(self, name: str) -> str:
+        """The name of a model whose trace settings are requested, or an empty one. Raises TritonError for an unknown model."""
+        if name and name not in self.catalogue:
+            raise TritonError(f"Request for unknown model : {name[:200]}")
+        return name
 
     def statistics(self, served: ServedModel) -> dict[str, Any]:
         """The counters of a model, in the format of Triton's statistics."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -107,6 +108,7 @@ class TritonOptions(msgspec.Struct, frozen=True, kw_only=True):
     strict_readiness: bool = True  # the server is ready when all of its loaded models are
     batch_sizes: dict[str, int] = {}  # model → max_batch_size that a client has set while loading it
     server_name: str = "stoker"  # in the metadata of the server
+    trace: dict[str, Any] = {}  # trace settings at the start, as in tracing/settings.py
 
     def __post_init__(self) -> None:
         check_range("max_beam_width", self.max_beam_width, 1, 1024)

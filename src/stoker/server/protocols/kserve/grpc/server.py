@@ -18,7 +18,6 @@ from stoker.server.errors import describe
 from stoker.server.http.json_body import INLINE_BYTES
 from stoker.server.protocol import Context
 from stoker.server.protocols.kserve import metadata as described
-from stoker.server.protocols.kserve import trace_settings as settings
 from stoker.server.protocols.kserve.core import Core, NotOneResponseError
 from stoker.server.protocols.kserve.errors import TritonError, client_message
 from stoker.server.protocols.kserve.grpc import messages as grpc_messages
@@ -123,9 +122,9 @@ class KServeGRPC:
         return pb.RepositoryModelUnloadResponse()
 
     async def trace(self, request: Any, context: Any) -> Any:
-        """TraceSetting: the trace settings, which cannot be changed."""
+        """TraceSetting: change the trace settings of the server or of a model, and return all of them."""
         requested = {name: list(request.settings[name].value) or None for name in request.settings}
-        current = settings.check_trace(requested)
+        current = await self._core.trace_settings.change(requested, self._core.traced_model(request.model_name))
         values = {name: {"value": value if isinstance(value, list) else [value]} for name, value in current.items()}
         return json_format.ParseDict({"settings": values}, pb.TraceSettingResponse())
 

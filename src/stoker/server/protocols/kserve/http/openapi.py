@@ -180,7 +180,7 @@ OPERATIONS = {
     **{("GET", f"{base}/trace/setting"): Operation(summary="Trace settings", response=_TRACE_SETTINGS) for base in ("/v2", MODEL)},
     **{
         ("POST", f"{base}/trace/setting"): Operation(
-            summary="Set trace settings to the values that they have; others are refused", body=OBJECT, response=_TRACE_SETTINGS
+            summary="Change trace settings; null removes a change", body=OBJECT, response=_TRACE_SETTINGS
         )
         for base in ("/v2", MODEL)
     },

@@ -14,7 +14,6 @@ from stoker.server.http.json_body import INLINE_BYTES
 from stoker.server.http.request_context import EVENT_STREAM, JSON, PLAIN, RequestContext
 from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.kserve import metadata as described
-from stoker.server.protocols.kserve import trace_settings as settings
 from stoker.server.protocols.kserve.core import Core, NotOneResponseError
 from stoker.server.protocols.kserve.errors import TritonError, UnknownModelError, client_message
 from stoker.server.protocols.kserve.http import compression
@@ -25,6 +24,7 @@ from stoker.server.protocols.kserve.http.json_body import read_object
 from stoker.server.protocols.kserve.http.openapi import ERROR, MODEL, OPERATIONS, VERSIONED
 from stoker.server.protocols.kserve.http.shared_memory import SharedMemoryEndpoints
 from stoker.server.protocols.kserve.inference import Inference, Response, ServedModel
+from stoker.server.protocols.kserve.tracing.settings import OF_SERVER
 from stoker.server.threads import compute
 
 OCTETS = b"application/octet-stream"
@@ -158,13 +158,22 @@ class KServeHTTP(Protocol):
             await http.respond(200, _encode(values))
 
     async def trace(self, http: RequestContext) -> None:
-        """GET …/trace/setting: the trace settings."""
-        await http.respond(200, _encode(settings.TRACE))
+        """GET …/trace/setting: the trace settings of the server or of a model."""
+        await self._respond_json(http, lambda: self._core.trace_settings.values(self._traced_model(http)))
 
     async def set_trace(self, http: RequestContext) -> None:
-        """POST …/trace/setting: accepted without an effect if it changes nothing, otherwise refused."""
-        body = await http.body(INLINE_BYTES)
-        await self._respond_json(http, lambda: settings.check_trace(read_object(body)))
+        """POST …/trace/setting: change the trace settings of the server or of a model."""
+        body = await http.body()
+        try:
+            values = await self._core.trace_settings.change(read_object(body), self._traced_model(http))
+        except TritonError as error:
+            await self._refuse(http, error, JSON)
+        else:
+            await http.respond(200, _encode(values))
+
+    def _traced_model(self, http: RequestContext) -> str:
+        """The model of the path, or OF_SERVER. Raises TritonError for an unknown model."""
+        return self._core.traced_model(http.path.get("model", OF_SERVER))
 
     async def infer(self, http: RequestContext) -> None:
         """POST …/infer: run an inference that has one response. Errors in the body are JSON, as in Triton; other errors are plain text."""

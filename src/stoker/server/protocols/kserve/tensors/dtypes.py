@@ -38,6 +38,11 @@ def kserve_name(declared: str) -> str:
     return "BYTES" if declared == "STRING" else declared
 
 
+def dtype_name(array: np.ndarray) -> str:
+    """KServe's data type of an array. BF16 is reported as UINT16, because numpy has no such dtype."""
+    return next(name for name, dtype in DTYPES.items() if dtype == array.dtype)
+
+
 def check_shape(name: str, shape: Any) -> tuple[int, ...]:
     """The shape as a tuple. Raises TritonError unless it is a short list of whole numbers with a valid product."""
     if not isinstance(shape, (list, tuple)) or len(shape) > MAX_DIMS or any(type(dim) is not int or dim < 0 for dim in shape):
