@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -74,6 +75,7 @@ class Ledger:
             faults = ", ".join(sorted({window.fault for window in windows}))
             lasted = f"{span[1] - span[0]:.1f} s"
             self.examples.append({"kind": kind, "outcome": outcome, "detail": detail[:600], "faults": faults, "lasted": lasted})
+            print(f"{outcome}: {kind}: {detail[:200]} ({faults}; {lasted})", file=sys.stderr, flush=True)
         self.outcomes.setdefault(kind, Counter())[outcome] += 1
 
     @property

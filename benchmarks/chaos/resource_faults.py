@@ -16,7 +16,7 @@ from pathlib import Path
 from chaos.server import get
 from chaos.world import Skipped, World, fault
 
-DISK_MIB = 16
+DISK_MIB = 64  # each frontend has files of 2 MiB for its counters
 SPARE_DESCRIPTORS = 6
 SPARE_MEMORY = 24 << 20
 NUM_CONNECTIONS = 10_000

@@ -145,6 +145,7 @@ class Scene:
             world.skipped[fault.name] = str(reason)
         except (OSError, RuntimeError) as error:
             self._failures.append(f"{fault.name}: {error}"[:1000])
+            say(self._failures[-1])
         say(f"{fault.name}: {time.monotonic() - started:.1f} s; {sum(world.ledger.totals.values())} requests")
 
 

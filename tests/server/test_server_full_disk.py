@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
+import os
 import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
 from live_http import asgi_client, events
+from prometheus_client.mmap_dict import MmapedDict
 from scripted_service import ScriptedService
 
+from stoker.base.errors import ConfigError
 from stoker.server.errors import describe
+from stoker.server.metrics.shared_files import KINDS, NUM_BYTES, allocate_files
 
 CONNECT = sqlite3.connect
 PAGES = 12  # of the database: the empty one fits, and no long response
@@ -68,3 +72,22 @@ async def test_files_that_cannot_be_written_leave_nothing(tmp_path: Path, monkey
 def test_every_error_of_a_full_disk_has_a_reason() -> None:
     failure = describe(OSError(errno.ENOSPC, "No space left on device", "/state/batch"))
     assert failure.status == 507 and "/state/batch cannot be written: No space left on device" in failure.message
+
+
+def test_the_files_of_the_counters_have_their_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write to a page of a sparse file on a full disk would end the frontend with SIGBUS."""
+    allocate_files(tmp_path)
+    for kind in KINDS:
+        path = tmp_path / f"{kind}_{os.getpid()}.db"
+        values = MmapedDict(str(path))
+        values.write_value('["a", "a", {}]', 5.0, 0.0)
+        values.close()
+        assert [value for _, value, _, _ in MmapedDict.read_all_values_from_file(str(path))] == [5.0]
+        assert path.stat().st_blocks * 512 >= path.stat().st_size == NUM_BYTES
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match=r"counter_\d+\.db cannot be written: No space left on device\. .* TMPDIR"):
+        allocate_files(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest, multiprocess
@@ -15,6 +16,7 @@ from stoker.base.metrics import EXECUTOR_METRICS, FRONTEND_METRICS, Metric
 from stoker.frontend.repository import ModelRepository
 from stoker.runtime.request import ExecutorStats
 from stoker.server.metrics.counters import BufferedCounter, BufferedHistogram, CounterBuffer
+from stoker.server.metrics.shared_files import allocate_files
 from stoker.server.metrics.statistics import ExecutorStatistics, KnownStatistics
 from stoker.server.metrics.triton import TritonMetrics, triton_names
 from stoker.server.metrics.triton_gauges import executor_families
@@ -24,9 +26,14 @@ MULTIPROCESS_DIR = "PROMETHEUS_MULTIPROC_DIR"  # prometheus-client reads it on i
 
 
 class FrontendMetrics:
-    """The counters of this process. Several frontends write theirs to files, and each frontend reports the sums."""
+    """The counters of this process. Several frontends write theirs to files, and each frontend reports the sums.
+
+    Raises ConfigError if there is no space for the files.
+    """
 
     def __init__(self) -> None:
+        if folder := env.text(MULTIPROCESS_DIR):
+            allocate_files(Path(folder))
         disable_created_metrics()  # type: ignore[no-untyped-call]  # otherwise each counter gets a gauge with its creation time
         self.registry = CollectorRegistry()
         self._metrics = {metric.name: self._create(metric) for metric in FRONTEND_METRICS}
