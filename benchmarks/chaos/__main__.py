@@ -15,6 +15,7 @@ import asyncio
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ from chaos.scene import Scene, faults_of  # noqa: E402
 from chaos.server import Server  # noqa: E402
 from chaos.world import FAULTS, Skipped, World  # noqa: E402
 
-SHARES = (2 / 3, 1 / 3)  # of the time, for the first and the second number of ranks
+SHARES = {"1-rank": 3, "2-ranks": 2, "stub": 1}  # of the time, by executor
 NUM_CASES = 12
 STEP_TIMEOUT_S = 5.0
 MAX_RESTARTS = 1000  # in a row
@@ -46,15 +47,16 @@ async def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--clients", type=int, default=64, help="requests in flight")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="one or two numbers of ranks, one server after the other")
+    parser.add_argument("--engines", nargs="+", choices=SHARES, default=list(SHARES), help="executors, one server after the other")
     parser.add_argument("--faults", nargs="+", choices=sorted(FAULTS), default=sorted(FAULTS), help="only these")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--log", type=Path, help="where the log of the server is written")
     args = parser.parse_args()
     results = {}
-    for ranks, share in zip(args.ranks, SHARES if len(args.ranks) > 1 else (1.0,), strict=False):
+    shares = sum(SHARES[engine] for engine in args.engines)
+    for engine in args.engines:
         with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-            results[f"{ranks} rank" + "s" * (ranks > 1)] = await one(Path(folder), args, ranks, args.minutes * share)
+            results[engine] = await one(Path(folder), args, engine, args.minutes * SHARES[engine] / shares)
     found = {
         "seed": args.seed,
         "device": args.device,
@@ -69,8 +71,8 @@ async def main() -> int:
     return 1 if found["faults_found"] else 0
 
 
-async def one(folder: Path, args: argparse.Namespace, ranks: int, minutes: float) -> dict[str, Any]:
-    """Start a server with this number of ranks, run against it, and stop it. Returns the results."""
+async def one(folder: Path, args: argparse.Namespace, kind: str, minutes: float) -> dict[str, Any]:
+    """Start a server with this kind of executor, run against it, and stop it. Returns the results."""
     random, reasons, environment = Random(args.seed), dict[str, str](), {"OMP_NUM_THREADS": "1"}
     disk: Path | None = folder / "disk"
     try:
@@ -87,13 +89,15 @@ async def one(folder: Path, args: argparse.Namespace, ranks: int, minutes: float
         (disk / "tmp").mkdir()
         environment["TMPDIR"] = str(disk / "tmp")
         settings["state_dir"] = str(disk / "state")
-    engine = make_engine(folder, args.device, ranks)
+    engine = make_engine(folder, args.device, 2 if kind == "2-ranks" else 1)
     repository = make_repository(engine, folder / "repository")
-    server = Server(repository, folder / "log", settings, {"num_threads": 1, "step_timeout_s": STEP_TIMEOUT_S}, environment)
+    runtime = {"num_threads": 1, "step_timeout_s": STEP_TIMEOUT_S}
+    server = Server(repository, folder / "log", settings, runtime, environment, stub=kind == "stub")
     server.start()
     try:
         await server.wait_until_ready()
         world = World(server, Ledger(), random, folder, engine, min(1.0, max(0.3, minutes / 5)))
+        world.stub = kind == "stub"
         world.disk, world.disk_reason, world.step_timeout_s = disk, reasons.get("disk", ""), STEP_TIMEOUT_S
         result = await Scene(world, make_cases(random, NUM_CASES), args.clients, args.faults).run(minutes * 60)
         result["exit_status"] = await server.stop()
@@ -102,7 +106,7 @@ async def one(folder: Path, args: argparse.Namespace, ranks: int, minutes: float
             server.kill()
         log = server.log.read_text()
         if args.log:
-            args.log.with_suffix(f".{ranks}{args.log.suffix}").write_text(log)
+            args.log.with_suffix(f".{kind}{args.log.suffix}").write_text(log)
         if disk is not None:
             resource_faults.unmount_disk(disk)
     return {**result, "tracebacks": log.count("Traceback (most recent call last)")}
@@ -115,5 +119,13 @@ def has_grpc() -> bool:
     return all(importlib.util.find_spec(name) for name in ("grpc", "tritonclient"))
 
 
+async def stoppable() -> int:
+    """Run `main`, and stop the server after SIGINT or SIGTERM."""
+    task = asyncio.create_task(main())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    return await task
+
+
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main()))
+    sys.exit(asyncio.run(stoppable()))

@@ -1,8 +1,9 @@
 """The server under test as a program: a Triton repository with explicit model control, and all protocols beside it.
 
-    python benchmarks/chaos/serve.py REPOSITORY SETTINGS_JSON
+    python benchmarks/chaos/serve.py REPOSITORY SETTINGS_JSON [--stub]
 
 `stoker tritonserver` has the model control but only the KServe protocol, and `stoker serve` has all protocols without the model control.
+With --stub, the executor is stub_executor.py, which has no model.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 from stoker.base.errors import StokerError
 from stoker.base.logging import configure
 from stoker.cli.repository_server import prepare_repository, with_options
+from stoker.server.processes import executor_control
 from stoker.server.processes.supervisor import serve
 from stoker.server.processes.tasks import ServedEngine
 
@@ -24,6 +26,8 @@ from stoker.server.processes.tasks import ServedEngine
 def main() -> int:
     configure()
     repository, changes = Path(sys.argv[1]), json.loads(sys.argv[2])
+    if "--stub" in sys.argv:
+        executor_control.MODULE = "chaos.stub_executor"
     try:
         served = read(repository, changes)
         return serve(

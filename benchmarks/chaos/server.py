@@ -21,6 +21,7 @@ STOP_S = 90.0
 ROLES = {
     "processes.frontend_entry": "frontend",
     "processes.executor": "executor",
+    "chaos.stub_executor": "executor",
     "worker_group.follower": "rank",
     "frontend.rendering.worker": "renderer",
     "grammar_process": "compiler",
@@ -31,12 +32,15 @@ STARTED = re.compile(r"Started (\w+)(?: Service)? at ([\d.]+):(\d+)")
 class Server:
     """A server that runs serve.py with these settings. Its log is written to a file."""
 
-    def __init__(self, repository: Path, log: Path, settings: dict[str, Any], runtime: dict[str, Any], environment: dict[str, str]) -> None:
+    def __init__(
+        self, repository: Path, log: Path, settings: dict[str, Any], runtime: dict[str, Any], environment: dict[str, str], *, stub: bool
+    ) -> None:
         self.repository, self.log = repository, log
         program = str(Path(__file__).with_name("serve.py"))
         changes = {"settings": {"http_port": 0, "metrics_port": None, **settings}, "runtime": runtime}
-        self._command = [sys.executable, program, str(repository), json.dumps(changes)]
-        self._environment = {**os.environ, **environment}
+        self._command = [sys.executable, program, str(repository), json.dumps(changes), *(["--stub"] if stub else [])]
+        paths = [str(Path(__file__).parents[1]), *(path for path in sys.path if path)]
+        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
         self.host, self.port, self.grpc_port = "127.0.0.1", 0, None
 
     def start(self) -> None:

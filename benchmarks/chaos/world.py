@@ -29,6 +29,7 @@ class World:
         self.clock = folder / "clock"  # seconds that the server's wall clock differs, as a double
         self.disk: Path | None = None  # a small file system, with the state and the temporary files of the server
         self.disk_reason = ""  # why there is none
+        self.stub = False  # the executor has no model
         self.step_timeout_s = 0.0  # of the executor
         self._kills: dict[str, list[float]] = {}  # times, by role
         self.counts: Counter[str] = Counter()  # faults by name
