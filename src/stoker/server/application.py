@@ -10,7 +10,8 @@ from starlette.middleware.cors import CORSMiddleware
 from stoker.base.errors import StokerError, UnavailableError
 from stoker.base.logging import get_logger
 from stoker.server.documentation.protocol import Documentation
-from stoker.server.errors import ContentTypeError, RouteError, describe
+from stoker.server.errors import RouteError, describe
+from stoker.server.http.origin import check_site
 from stoker.server.http.request_context import RequestContext
 from stoker.server.http.routing import Routes
 from stoker.server.protocol import Context, Endpoint, Protocol
@@ -24,9 +25,6 @@ log = get_logger(__name__)
 
 METRICS = "/metrics"
 POLLED = ("health", "console")  # protocols whose requests have lines at the level DEBUG
-
-# Content types that a web page may post to another origin without a preflight request ("" is none at all).
-WITHOUT_PREFLIGHT = ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 
 LIMIT_HEADERS = tuple(f"x-ratelimit-{name}-{kind}" for name in ("limit", "remaining", "reset") for kind in ("requests", "tokens"))
 
@@ -99,17 +97,6 @@ class Application:
         if port and (scope.get("server") or ("", 0))[1] == port and not scope["path"].startswith((METRICS, "/health")):
             raise RouteError(scope["path"])
 
-    def _check_origin(self, http: RequestContext) -> None:
-        """Raise ContentTypeError if a web page posts with a content type for which browsers send no preflight request.
-
-        Browsers add Origin to each POST. Clients of KServe, SageMaker and Truss, which also post with such types, do not.
-        """
-        origin = http.headers.get(b"origin")
-        if http.method != "POST" or origin is None or http.content_type not in WITHOUT_PREFLIGHT:
-            return
-        if not {"*", origin.decode("latin-1")} & set(self._context.settings.cors_origins):
-            raise ContentTypeError(http.content_type)
-
     def _authenticate(self, http: RequestContext) -> None:
         """Find the key of a request. A POST counts towards its limit. Raises AuthenticationError and RateLimitError."""
         if not self._keys.required:
@@ -126,7 +113,7 @@ class Application:
     async def handle(self, protocol: Protocol, endpoint: Endpoint, http: RequestContext) -> None:
         """Run the endpoint's handler and count its response. A client that has disconnected counts as status 499."""
         try:
-            self._check_origin(http)
+            check_site(http, self._context.settings, has_keys=self._keys.required)
             if not endpoint.open:
                 self._authenticate(http)
             await endpoint.handler(http)

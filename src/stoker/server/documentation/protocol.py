@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -41,15 +42,15 @@ class Documentation(Protocol):
 
     async def openapi(self, http: RequestContext) -> None:
         """GET /openapi.json: the OpenAPI document."""
-        await http.respond(200, msgspec.json.encode(self._document))
+        await http.respond(200, await asyncio.to_thread(lambda: msgspec.json.encode(self._document)))
 
     async def docs(self, http: RequestContext) -> None:
         """GET /docs: the routes with their fields, as a page."""
-        await http.respond(200, self._page, HTML, _HEADERS)
+        await http.respond(200, await asyncio.to_thread(lambda: self._page), HTML, _HEADERS)
 
     async def links(self, http: RequestContext) -> None:
         """GET /: links to the routes that a browser can open."""
-        await http.respond(200, links_page(self._document["paths"]), HTML, _HEADERS)
+        await http.respond(200, await asyncio.to_thread(lambda: links_page(self._document["paths"])), HTML, _HEADERS)
 
     def failure_body(self, failure: Failure) -> bytes:
         return msgspec.json.encode({"error": failure.message})
