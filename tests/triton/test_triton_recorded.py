@@ -52,7 +52,7 @@ def recorded(case: str) -> tuple[bytes, bytes]:
 
 async def replay(request: bytes) -> bytes:
     context = await make_context(ScriptedService("abc"))
-    app = Application(context, [Health(context), KServeHTTP(context, Core(context, catalogue()))])
+    app = Application(context, {"health": Health(context), "kserve": KServeHTTP(context, Core(context, catalogue()))})
     async with live_app(app, context.settings) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request)
