@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import pytest
 from live_http import live_server, until
 from scripted_service import ScriptedService
 
+from stoker.base.types import Delta, GenerationRequest
 from stoker.server.http import connection as http_protocol
 from stoker.server.http import request_context
-from stoker.server.http.half_close import PROBE
+from stoker.server.http.cycle import CONTINUE
 
 HEALTH = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
 BODY = b'{"prompt": "hi", "max_tokens": 3}'
 COMPLETION = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+class HeldService(ScriptedService):
+    """Answers with one token, and with the others when `rest` is set."""
+
+    def __init__(self, answer: str) -> None:
+        super().__init__(answer)
+        self.rest = asyncio.Event()
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[list[Delta], None]:
+        async with contextlib.aclosing(super().stream(request)) as batches:
+            yield await anext(batches)
+            await self.rest.wait()
+            async for deltas in batches:
+                yield deltas
 
 
 @contextlib.asynccontextmanager
@@ -163,12 +180,33 @@ async def test_a_client_that_only_stops_sending_gets_its_answer(path: str) -> No
         writer.write_eof()
         await until(lambda: service.num_streaming == 1)
         if path != "HTTP/1.0":
-            assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10) == PROBE
+            assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10) == CONTINUE
         service.hold.set()
         answer = await asyncio.wait_for(reader.read(), 10)  # up to the end of the connection
         writer.close()
     assert answer.startswith((b"HTTP/1.1 200", b"HTTP/1.0 200")) and b'"text":"' in answer
     assert answer.count(b" 200 OK") == (2 if path == "pipelined" else 1) and service.left == []
+
+
+@pytest.mark.parametrize("disconnects", [False, True])
+async def test_a_client_that_stops_sending_during_a_stream(disconnects: bool) -> None:
+    """The probe is a leading zero of the next chunk's size, which changes nothing for a client that reads on."""
+    service = HeldService("Hello")
+    async with live_server(service) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        body = BODY.replace(b"}", b', "stream": true}')
+        writer.write(COMPLETION.replace(BODY, body).replace(b"content-length: %d" % len(BODY), b"content-length: %d" % len(body)))
+        await asyncio.wait_for(reader.readuntil(b'"H"'), 10)
+        if disconnects:
+            writer.close()
+            await until(lambda: len(service.left) == 1)
+            return
+        writer.write_eof()
+        await asyncio.wait_for(reader.readuntil(b"\r\n0"), 10)
+        service.rest.set()
+        assert re.match(rb"[0-9a-f]+\r\ndata: ", rest := await asyncio.wait_for(reader.read(), 10))
+        assert b"[DONE]" in rest and rest.endswith(b"\r\n0\r\n\r\n") and service.left == []
+        writer.close()
 
 
 @pytest.mark.parametrize("sent", [b"", HEALTH[:20], COMPLETION[:-5], CHUNKED + b"5\r\n{"])

@@ -166,9 +166,12 @@ class BoundedProtocol(HttpToolsProtocol):
         answered = self._answered
         if answered is None or answered.response_complete or self.cycle.more_body or self.scope["scheme"] == "https":
             return False  # nothing to answer, or a request that cannot become complete; TLS has no half-closed connections
-        may_probe = not answered.response_started and answered.scope["http_version"] == "1.1"
-        self._half_closed = HalfClosed(self.loop, self.transport, probe=may_probe)
+        self._half_closed = HalfClosed(self.loop, self.transport, self._probe)
         return True
+
+    def _probe(self) -> bytes:
+        """Bytes that do not change the response in progress."""
+        return b"" if self._answered is None else self._answered.probe()
 
     def on_response_complete(self) -> None:
         """The callback of a cycle: its response is complete. Starts the next request, or closes a half-closed connection after the last."""

@@ -12,6 +12,7 @@ from typing import Any
 from stoker.server.http.library import HEADER_RE, HEADER_VALUE_RE, STATUS_LINE, RequestResponseCycle
 
 CYCLE = "stoker.cycle"  # key in the scope's extensions
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _BODYLESS = (204, 304)
 
 
@@ -46,6 +47,17 @@ class Cycle(RequestResponseCycle):
         callback, self._on_disconnect = self._on_disconnect, None
         if callback is not None:
             callback()
+
+    def probe(self) -> bytes:
+        """Bytes that can be sent now without an effect on the response: an interim response, or the first digit of the next chunk's size.
+
+        Empty if there are none, as in HTTP/1.0.
+        """
+        if self.scope["http_version"] != "1.1" or self.response_complete:
+            return b""
+        if not self.response_started or self._head:
+            return CONTINUE
+        return b"0" if self.chunked_encoding else b""
 
     def write(self, chunk: bytes) -> bool:
         """Write a part of a streamed body. False if the client reads too slowly; the caller then has to `send` it and wait."""
