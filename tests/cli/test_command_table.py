@@ -40,6 +40,7 @@ NOT_OPTIONS = {
     ServerSettings: {
         "api_keys": "collected from --api-key and STOKER_API_KEY",
         "api_keys_file": "the file of --api-keys",
+        "admin_key": "the file of --admin-key-file, or STOKER_ADMIN_KEY",
         "options": "set by deployment formats",
         "request_limits": "set by deployment formats for engines that are built already",
     },

@@ -148,6 +148,7 @@ EXCHANGES: list[tuple[str, str, Any]] = [
 BATCH = b'{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "hi"}}'
 # Routes that have no success in this test, because they need a repository in explicit mode or shared memory, or do not exist for the model.
 REFUSING = {
+    ("GET", "/debug/state"): None,
     ("GET", "/console/api/engine"): None,
     ("POST", "/v1/batches/{batch_id}/cancel"): {},
     ("POST", "/v2/repository/models/{model}/load"): {},
@@ -249,7 +250,7 @@ def test_the_document_is_openapi(document: dict[str, Any]) -> None:
 @pytest.mark.parametrize("protocols", [(), ("truss", "openai"), ("sagemaker",), ("kserve",)])
 async def test_every_route_is_described(protocols: tuple[str, ...]) -> None:
     context = await make_context(ScriptedService(), protocols=protocols)
-    served = [PROTOCOLS.get(name)(context) for name in ("health", *(protocols or tuple(PROTOCOLS)))]
+    served = [PROTOCOLS.get(name)(context) for name in dict.fromkeys(("health", "debug", *(protocols or tuple(PROTOCOLS))))]
     for protocol in (*served, Documentation(context, served)):
         routes = {(endpoint.method, endpoint.path) for endpoint in protocol.endpoints()}
         assert routes <= set(protocol.operations), type(protocol).__name__

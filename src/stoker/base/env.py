@@ -33,6 +33,7 @@ VARIABLES = {
         Variable("STOKER_API_KEY", "", "API key that servers require, and that Stoker's clients send. It is never printed."),
         Variable("STOKER_CLUSTER_TOKEN", "", "Shared secret of the nodes of an engine, at least 16 bytes. It is never printed."),
         Variable("STOKER_RENDEZVOUS", "", "HOST:PORT at which node 0 of an engine on several nodes listens."),
+        Variable("STOKER_ADMIN_KEY", "", "Key of the routes for diagnosis, /debug. It is never printed."),
         Variable("STOKER_PYTHON", "this interpreter", "Python interpreter of the executor that a Triton or Truss server starts."),
         Variable("STOKER_COMMIT", "git describe", "Commit to record in benchmark results, on a machine without git."),
         Variable("HF_TOKEN", "", "Access token for the Hugging Face hub. It is never printed."),
@@ -167,6 +168,11 @@ def api_key() -> str | None:
 def cluster_token() -> str:
     """The value of STOKER_CLUSTER_TOKEN without white space around it; empty if it is unset."""
     return text("STOKER_CLUSTER_TOKEN").strip()
+
+
+def admin_key() -> str | None:
+    """The value of STOKER_ADMIN_KEY without white space around it. None if it is unset or empty."""
+    return text("STOKER_ADMIN_KEY").strip() or None
 
 
 def commit() -> str | None:

@@ -12,7 +12,7 @@ import msgspec
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.base.nodes import NodeSettings
-from stoker.cli.api_keys import collect_keys
+from stoker.cli.api_keys import collect_keys, read_admin_key
 from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.settings import ServerSettings
 
@@ -75,7 +75,7 @@ def serve_repository(
         tokenizer = again.tokenizer or again.engine
         return ServedEngine(engine=again.engine, tokenizer=tokenizer, runtime=again.runtime, settings=complete(again))
 
-    settings = msgspec.structs.replace(complete(prepared), api_keys=collect_keys([]))
+    settings = msgspec.structs.replace(complete(prepared), api_keys=collect_keys([]), admin_key=read_admin_key(None))
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"tritonserver", 0, 0, 0)
     return serve(prepared.engine, prepared.runtime, settings, announce, tokenizer=prepared.tokenizer, read_again=read_again, nodes=nodes)
 

@@ -43,7 +43,7 @@ def make_app(context: Context) -> Any:
 
 def served_protocols(settings: ServerSettings) -> list[str]:
     """The names of the protocols that a server with these settings has, in the order of their routes."""
-    names = dict.fromkeys(("health", *(settings.protocols or PROTOCOLS)))
+    names = dict.fromkeys(("health", "debug", *(settings.protocols or PROTOCOLS)))
     if settings.console is not None:
         names.pop("console", None)
     return [*names, "console"] if settings.console else list(names)

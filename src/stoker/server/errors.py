@@ -46,6 +46,13 @@ class AuthenticationError(StokerError):
     code = "invalid_api_key"
 
 
+class ForbiddenError(StokerError):
+    """A route that this server does not offer to any client, as it is configured."""
+
+    status = 403
+    code = "forbidden"
+
+
 class RateLimitError(StokerError):
     """A named key has used a limit up. `limit_name` is its field in the file of the keys."""
 

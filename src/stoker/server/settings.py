@@ -36,6 +36,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: float = 30.0  # limit for requests in flight when the server stops
     api_keys: tuple[str, ...] = ()  # accepted as Authorization: Bearer KEY; empty: no authentication. Never printed
     api_keys_file: str | None = None  # further keys, read again on SIGHUP (server/tenants/key_file.py)
+    admin_key: str | None = None  # for the routes of /debug; None: they are closed. Never printed
     usage_log: str | None = None  # file to which the usage of each request with a named key is appended
     cors_origins: tuple[str, ...] = ()  # origins of web pages that may call; "*" for all
     tls_certificate: str | None = None  # path of a PEM file; together with tls_key it enables HTTPS
@@ -85,8 +86,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name}={value} is refused.", cure=f"Use seconds, above 0 and at most {MAX_TIMEOUT_S}.")
         if not 0 <= self.drain_timeout_s <= 86400:
             raise ConfigError(f"drain_timeout_s={self.drain_timeout_s} is refused.", cure="Use seconds, from 0 to 86400.")
-        if any(len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable() for key in self.api_keys):
-            raise ConfigError("an API key is refused.", cure=f"Use at least {MIN_KEY_CHARS} printable ASCII characters.")
+        for key in (*self.api_keys, *([self.admin_key] if self.admin_key is not None else [])):
+            if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable():
+                raise ConfigError("an API key is refused.", cure=f"Use at least {MIN_KEY_CHARS} printable ASCII characters.")
         if (self.tls_certificate is None) != (self.tls_key is None):
             missing = "tls_certificate" if self.tls_certificate is None else "tls_key"
             raise ConfigError(f"{missing} is not set.", cure="HTTPS needs both the certificate and its key.")

@@ -12,7 +12,7 @@ from stoker.base import env
 from stoker.base.config import RuntimeConfig
 from stoker.base.logging import get_logger
 from stoker.base.nodes import NodeSettings
-from stoker.cli.api_keys import collect_keys
+from stoker.cli.api_keys import collect_keys, read_admin_key
 from stoker.cli.config_file import read_config_file
 from stoker.cli.log_options import LogFile, LogFormat, LogLevel, logging_to
 from stoker.cli.node_options import NodeOptions, node_options, read_nodes
@@ -95,6 +95,10 @@ def serve(
             "variable STOKER_API_KEY, which holds one key."
         ),
     ] = None,
+    admin_key_file: Annotated[
+        Path | None,
+        typer.Option(help="A file with the key of the routes of /debug. Default: STOKER_ADMIN_KEY; without a key they are closed."),
+    ] = None,
     stop_at_eof: Annotated[
         bool, typer.Option("--stop-at-eof", help="Stop when standard input ends, as it does when the process that started the server ends.")
     ] = False,
@@ -146,6 +150,10 @@ def serve(
         if file is not None:
             origins["api_keys_file"] = origins.pop("api_keys")
             read_key_file(file, counts_quotas=settings.usage_log is not None)  # an invalid file is reported before anything is loaded
+        settings = msgspec.structs.replace(settings, admin_key=read_admin_key(admin_key_file))
+        origins.pop("admin_key_file", None)
+        if settings.admin_key is not None:
+            origins["admin_key"] = "a file or the environment"
         if settings.api_keys:
             origins["api_keys"] = "command line or the environment"
         arguments = ServeArguments(model, settings, runtime, build, origins, read_nodes(node_options))

@@ -11,7 +11,7 @@ from stoker.deploy.deployment import BuildOptions, Deployment
 from stoker.server.settings import ServerSettings
 
 # API keys are secret; the fields of `options` are listed one by one.
-_NOT_LISTED = ("api_keys", "options")
+_NOT_LISTED = ("api_keys", "admin_key", "options")
 _ALWAYS_LISTED = ("model_name", "host", "http_port", "protocols")
 Row = tuple[str, str, str]  # name, value, origin
 

@@ -9,6 +9,7 @@ from stoker.base.registry import Registry
 from stoker.server.protocol import Protocol
 from stoker.server.protocols.anthropic.protocol import Anthropic
 from stoker.server.protocols.console.protocol import Console
+from stoker.server.protocols.debug.protocol import Debug
 from stoker.server.protocols.health.protocol import Health
 from stoker.server.protocols.kserve.http.protocol import KServeHTTP
 from stoker.server.protocols.ollama.protocol import Ollama
@@ -18,6 +19,7 @@ from stoker.server.protocols.truss.protocol import Truss
 
 PROTOCOLS: Registry[type[Protocol]] = Registry("protocol")
 PROTOCOLS.add("health", Health)
+PROTOCOLS.add("debug", Debug)
 PROTOCOLS.add("kserve", KServeHTTP)
 PROTOCOLS.add("anthropic", Anthropic)  # before openai, whose paths contain its paths
 PROTOCOLS.add("openai", OpenAI)

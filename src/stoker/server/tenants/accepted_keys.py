@@ -68,7 +68,7 @@ class AcceptedKeys:
         """
         if not self.required:
             return None
-        key = _key_of(headers)
+        key = sent_key(headers)
         if not key:
             raise AuthenticationError("this server requires an API key.", cure=_CURE)
         digest = digest_of(key)
@@ -130,7 +130,7 @@ def restore_quotas(entries: Iterable[KeyEntry], table: CounterTable, usage_log: 
             KeyLimits(entry, table).restore_quotas(*totals[entry.name])
 
 
-def _key_of(headers: Mapping[bytes, bytes]) -> bytes:
+def sent_key(headers: Mapping[bytes, bytes]) -> bytes:
     """The key in `authorization`, or else in `x-api-key`, which Anthropic's clients send; empty without one."""
     scheme, _, key = headers.get(b"authorization", b"").strip().partition(b" ")
     if scheme:
