@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -75,7 +76,7 @@ def test_a_job_names_the_nodes(variables: dict[str, str], expected: tuple[int, .
         ({"nnodes": 2, "node_rank": 0}, "nnodes=2 requires a rendezvous"),
         ({"nnodes": 2, "node_rank": 2, "rendezvous": "a:1"}, "node_rank=2 is refused: nnodes is 2"),
         (
-            {"nnodes": 2, "node_rank": 0, "rendezvous": "a:1", "cluster_token_file": "/nowhere"},
+            {"nnodes": 2, "node_rank": 1, "rendezvous": "a:1", "cluster_token_file": "/nowhere"},
             "cluster_token_file=/nowhere cannot be read",
         ),
     ],
@@ -84,6 +85,16 @@ def test_options_that_contradict_each_other_are_rejected(options: dict[str, obje
     with pytest.raises(ConfigError) as caught:
         read_nodes(NodeOptions(**options))  # type: ignore[arg-type]
     assert message in str(caught.value)
+
+
+def test_the_address_of_the_rendezvous_is_checked_on_node_0() -> None:
+    with socket.create_server(("", 0)) as taken:
+        rendezvous = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"rendezvous={rendezvous} cannot be used: Address already in use"):
+            read_nodes(NodeOptions(nnodes=2, node_rank=0, rendezvous=rendezvous))
+        assert read_nodes(NodeOptions(nnodes=2, node_rank=1, rendezvous=rendezvous)).node_rank == 1
+    with pytest.raises(ConfigError, match=r"rendezvous=no\.host\.invalid:1 is refused"):
+        read_nodes(NodeOptions(nnodes=2, node_rank=0, rendezvous="no.host.invalid:1"))
 
 
 def test_a_shared_secret_is_required(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.nodes import NodeSettings
 from stoker.cli.options import struct_options
 from stoker.deploy.deployment import RequiredNodes
+from stoker.runtime.worker_group.hosts.listener import listen
 
 DEFAULT_PORT = 29400  # of a rendezvous in a Slurm job, plus a number of the job so that jobs on the same hosts do not meet
 NUM_JOB_PORTS = 500
@@ -57,9 +58,7 @@ def read_nodes(options: NodeOptions) -> NodeSettings:
         num_nodes=nnodes, node_rank=node_rank or 0, rendezvous=rendezvous, token_file=options.cluster_token_file, num_hosts=num_hosts,
         rendezvous_timeout_s=options.rendezvous_timeout_s, local_rank=local_rank,
     )  # fmt: skip
-    if nodes.num_nodes > 1:
-        nodes.read_token()
-    return nodes
+    return _checked(nodes)
 
 
 def job_nodes(job: JobProcess, required: RequiredNodes) -> NodeSettings | None:
@@ -80,8 +79,7 @@ def job_nodes(job: JobProcess, required: RequiredNodes) -> NodeSettings | None:
         num_nodes=len(participants), node_rank=participants.index(job.rank), rendezvous=rendezvous, local_rank=job.local_rank,
         num_hosts=job.num_hosts,
     )  # fmt: skip
-    nodes.read_token()
-    return nodes
+    return _checked(nodes)
 
 
 def check_required_nodes(
@@ -132,6 +130,15 @@ def check_orchestrator(job: JobProcess) -> None:
             f"TRTLLM_ORCHESTRATOR=1 is refused: an orchestrator starts its ranks on one host, and this job has {job.num_hosts}.",
             cure="Unset it: process 0 is then the leader, and the others hold ranks.",
         )
+
+
+def _checked(nodes: NodeSettings) -> NodeSettings:
+    """The nodes. Raises ConfigError without a shared secret, and on node 0 if the address of the rendezvous cannot be used."""
+    if nodes.num_nodes > 1:
+        nodes.read_token()
+        if nodes.is_first:
+            listen(nodes).close()
+    return nodes
 
 
 def _slurm_rendezvous() -> str:

@@ -9,16 +9,16 @@ import threading
 import time
 from collections.abc import Callable
 
-from stoker.base.errors import ConfigError, RankError
+from stoker.base.errors import RankError
 from stoker.base.logging import get_logger
 from stoker.base.nodes import NodeSettings
 from stoker.runtime.worker_group.hosts.link import HANDSHAKE_TIMEOUT_S, Link, LinkError, accept_link
+from stoker.runtime.worker_group.hosts.listener import MAX_PENDING, listen
 from stoker.runtime.worker_group.hosts.messages import JOIN, REJECTED, Facts, JoinRequest, decode, find_difference
 from stoker.runtime.worker_group.hosts.remote_node import RemoteNode
 
 log = get_logger(__name__)
 
-MAX_PENDING = 32  # connections whose handshake is not complete; further ones are closed
 ACCEPT_INTERVAL_S = 0.2
 REPORT_INTERVAL_S = 30.0  # between messages about missing nodes
 
@@ -33,7 +33,8 @@ class Rendezvous:
         self._rejected: dict[int, str] = {}
         self._lock = threading.Lock()
         self._pending = threading.BoundedSemaphore(MAX_PENDING)
-        self._listener = _listen(settings)
+        self._listener = listen(settings)
+        self._listener.settimeout(ACCEPT_INTERVAL_S)
 
     def gather(self, check: Callable[[], None] = lambda: None) -> list[RemoteNode]:
         """Wait until all nodes have joined. Raises RankError, which names the missing nodes, after the timeout of the settings."""
@@ -132,23 +133,6 @@ def node_addresses(nodes: list[RemoteNode]) -> list[str]:
 def _is_loopback(host: str) -> bool:
     """Whether an address is of this host only."""
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-
-
-def _listen(settings: NodeSettings) -> socket.socket:
-    """A socket that listens on all addresses, because the host's own name often resolves to a loopback address there."""
-    host, port = settings.address
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    except OSError as error:
-        raise ConfigError(f"rendezvous={settings.rendezvous} is refused: {error.strerror}.", cure="Use an address of node 0.") from None
-    try:
-        listener = socket.create_server(("", port), family=family, backlog=MAX_PENDING)
-    except OSError as error:
-        raise ConfigError(
-            f"rendezvous={settings.rendezvous} cannot be used: {error.strerror}.", cure="Stop the other process, or use another port."
-        ) from None
-    listener.settimeout(ACCEPT_INTERVAL_S)
-    return listener
 
 
 def _peer(connection: socket.socket) -> str:
