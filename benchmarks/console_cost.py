@@ -1,11 +1,11 @@
 """Measures what the web console costs: the record of each step, and an open live view with its timeline.
 
-    PYTHONPATH=src python benchmarks/console_cost.py [--rows 64] [--rounds 20] [--pairs 6] [--json FILE]
+    PYTHONPATH=src python benchmarks/console_cost.py [--rows 64] [--rounds 20] [--json FILE]
 
-The model takes no time. The record is compared with a measurement of the duration alone, in alternating processes, by the CPU time of the
-step loop. The live view is compared with none in alternating periods of two seconds, by the CPU time per generated token of two
-processes: the executor, with a step every 5 ms, and a frontend that streams `--rows` answers to a client process. A page requests the live
-view and the timeline together, once per second.
+The model takes no time. The record is measured inside the step loop, where the caches of the processor are used for other things, too. The
+live view is compared with none in alternating periods of two seconds, by the CPU time per generated token of two processes: the executor,
+with a step every 5 ms, and a frontend that streams `--rows` answers to a client process. A page requests the live view and the timeline
+together, once per second.
 """
 
 from __future__ import annotations
@@ -54,15 +54,27 @@ PERIOD_S = 2.0
 PACE_S = 0.005
 
 
-class DurationOnly(StepHistory):
-    """Measures the duration of a step, which the statistics need, and records nothing."""
+class TimedHistory(StepHistory):
+    """Measures each call of `record`, in nanoseconds."""
 
-    def record(self, launched_s: float, plan: StepPlan) -> float:
-        now = time.monotonic()
-        duration = now - (launched_s if launched_s > self._end else self._end)
-        self._end = now
-        self.total_s += duration
-        return duration
+    __slots__ = ("times",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[int] = []
+
+    def record(self, plan: StepPlan) -> None:
+        started = time.perf_counter_ns()
+        super().record(plan)
+        self.times.append(time.perf_counter_ns() - started)
+
+
+class EmptyTimedHistory(TimedHistory):
+    """Measures the measurement alone."""
+
+    def record(self, plan: StepPlan) -> None:
+        started = time.perf_counter_ns()
+        self.times.append(time.perf_counter_ns() - started)
 
 
 class PacedRunner(StubRunner):
@@ -89,48 +101,19 @@ def stub_executor(rows: int, mailbox: Mailbox, runner_type: type[StubRunner] = S
     return Executor(runner, scheduler, mailbox, stub_info(rows), RuntimeConfig(max_queue_size=1 << 12, device="cpu"))
 
 
-def time_steps(pipe: Any, rows: int, history: type[StepHistory], steps: int = 3000) -> None:
-    """Send the CPU microseconds of the step loop per step, of the faster half of the steps."""
-    torch.set_num_threads(1)
+def measure_record(rows: int, history: TimedHistory, steps: int = 3000) -> tuple[float, float]:
+    """(microseconds of `record` in the step loop, of a step): medians."""
     mailbox = SynchronousMailbox(stub_info(rows))
     executor = stub_executor(rows, mailbox)
-    executor.step_history = history()
+    executor.step_history = history
     mailbox.submit(random_requests(rows, 200, steps + 200, 1000))
     times = []
-    for _ in range(steps + 100):
-        started = time.thread_time_ns()
+    for _ in range(steps):
+        started = time.perf_counter_ns()
         executor.turn(0.0)
-        times.append(time.thread_time_ns() - started)
+        times.append(time.perf_counter_ns() - started)
         mailbox.outputs.clear()
-    pipe.send(statistics.mean(sorted(times[100:])[: steps // 2]) / 1e3)
-
-
-def measure_record(rows: int, pairs: int) -> dict[str, Any]:
-    """The times of `time_steps` without and with the record, in alternating processes."""
-    context = multiprocessing.get_context("spawn")
-    times: dict[str, Any] = {"step_us": [], "step_with_record_us": []}
-    for _ in range(pairs):
-        for name, history in (("step_us", DurationOnly), ("step_with_record_us", StepHistory)):
-            receiver, sender = multiprocessing.Pipe()
-            process = context.Process(target=time_steps, args=(sender, rows, history))
-            process.start()
-            times[name].append(round(receiver.recv(), 2))
-            process.join()
-    return times
-
-
-def measure_call(rows: int, calls: int = 100_000) -> float:
-    """Microseconds of one call of `record`, for a step with the rows of the step before in another list."""
-    mailbox = SynchronousMailbox(stub_info(rows))
-    executor = stub_executor(rows, mailbox)
-    mailbox.submit(random_requests(rows, 10, 100, 1000))
-    executor.turn(0.0)
-    plans = [executor.scheduler.plan(0.0) for _ in range(2)]
-    assert all(len(plan) == rows for plan in plans)
-    started = time.thread_time()
-    for number in range(calls):
-        executor.step_history.record(0.0, plans[number % 2])
-    return (time.thread_time() - started) / calls * 1e6
+    return statistics.median(history.times[200:]) / 1e3, statistics.median(times[200:]) / 1e3
 
 
 def run_executor(pipe: Any, rows: int) -> None:
@@ -246,11 +229,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=20, help="periods with and without a live view")
-    parser.add_argument("--pairs", type=int, default=6, help="processes with and without the record")
     parser.add_argument("--json")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    result = {"rows": args.rows, "record_call_us": measure_call(args.rows), **measure_record(args.rows, args.pairs)}
+    with_record, step = measure_record(args.rows, TimedHistory())
+    alone, _ = measure_record(args.rows, EmptyTimedHistory())
+    result = {"rows": args.rows, "record_us": with_record - alone, "step_us": step, "record_part": (with_record - alone) / step}
     print(result, flush=True)
     result |= measure_view(args.rows, args.rounds)
     print(result)

@@ -96,7 +96,7 @@ def test_the_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     history = StepHistory()
     plans = [plan_of(*range(i % 3, 4)) for i in range(20)]
     for plan in plans:
-        history.record(0.0, plan)
+        history.record(plan)
     retained = list(history.steps())
     assert [step.number for step in retained] == list(range(12, 20)) and history.num_steps == 20
     assert [step.seq_ids for step in retained] == [[seq.seq_id for seq in plan.sequences] for plan in plans[12:]]
@@ -106,10 +106,10 @@ def test_the_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_answer_has_a_limited_number_of_steps_and_rows() -> None:
     executor, _ = driven()
     for _ in range(2 * MAX_STEPS):
-        executor.step_history.record(0.0, plan_of(1, 2))
+        executor.step_history.record(plan_of(1, 2))
     assert [step.number for step in state_of(executor).steps] == list(range(MAX_STEPS, 2 * MAX_STEPS))
     for _ in range(8):
-        executor.step_history.record(0.0, plan_of(*range(MAX_STEP_ROWS // 3)))
+        executor.step_history.record(plan_of(*range(MAX_STEP_ROWS // 3)))
     assert len(state_of(executor).steps) == 3
 
 
@@ -118,8 +118,8 @@ def test_equal_rows_share_one_list_and_ended_sequences_are_bounded() -> None:
     plan = plan_of(3, 4)
     again = StepPlan()
     again.sequences, again.num_decodes, again.num_tokens, again.num_new = list(plan.sequences), 2, 2, [1, 1]
-    history.record(0.0, plan)
-    history.record(0.0, again)
+    history.record(plan)
+    history.record(again)
     first, second = history.steps()
     assert first.seq_ids is second.seq_ids
     ended = EndedSequences()

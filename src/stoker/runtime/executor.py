@@ -238,13 +238,14 @@ class Executor:
         except Exception as error:
             self._fail(plan, error)
             return
-        self.stats.last_step_time_s = self.step_history.record(launched, plan)
+        self.stats.last_step_time_s = self.step_history.end_step(launched)
         if not plan.num_prefill_tokens:
             self.scheduler.draft_length.record_step(plan.num_tokens, self.stats.last_step_time_s)
         if plan.num_prefill_tokens:
             self._record_chunks(plan, launched)
         outcome = self.scheduler.commit(plan, self._tokens(plan, result))
         self._emit(outcome, result)
+        self.step_history.record(plan)
         for seq in outcome.finished:
             self._forget(seq)
 

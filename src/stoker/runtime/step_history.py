@@ -49,7 +49,7 @@ class StepHistory:
     """The newest `CAPACITY` steps, and the number and the total duration of all steps."""
 
     __slots__ = (
-        "_durations", "_end", "_ends", "_ids", "_num_decodes", "_num_new", "_num_prefill_tokens", "_seq_ids", "_sequences",
+        "_duration", "_durations", "_end", "_ends", "_ids", "_num_decodes", "_num_new", "_num_prefill_tokens", "_seq_ids", "_sequences",
         "num_steps", "started_s", "total_s",
     )  # fmt: skip
 
@@ -57,7 +57,7 @@ class StepHistory:
         self.started_s = time.monotonic()
         self.num_steps = 0
         self.total_s = 0.0
-        self._end = 0.0
+        self._end = self._duration = 0.0  # of the last step
         self._ends, self._durations = (array("d", bytes(8 * CAPACITY)) for _ in range(2))
         self._num_decodes, self._num_prefill_tokens = (array("q", bytes(8 * CAPACITY)) for _ in range(2))  # of steps with other rows
         self._seq_ids: list[list[int]] = [[]] * CAPACITY
@@ -65,20 +65,24 @@ class StepHistory:
         self._sequences: list[Sequence] = []  # of the last step
         self._ids: list[int] = []
 
-    def record(self, launched_s: float, plan: StepPlan) -> float:
-        """Record a step that was launched at the monotonic time `launched_s` and ends now. Returns its duration in seconds."""
+    def end_step(self, launched_s: float) -> float:
+        """Measure a step that was launched at the monotonic time `launched_s` and ends now. Returns its duration in seconds."""
         now = time.monotonic()
-        duration = now - (launched_s if launched_s > self._end else self._end)
+        self._duration = duration = now - (launched_s if launched_s > self._end else self._end)
         self._end = now
         self.total_s += duration
+        return duration
+
+    def record(self, plan: StepPlan) -> None:
+        """Record the step that `end_step` measured last. Called after the commit, when the sequences are in the cache of the processor."""
         sequences = plan.sequences
         if sequences != self._sequences:  # compares identities
             self._sequences = sequences
             self._ids = [seq.seq_id for seq in sequences]
         slot = self.num_steps % CAPACITY
         self.num_steps += 1
-        self._ends[slot] = now
-        self._durations[slot] = duration
+        self._ends[slot] = self._end
+        self._durations[slot] = self._duration
         self._seq_ids[slot] = self._ids
         if plan.num_decodes == len(sequences):
             self._num_new[slot] = _NO_ROWS
@@ -86,7 +90,6 @@ class StepHistory:
             self._num_new[slot] = plan.num_new[plan.num_decodes :]
             self._num_decodes[slot] = plan.num_decodes
             self._num_prefill_tokens[slot] = plan.num_prefill_tokens
-        return duration
 
     def steps(self, first: int = 0) -> Iterator[StepRecord]:
         """The recorded steps from number `first` on, in order. The oldest ones are overwritten after `CAPACITY` steps."""
