@@ -1,6 +1,6 @@
 import { useEffect, useState } from "preact/hooks";
 import { getJson, key } from "./api";
-import { bytes, count, percent } from "./format";
+import { bytes, count, percent, plural } from "./format";
 
 interface Card {
   name: string;
@@ -43,7 +43,7 @@ export function EngineCard({ visible, ready }: { visible: boolean; ready: boolea
         <Entry name="Architecture" value={`${card.model.architecture}, ${layers} layers, hidden size ${count(card.model.hidden_size)}`} />
         <Entry name="Vocabulary, positions" value={`${count(card.model.vocab_size)}, ${count(card.model.max_positions)}`} />
         <Entry name="Size on disk" value={`${bytes(card.num_bytes)}, of which weights ${bytes(card.weight_bytes)}`} />
-        <Entry name="Quantization" value={`${card.recipe.name}: ${format.join(", ")}${overrides ? `; ${overrides} linears differ` : ""}`} />
+        <Entry name="Quantization" value={`${card.recipe.name}: ${format.join(", ")}${overrides ? `; ${plural(overrides, "linear")} with other formats` : ""}`} />
         <Entry name="KV cache" value={card.recipe.kv_cache ?? card.dtype} />
         <Entry name="Perplexity" value={perplexity(card)} />
         <Entry name="Greedy tokens" value={greedy(card)} />

@@ -1,13 +1,12 @@
 """The newest steps of an executor: when each one ran, and which sequence computed how many tokens in it.
 
-A ring buffer of preallocated arrays, which is written once per step. In most steps the rows are those of the step before, and the list of
-their sequence ids is shared. A reader converts the arrays; the step loop does not.
+A ring buffer of preallocated lists, which is written once per step. In most steps the rows are those of the step before, and the list of
+their sequence ids is shared. A reader makes records of them; the step loop does not.
 """
 
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Iterator
 
 import msgspec
@@ -58,8 +57,9 @@ class StepHistory:
         self.num_steps = 0
         self.total_s = 0.0
         self._end = self._duration = 0.0  # of the last step
-        self._ends, self._durations = (array("d", bytes(8 * CAPACITY)) for _ in range(2))
-        self._num_decodes, self._num_prefill_tokens = (array("q", bytes(8 * CAPACITY)) for _ in range(2))  # of steps with other rows
+        # Lists: a store to array.array takes 0.3 us in the step loop, and to a list 0.05 us.
+        self._ends, self._durations = ([0.0] * CAPACITY for _ in range(2))
+        self._num_decodes, self._num_prefill_tokens = ([0] * CAPACITY for _ in range(2))  # of steps with other rows
         self._seq_ids: list[list[int]] = [[]] * CAPACITY
         self._num_new: list[list[int]] = [[]] * CAPACITY  # of the rows from num_decodes on
         self._sequences: list[Sequence] = []  # of the last step
