@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import grpc
@@ -69,6 +70,10 @@ class Channel:
                 answer.ended = "left" if leaves else "late"
             elif not (error.code() is grpc.StatusCode.UNAVAILABLE and _is_transport(error.details() or "")):
                 answer.ended = "refused"
+        except asyncio.CancelledError:  # grpc.aio raises it, too, if the deadline passes between two of its steps
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            answer.ended, answer.detail = ("left" if leaves else "cut"), "the call was cancelled"
         finally:
             call.cancel()
             answer.ended_s = time.monotonic()

@@ -53,7 +53,8 @@ class Scene:
             await self._faults([fault for fault in FAULTS.values() if not fault.replaces], started + seconds)
             end = time.monotonic()
             stop.set()
-            await asyncio.gather(*load)
+            ended = await asyncio.gather(*load, return_exceptions=True)
+            self._failures += [f"a client failed: {error!r}" for error in ended if isinstance(error, BaseException)]
         say("the load has ended")
         sampling.cancel()
         after = await quiet(world.server)

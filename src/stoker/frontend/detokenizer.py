@@ -14,6 +14,7 @@ from typing import Any
 
 import tokenizers
 
+from stoker.base.errors import EngineError
 from stoker.frontend.token_pieces import BytePieces, FallbackPieces
 
 MAX_BYTE_RUN = 64  # byte tokens held back while their run continues
@@ -151,7 +152,7 @@ class WindowDetokenizer(Detokenizer):
 
     def _decode(self, token_ids: list[int]) -> str:
         """The text of the ids, special tokens included."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return decode(self._tokenizer, token_ids)
 
     def _known(self, token: int) -> bool:
         """Whether the id is in the vocabulary."""
@@ -160,6 +161,21 @@ class WindowDetokenizer(Detokenizer):
     def _ends_in_byte(self) -> bool:
         """Whether the newest token is a byte token."""
         return (self._tokenizer.id_to_token(self._new[-1]) or "").startswith("<0x")
+
+
+def decode(tokenizer: tokenizers.Tokenizer, token_ids: list[int]) -> str:
+    """The text of the ids, special tokens included. Raises EngineError if the decoder fails, as that of a damaged tokenizer.json may do."""
+    try:
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
+    except BaseException as error:
+        if is_panic(error):
+            raise EngineError(f"the decoder of the engine's tokenizer fails: {error}.", cure="Correct its tokenizer.json.") from None
+        raise
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether the error is a panic of tokenizers' Rust code, whose type cannot be imported and is no Exception."""
+    return type(error).__name__ == "PanicException"
 
 
 class DetokenizerFactory:
@@ -197,7 +213,7 @@ class DetokenizerFactory:
             piece = pieces[token]
             return bytes([piece]) if isinstance(piece, int) else piece.encode() if isinstance(piece, str) else piece or b""
         known = self._tokenizer.id_to_token(token) is not None
-        return self._tokenizer.decode([token], skip_special_tokens=False).encode() if known else b""
+        return decode(self._tokenizer, [token]).encode() if known else b""
 
     def _table(self, dropped: frozenset[int]) -> BytePieces | FallbackPieces | frozenset[int]:
         """The table of token texts without the ids `dropped`, or only these ids for a decoder without a table."""

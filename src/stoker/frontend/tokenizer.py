@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from stoker.base.errors import EngineError, RequestError
-from stoker.frontend.detokenizer import Detokenizer, DetokenizerFactory
+from stoker.frontend.detokenizer import Detokenizer, DetokenizerFactory, is_panic
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MAX_COMPOSITION = 4  # characters that a normalizer can combine into one (NFC of Hangul and of stacked accents)
@@ -68,7 +68,9 @@ class Tokenizer:
             return self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:  # tokenizers raises it for a lone surrogate, which JSON can contain
             raise RequestError("prompt", text, "it contains a lone surrogate", cure="Send valid Unicode.") from None
-        except Exception as error:  # tokenizers raises plain Exception
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             raise EngineError(
                 f"the tokenizer of the engine cannot encode this text: {error}.", cure="Correct its tokenizer.json."
             ) from None
