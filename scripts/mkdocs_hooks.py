@@ -11,7 +11,12 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 # Files of the root that are pages of the site.
-ROOT_PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
+ROOT_PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security-policy.md",
+}
 REPOSITORY_FILES = ("LICENSE",)  # linked by pages, and copied as they are
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
 _FIGURE = re.compile(r'<p>\s*<img alt="[^"]*" src="([^"]+\.svg)"\s*/?>\s*</p>')

@@ -64,6 +64,6 @@ def test_paths_exist(page: Path) -> None:
 def test_the_navigation_has_every_page() -> None:
     config = (ROOT / "mkdocs.yml").read_text()
     listed = set(re.findall(r"[\w/-]+\.md", config.split("\nnav:\n")[1]))
-    from_root = {"index.md", "changelog.md", "contributing.md", "security.md"}
+    from_root = {"index.md", "changelog.md", "contributing.md", "security-policy.md"}
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     assert {name for name in listed if name[0].islower()} == from_root | pages

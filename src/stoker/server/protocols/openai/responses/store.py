@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 import time
 from collections.abc import Callable
@@ -66,6 +67,7 @@ class ResponseStore:
     def __init__(self, state: StateDirectory, max_bytes: int) -> None:
         self._state = state
         self._max_bytes = max_bytes
+        os.close(os.open(state.path / FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))  # SQLite's own files get the same permissions
         self._database = sqlite3.connect(state.path / FILE, timeout=BUSY_TIMEOUT_S, isolation_level=None)
         self._database.execute("PRAGMA journal_mode=WAL")
         self._database.execute("PRAGMA synchronous=OFF")  # survives the end of the server, not a crash of the machine
