@@ -13,8 +13,8 @@ SOURCE = Path(__file__).parent.parent / "src"
 
 # Higher may import lower, never the reverse. Of equal rank: neither imports the other.
 RANK = {
-    "cli": 14, "api": 13, "deploy": 12, "router": 12, "server": 11, "frontend": 10, "profiling": 9, "builder": 8, "runtime": 8, "models": 7,
-    "engine": 7, "layers": 6, "quant": 5, "kernels": 4, "distributed": 3, "core": 2, "base": 1,
+    "cli": 14, "api": 13, "simulation": 13, "deploy": 12, "router": 12, "server": 11, "frontend": 10, "profiling": 9, "builder": 8,
+    "runtime": 8, "models": 7, "engine": 7, "layers": 6, "quant": 5, "kernels": 4, "distributed": 3, "core": 2, "base": 1,
 }  # fmt: skip
 
 # Each protocol imports `common` and nothing of the others, except (importer, imported) for the reason given.
@@ -27,7 +27,8 @@ PROTOCOL_IMPORTS = {
 FRONTEND_OF_PROTOCOLS = {f"stoker.frontend.{name}" for name in ("service", "repository", "prompts", "bad_words", "stopwatch")}
 
 TORCH_FREE = (
-    "stoker.base", "stoker.frontend", "stoker.server", "stoker.deploy", "stoker.router", "stoker.runtime.request", "stoker.runtime.client",
+    "stoker.base", "stoker.frontend", "stoker.server", "stoker.deploy", "stoker.router", "stoker.simulation", "stoker.runtime.request",
+    "stoker.runtime.client",
     "stoker.runtime.kv", "stoker.runtime.schedule", "stoker.runtime.transport.zmq_mailbox", "stoker.runtime.transport.zmq_client",
 )  # fmt: skip
 # In those, modules that run an engine in their own process; nothing torch-free imports them at its top.

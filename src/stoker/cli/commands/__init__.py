@@ -19,6 +19,12 @@ COMMANDS = (
         "stoker route http://10.0.0.5:8000 http://10.0.0.6:8000 --tokenizer engine",
     ),
     Command("replicas", f"{_HERE}.replicas:replicas", "List and drain the servers behind a router.", "stoker replicas"),
+    Command(
+        "simulate",
+        f"{_HERE}.simulate:simulate",
+        "Predict latencies and cost of a fleet from a trace.",
+        "stoker simulate trace.jsonl --step-times step_times.json --replicas 4 --gpu-hour-cost 3",
+    ),
     Command("generate", f"{_HERE}.generate:generate", "Complete prompts in this process.", 'stoker generate engine "Once upon a time"'),
     Command("chat", f"{_HERE}.chat:chat", "Chat with a model in the terminal.", "stoker chat engine"),
     Command(

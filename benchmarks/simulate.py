@@ -1,0 +1,115 @@
+"""Compares `stoker simulate` with runs on an H200, and simulates conversations behind the router.
+
+    PYTHONPATH=src python benchmarks/simulate.py [agreement] [conversations] [--json benchmarks/results/simulate.json]
+
+agreement: the throughput runs of benchmarks/results/h200_llama8b_fp8.json, all requests of which arrive at once. The step times are of
+the same file (steps of 1, 8 and 64 rows); the time of a prompt token is calibrated with the run of 2048/128 only.
+conversations: 200 conversations of 8 turns (a system prompt of 200 tokens that all share, 300 tokens per turn, 100 generated) on four
+replicas, with the policies prefix and round_robin, and on one replica with four times the KV cache and a quarter of the step times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stoker.router.core.settings import RoutingSettings
+from stoker.runtime.request import Sequence
+from stoker.simulation.replica import ReplicaSettings
+from stoker.simulation.simulator import Results, Simulator
+from stoker.simulation.step_times import StepTimes, read_step_times
+from stoker.simulation.traces import Arrival
+
+RESULTS = Path(__file__).parent / "results"
+STEP_TIMES = RESULTS / "h200_llama8b_fp8_step_times.json"
+MEASURED = RESULTS / "h200_llama8b_fp8.json"
+NUM_CONVERSATIONS, NUM_TURNS, SYSTEM_TOKENS, USER_TOKENS, ANSWER_TOKENS = 200, 8, 200, 300, 100
+
+
+def agreement() -> list[dict[str, Any]]:
+    step_times = read_step_times(STEP_TIMES)
+    rows = []
+    for run in json.loads(MEASURED.read_text())["throughput"]:
+        dice = random.Random(0)
+        replica = ReplicaSettings(max_batch_size=1024, max_num_tokens=8192, kv_cache_tokens=1_700_000)
+        arrivals = [Arrival(0.0, [dice.randrange(100_000) for _ in range(run["isl"])], run["osl"]) for _ in range(run["requests"])]
+        started = time.process_time()
+        results = Simulator(1, replica, step_times).run(arrivals)
+        cpu_s = time.process_time() - started
+        error = results.end_s / run["total_s"] - 1
+        rows.append({**{key: run[key] for key in ("isl", "osl", "requests")}, "measured_s": run["total_s"], "simulated_s": results.end_s,
+                     "error_percent": 100 * error, "steps": results.num_steps, "cpu_s": cpu_s})  # fmt: skip
+        print("  ".join(f"{key} {value:.4g}" for key, value in rows[-1].items()))
+    return rows
+
+
+def conversations() -> dict[str, Any]:
+    step_times = read_step_times(STEP_TIMES)
+    replica = ReplicaSettings(max_batch_size=64, max_num_tokens=2048, kv_cache_tokens=256_000)
+    rows: dict[str, Any] = {}
+    for policy in ("prefix", "round_robin", "least_loaded"):
+        rows[policy] = _summary(_converse(4, replica, step_times, RoutingSettings(policy=policy)))
+    whole = msgspec.structs.replace(replica, max_batch_size=256, max_num_tokens=8192, kv_cache_tokens=4 * replica.kv_cache_tokens)
+    quarter = StepTimes(**{name: getattr(step_times, name) / 4 for name in ("fixed_s", "row_s", "prefill_token_s", "context_token_s")})
+    rows["single"] = _summary(_converse(1, whole, quarter, RoutingSettings()))
+    rows["reuse_rate_of_single"] = rows["prefix"]["reuse_rate"] / rows["single"]["reuse_rate"]
+    rows["first_token_of_round_robin"] = rows["prefix"]["first_token_median_ms"] / rows["round_robin"]["first_token_median_ms"]
+    print(json.dumps(rows, indent=1))
+    return rows
+
+
+def _converse(num_replicas: int, replica: ReplicaSettings, step_times: StepTimes, routing: RoutingSettings) -> Results:
+    """All conversations begin within eight seconds; a user answers after one to four seconds."""
+    dice = random.Random(1)
+    system = [dice.randrange(100_000) for _ in range(SYSTEM_TOKENS)]
+    turns = dict.fromkeys(map(str, range(NUM_CONVERSATIONS)), 1)
+
+    def words() -> list[int]:
+        return [dice.randrange(100_000) for _ in range(USER_TOKENS)]
+
+    def begin() -> Iterator[Arrival]:
+        for i in range(NUM_CONVERSATIONS):
+            yield Arrival(i * 8 / NUM_CONVERSATIONS, system + words(), ANSWER_TOKENS, str(i))
+
+    def follow(arrival: Arrival, seq: Sequence, now_s: float) -> Arrival | None:
+        if turns[arrival.session] == NUM_TURNS:
+            return None
+        turns[arrival.session] += 1
+        return Arrival(now_s + dice.uniform(1, 4), [*seq.tokens, *words()], ANSWER_TOKENS, arrival.session)
+
+    return Simulator(num_replicas, replica, step_times, routing).run(begin(), follow)
+
+
+def _summary(results: Results) -> dict[str, float]:
+    return {
+        "requests": len(results.duration_s),
+        "reuse_rate": results.num_reused_tokens / results.num_prompt_tokens,
+        "first_token_median_ms": 1000 * statistics.median(results.first_token_s),
+        "first_token_p90_ms": 1000 * statistics.quantiles(results.first_token_s, n=10)[8],
+        "simulated_s": results.end_s,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    kinds = {"agreement": agreement, "conversations": conversations}
+    parser.add_argument("kinds", nargs="*", default=list(kinds))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found = json.loads(args.json.read_text()) if args.json is not None and args.json.exists() else {}
+    for kind in args.kinds:
+        found[kind] = kinds[kind]()
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""`stoker simulate`: simulates a fleet of replicas with a trace of requests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from stoker.base.config import check_range
+from stoker.base.errors import ConfigError
+from stoker.cli.commands.route import ROUTING_HELP
+from stoker.cli.options import struct_options
+from stoker.router.core.settings import RoutingSettings
+from stoker.simulation.replica import ReplicaSettings
+from stoker.simulation.report import Report, make_report
+from stoker.simulation.simulator import Simulator
+from stoker.simulation.step_times import read_step_times
+from stoker.simulation.traces import FORMATS, Arrival, read_trace
+
+# Field of ReplicaSettings: help text of its option.
+REPLICA_HELP = {
+    "max_batch_size": "Sequences in one step of a replica.",
+    "max_num_tokens": "Tokens in one step of a replica.",
+    "kv_cache_tokens": "Token positions of the KV cache of a replica.",
+    "tokens_per_block": "Token positions of a block: 16, 32, 64 or 128.",
+    "num_gpus": "GPUs of one replica, for the cost. Their effect on the time of a step is in --step-times.",
+}
+SIMULATED = ("policy", "decode_cost", "session_bonus")  # settings of the router that have an effect
+
+
+@struct_options(RoutingSettings, "routing", {name: ROUTING_HELP[name] for name in SIMULATED})
+@struct_options(ReplicaSettings, "replica", REPLICA_HELP)
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="A file with the requests.")],
+    step_times: Annotated[Path, typer.Option(help="A JSON file with the measured times of a step: fixed_s, row_s and others.")],
+    trace_format: Annotated[
+        str, typer.Option("--format", help=f"Format of the trace: {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.")
+    ] = "mooncake",
+    replicas: Annotated[int, typer.Option(help="Number of replicas.")] = 1,
+    rate: Annotated[float, typer.Option(help="Factor of the request rate: 2 halves the times between arrivals.")] = 1.0,
+    max_requests: Annotated[int | None, typer.Option(help="Simulate only the first requests of the trace.")] = None,
+    gpu_hour_cost: Annotated[float | None, typer.Option(help="Price of one GPU for one hour, in any currency.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    *,
+    replica: ReplicaSettings,
+    routing: RoutingSettings,
+) -> None:
+    """Predict throughput, latencies and cost of a fleet behind `stoker route`, without a device.
+
+    The scheduler, the KV cache manager and the router are the real ones; a step takes the time that --step-times states.
+
+    Examples:
+
+      stoker simulate trace.jsonl --step-times step_times.json --replicas 4 --gpu-hour-cost 3
+
+      stoker simulate AzureLLMInferenceTrace_conv.csv --format azure --step-times step_times.json --rate 2 --json
+    """
+    check_range("replicas", replicas, 1, 100_000)
+    if not 0 < rate <= 1e6:
+        raise ConfigError(f"rate={rate} is refused.", cure="Use a factor above 0 and at most 1000000.")
+    if gpu_hour_cost is not None and not 0 <= gpu_hour_cost <= 1e6:
+        raise ConfigError(f"gpu_hour_cost={gpu_hour_cost} is refused.", cure="Use a price from 0 to 1000000.")
+    if max_requests is not None:
+        check_range("max_requests", max_requests, 1, 1 << 40)
+    simulator = Simulator(replicas, replica, read_step_times(step_times), routing)
+    results = simulator.run(_arrivals(trace, trace_format, rate, max_requests))
+    report = make_report(results, replicas * replica.num_gpus, gpu_hour_cost)
+    typer.echo(msgspec.json.encode(report).decode() if as_json else _table(report))
+
+
+def _arrivals(trace: Path, trace_format: str, rate: float, max_requests: int | None) -> Iterator[Arrival]:
+    """The first requests of the trace, with scaled times."""
+    for arrival in itertools.islice(read_trace(trace, trace_format), max_requests):
+        yield arrival._replace(at_s=arrival.at_s / rate)
+
+
+def _table(report: Report) -> str:
+    """The report as text."""
+    from stoker.cli.output.tables import aligned_columns
+
+    def shown(values: dict[str, float]) -> str:
+        return "  ".join(f"{name} {value:,.1f}" for name, value in values.items()) + " ms" if values else "-"
+
+    rows = [
+        ("requests", f"{report.requests:,}" + (f", {report.rejected:,} rejected" if report.rejected else "")),
+        ("simulated time", f"{report.simulated_s:,.1f} s"),
+        ("throughput", f"{report.requests_per_s:,.2f} requests/s, {report.output_tokens_per_s:,.0f} output tokens/s"),
+        ("prompt tokens reused", f"{100 * report.reuse_rate:.1f} %"),
+        ("time to first token", shown(report.time_to_first_token_ms)),
+        ("inter-token latency", shown(report.inter_token_latency_ms)),
+        ("request duration", shown(report.request_duration_ms)),
+        ("GPUs", f"{report.gpus:,}, {report.gpu_hours:,.2f} hours"),
+    ]
+    if report.cost is not None and report.cost_per_million_output_tokens is not None:
+        rows.append(("cost", f"{report.cost:,.2f}, {report.cost_per_million_output_tokens:,.2f} per million output tokens"))
+    return "\n".join(aligned_columns(("", ""), rows)).strip("\n")

@@ -1,0 +1,95 @@
+"""A simulated replica: the real scheduler and KV cache manager; a step takes the time that StepTimes states."""
+
+from __future__ import annotations
+
+import msgspec
+
+from stoker.base.config import TOKENS_PER_BLOCK, check_choice, check_range
+from stoker.base.errors import ConfigError
+from stoker.router.core.fleet import Fleet
+from stoker.router.core.replica import Replica
+from stoker.runtime.kv.events.log import BlockEventLog
+from stoker.runtime.kv.events.wire import block_hash
+from stoker.runtime.request import Sequence
+from stoker.runtime.schedule.plan import StepOutcome, StepPlan
+from stoker.runtime.schedule.scheduler import Scheduler
+from stoker.simulation.step_times import StepTimes
+
+TOKEN = 7  # what every step samples
+
+
+class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The properties of each replica."""
+
+    max_batch_size: int = 256
+    """Sequences in one step."""
+
+    max_num_tokens: int = 8192
+    """Tokens in one step."""
+
+    kv_cache_tokens: int = 400_000
+    """Token positions of the KV cache."""
+
+    tokens_per_block: int = 64
+    """Token positions of a block: 16, 32, 64 or 128."""
+
+    num_gpus: int = 1
+    """GPUs of one replica (tensor × pipeline parallel), for the cost. Their effect on time is in the step times."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_num_tokens", "kv_cache_tokens"):
+            check_range(name, getattr(self, name), 1, 1 << 30)
+        check_range("num_gpus", self.num_gpus, 1, 1024)
+        check_choice("tokens_per_block", self.tokens_per_block, TOKENS_PER_BLOCK)
+        if self.kv_cache_tokens < self.tokens_per_block:
+            raise ConfigError(f"kv_cache_tokens={self.kv_cache_tokens} is less than one block.", cure="Raise it.")
+
+
+class SimulatedReplica:
+    """The scheduler of one replica, the step that it runs, and the events that its fleet receives after each step."""
+
+    def __init__(self, fleet: Fleet, replica: Replica, settings: ReplicaSettings, step_times: StepTimes) -> None:
+        self.replica = replica
+        self.max_seq_len = settings.kv_cache_tokens
+        self._fleet = fleet
+        self._step_times = step_times
+        self._log = BlockEventLog()
+        self.scheduler = Scheduler(
+            num_blocks=settings.kv_cache_tokens // settings.tokens_per_block,
+            tokens_per_block=settings.tokens_per_block,
+            max_batch_size=settings.max_batch_size,
+            max_num_tokens=settings.max_num_tokens,
+            max_seq_len=self.max_seq_len,
+            event_log=self._log,
+        )
+        self._plan: StepPlan | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a step is running."""
+        return self._plan is not None
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence."""
+        self.scheduler.add(seq)
+
+    def start_step(self, now_s: float) -> float | None:
+        """Start the next step, and return when it ends; None if there is nothing to compute."""
+        plan = self.scheduler.plan(now_s)
+        if not plan.sequences:
+            return None
+        self._plan = plan
+        return now_s + self._step_times.of(plan)
+
+    def end_step(self) -> StepOutcome:
+        """Commit the running step, and apply its block events to the fleet."""
+        plan, self._plan = self._plan, None
+        assert plan is not None
+        outcome = self.scheduler.commit(plan, [[TOKEN] if samples else [] for samples in plan.samples])
+        slot, stored = self.replica.slot, self._fleet.stored
+        for change in self._log.pop():
+            if change.stored:
+                stored.store(slot, (block_hash(change.node),))
+            else:
+                stored.remove(slot, (block_hash(change.node),))
+        return outcome

@@ -1,0 +1,109 @@
+"""Reads traces of requests: Azure's LLM inference traces, Mooncake's, and BurstGPT's."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from stoker.base.errors import ConfigError
+
+FORMATS = ("azure", "mooncake", "burstgpt")
+MOONCAKE_BLOCK = 512  # tokens of one hash id
+VOCAB_SIZE = 1 << 30  # of the tokens that stand for unknown texts
+_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
+
+
+class Arrival(NamedTuple):
+    """One request of a trace. Prompts with the same beginning have equal token ids there."""
+
+    at_s: float  # after the start of the trace
+    prompt_ids: list[int]
+    max_tokens: int
+    session: str = ""
+
+
+class _MooncakeLine(msgspec.Struct):
+    """A line of a Mooncake trace. `timestamp` is in milliseconds."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+def read_trace(file: Path, trace_format: str) -> Iterator[Arrival]:
+    """The requests of a trace in the order of the file. Raises ConfigError with the line for one that is malformed."""
+    if trace_format not in FORMATS:
+        raise ConfigError(f"format={trace_format!r} is refused.", cure=f"Use one of: {', '.join(FORMATS)}.")
+    try:
+        with file.open(encoding="utf-8", newline="") as lines:
+            match trace_format:
+                case "azure":
+                    yield from _rows(file, lines, _AZURE)
+                case "burstgpt":
+                    yield from _rows(file, lines, _BURSTGPT)
+                case _:
+                    yield from _mooncake(file, lines)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"trace={file} cannot be read: {error}.", cure="Name a file of the trace.") from None
+
+
+def _rows(file: Path, lines: Iterator[str], columns: tuple[str, str, str]) -> Iterator[Arrival]:
+    """The requests of a CSV file with columns for time, prompt tokens and generated tokens. Their prompts have nothing in common."""
+    reader = csv.DictReader(lines)
+    if missing := [name for name in columns if name not in (reader.fieldnames or ())]:
+        raise ConfigError(f"trace={file} has no column {missing[0]}.", cure="Choose another --format.")
+    first: float | None = None
+    for number, row in enumerate(reader):
+        try:
+            at_s = _seconds(row[columns[0]])
+            num_prompt, num_output = int(row[columns[1]]), int(row[columns[2]])
+            _check(at_s, num_prompt, num_output)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{file}:{number + 2}: {error}.", cure="Correct or remove the line.") from None
+        if num_output:  # BurstGPT contains failed requests without an answer
+            first = at_s if first is None else first
+            yield Arrival(max(0.0, at_s - first), _unique(number, num_prompt), num_output)
+
+
+def _mooncake(file: Path, lines: Iterator[str]) -> Iterator[Arrival]:
+    """The requests of a JSON lines file, whose hash ids stand for blocks of 512 tokens."""
+    decode = msgspec.json.Decoder(_MooncakeLine).decode
+    for number, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            request = decode(line)
+            _check(request.timestamp, request.input_length, request.output_length)
+            if len(request.hash_ids) * MOONCAKE_BLOCK < request.input_length:
+                raise ValueError(f"{len(request.hash_ids)} hash ids are too few for {request.input_length} tokens")
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise ConfigError(f"{file}:{number + 1}: {error}.", cure="Correct or remove the line.") from None
+        ids = [token for block in request.hash_ids for token in _unique(block, MOONCAKE_BLOCK)][: request.input_length]
+        yield Arrival(request.timestamp / 1000, ids, max(1, request.output_length))
+
+
+def _check(at_s: float, num_prompt: int, num_output: int) -> None:
+    """Raise ValueError for values out of range."""
+    if not 0 <= at_s < 1e12 or not 1 <= num_prompt <= 1 << 24 or not 0 <= num_output <= 1 << 24:
+        raise ValueError(f"time {at_s}, {num_prompt} prompt tokens and {num_output} new tokens are out of range")
+
+
+def _unique(number: int, count: int) -> list[int]:
+    """`count` token ids that no other number has in the same place."""
+    return [(number * 40_503 + i * 2_654_435_761) % VOCAB_SIZE for i in range(count)]
+
+
+def _seconds(text: str) -> float:
+    """A time in seconds: a number, or a date with a time. Fractions beyond microseconds are cut off."""
+    try:
+        return float(text)
+    except ValueError:
+        whole, dot, fraction = text.strip().partition(".")
+        return datetime.fromisoformat(f"{whole}{dot}{fraction[:6].ljust(6, '0')}" if dot else whole).timestamp()
