@@ -1,11 +1,10 @@
-"""Measures the router: decisions per second, added latency, reuse of prefixes, and the end of a replica.
+"""Measures the router: decisions per second, added latency, and the end of a replica. `benchmarks/simulate.py` measures reuse.
 
-    PYTHONPATH=src python benchmarks/router.py [decisions] [latency] [conversations] [kill] [--json benchmarks/results/router.json]
+    PYTHONPATH=src python benchmarks/router.py [decisions] [latency] [streams] [kill] [--json benchmarks/results/router.json]
 
 decisions: choices for prompts of 512 to 1,500 tokens among 1,000 replicas, in one thread; median and best of five rounds.
 latency: time to the first token of streamed requests through the router and directly, alternately, to the same stub replica.
-conversations: 200 conversations of 8 turns on four replicas whose KV cache and scheduler are real and whose steps take the time of an
-8B model; the policies prefix and round_robin, and a single replica with four times the cache for the reuse rate.
+streams: processor time of the router per event of 32 concurrent streams.
 kill: one of four replicas ends while 64 requests run; the others finish.
 """
 
@@ -72,6 +71,33 @@ def measure_decisions(num_rounds: int = 5, num_decisions: int = 5000) -> dict[st
     }  # fmt: skip
 
 
+async def _measure_streams(num_streams: int = 32, num_tokens: int = 500) -> dict[str, float]:
+    """The processor time of the router per chunk of a stream, for streams of tokens that arrive one by one."""
+    import aiohttp
+
+    async with contextlib.AsyncExitStack() as stack:
+        replica, _ = await _program(stack, "replica")
+        router, pid = await _program(stack, "router", replica)
+        client = await stack.enter_async_context(aiohttp.ClientSession())
+        body = {"prompt": "hi", "max_tokens": num_tokens, "stream": True}
+
+        async def read() -> int:
+            """Read one stream. Returns the number of its events."""
+            async with client.post(router + "/v1/completions", json=body) as response:
+                return (await response.read()).count(b"data: ")
+
+        await read()
+        before = _cpu_s(pid)
+        events = sum(await asyncio.gather(*(read() for _ in range(num_streams))))
+        cpu_s = _cpu_s(pid) - before
+        return {
+            "streams": num_streams,
+            "events": events,
+            "router_cpu_us_per_event": cpu_s / events * 1e6,
+            "events_per_s_of_cpu": events / cpu_s,
+        }
+
+
 async def _first_token_s(client: Any, url: str, text: str) -> float:
     """Seconds from the start of a streamed chat request to its first bytes."""
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "stream": True}
@@ -135,7 +161,7 @@ async def _serve_replica() -> None:
     from routed import StubReplica
     from scripted_service import ScriptedService
 
-    stub = StubReplica(ScriptedService("Hello there", max_input_len=1 << 16))
+    stub = StubReplica(ScriptedService("Hello there " * 50, max_input_len=1 << 16, max_output_len=1024))
     await stub.start()
     print(stub.url, flush=True)
     await asyncio.Event().wait()
@@ -185,7 +211,7 @@ def main() -> None:
     kinds = {
         "decisions": measure_decisions,
         "latency": lambda: asyncio.run(_measure_latency()),
-        "conversations": lambda: __import__("router_conversations").measure(),
+        "streams": lambda: asyncio.run(_measure_streams()),
         "kill": lambda: asyncio.run(_measure_kill()),
     }
     parser.add_argument("kinds", nargs="*", default=list(kinds))

@@ -5,7 +5,8 @@
 agreement: the throughput runs of benchmarks/results/h200_llama8b_fp8.json, all requests of which arrive at once. The step times are of
 the same file (steps of 1, 8 and 64 rows); the time of a prompt token is calibrated with the run of 2048/128 only.
 conversations: 200 conversations of 8 turns (a system prompt of 200 tokens that all share, 300 tokens per turn, 100 generated) on four
-replicas, with the policies prefix and round_robin, and on one replica with four times the KV cache and a quarter of the step times.
+replicas of an 8B and of a 70B model, with the policies prefix and round_robin, and on one replica with four times the KV cache and a
+quarter of the step times.
 """
 
 from __future__ import annotations
@@ -52,10 +53,13 @@ def agreement() -> list[dict[str, Any]]:
 
 
 def conversations() -> dict[str, Any]:
-    step_times = read_step_times(STEP_TIMES)
+    return {model: _compare(read_step_times(RESULTS / f"h200_llama{model}_fp8_step_times.json")) for model in ("8b", "70b")}
+
+
+def _compare(step_times: StepTimes) -> dict[str, Any]:
     replica = ReplicaSettings(max_batch_size=64, max_num_tokens=2048, kv_cache_tokens=256_000)
     rows: dict[str, Any] = {}
-    for policy in ("prefix", "round_robin", "least_loaded"):
+    for policy in ("prefix", "round_robin"):
         rows[policy] = _summary(_converse(4, replica, step_times, RoutingSettings(policy=policy)))
     whole = msgspec.structs.replace(replica, max_batch_size=256, max_num_tokens=8192, kv_cache_tokens=4 * replica.kv_cache_tokens)
     quarter = StepTimes(**{name: getattr(step_times, name) / 4 for name in ("fixed_s", "row_s", "prefill_token_s", "context_token_s")})
