@@ -24,6 +24,7 @@ from typing import Any
 import uvloop
 
 from stoker.base.config import Limits
+from stoker.base.profile_query import ProfileResult
 from stoker.base.types import Delta, FinishReason, GenerationRequest, Usage
 from stoker.frontend.repository import ModelRepository
 from stoker.frontend.service import Completion, Service
@@ -87,6 +88,9 @@ class InstantService(Service):
 
     async def stats(self) -> ExecutorStats:
         return ExecutorStats()
+
+    async def profile(self, num_steps: int, time_s: float) -> ProfileResult:
+        return ProfileResult(error="the stub has no steps")
 
     async def live(self, *, detail: bool = False, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
         return LiveState(await self.stats(), 0.0, 0.0, [], [], [], [], [], 0, [], {})

@@ -148,6 +148,7 @@ EXCHANGES: list[tuple[str, str, Any]] = [
 BATCH = b'{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "hi"}}'
 # Routes that have no success in this test, because they need a repository in explicit mode or shared memory, or do not exist for the model.
 REFUSING = {
+    ("POST", "/debug/profile"): None,
     ("GET", "/debug/state"): None,
     ("GET", "/console/api/engine"): None,
     ("POST", "/v1/batches/{batch_id}/cancel"): {},

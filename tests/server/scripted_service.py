@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import codecs
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 from stoker.base.config import Limits
 from stoker.base.errors import RequestError, StokerError
+from stoker.base.profile_query import ProfileResult
 from stoker.base.types import Delta, FinishReason, GenerationRequest, TokenLogprobs, Usage
 from stoker.frontend.chat_messages import check_messages
 from stoker.frontend.repository import ModelRepository
@@ -40,6 +42,7 @@ class ScriptedService(Service):
         self.fails_after: int | None = None  # number of deltas after which a sequence ends with ERROR
         self.hold: asyncio.Event | None = None  # each delta waits for this event
         self.num_streaming = 0
+        self.profile_folder: Path | None = None  # where profiles are written
         self.is_ready = True
         checked = Limits(**{"max_input_len": 256, "max_output_len": 128, **limits})
         self._info = ExecutorInfo(
@@ -110,6 +113,12 @@ class ScriptedService(Service):
 
     async def stats(self) -> ExecutorStats:
         return ExecutorStats(num_running=self.num_streaming, num_blocks=10, num_free_blocks=7, max_batch_size=4, num_steps=5, row_steps=10)
+
+    async def profile(self, num_steps: int, time_s: float) -> ProfileResult:
+        if self.profile_folder is None:
+            return ProfileResult(error="no step ran")
+        (self.profile_folder / "trace.json").write_text('{"traceEvents": []}')
+        return ProfileResult(str(self.profile_folder / "trace.json"), num_steps)
 
     async def live(self, *, detail: bool = False, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
         return LiveState(await self.stats(), 0.0, 0.0, [], [], [], [], [], 0, [], {})

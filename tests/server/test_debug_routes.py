@@ -39,3 +39,19 @@ def test_the_admin_key_comes_from_a_file_or_the_environment(tmp_path: Path, monk
         read_admin_key(tmp_path / "key")
     with pytest.raises(ConfigError, match="an API key is refused"):
         ServerSettings(admin_key="short")
+
+
+async def test_a_profile_is_sent_and_deleted(tmp_path: Path) -> None:
+    service, admin = ScriptedService(), {"authorization": f"Bearer {ADMIN}"}
+    async with asgi_client(service, admin_key=ADMIN) as client:
+        assert (await client.post("/debug/profile")).status_code == 401
+        wrong = {"steps=0": "steps", "steps=1001": "steps", "steps=x": "steps", "time_s=301": "time_s", "step=5": "step"}
+        for query, field in wrong.items():
+            refused = await client.post(f"/debug/profile?{query}", headers=admin)
+            assert refused.status_code == 400 and refused.json()["error"].startswith(f"{field}="), refused.text
+        assert (await client.post("/debug/profile", headers=admin)).status_code == 503, "no step ran"
+        service.profile_folder = tmp_path / "profile"
+        service.profile_folder.mkdir()
+        trace = await client.post("/debug/profile?steps=7", headers=admin)
+        assert trace.json() == {"traceEvents": []} and trace.headers["x-profiled-steps"] == "7"
+        assert not service.profile_folder.exists()

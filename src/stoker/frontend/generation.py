@@ -13,6 +13,7 @@ import msgspec
 
 from stoker.base.config import RequestLimits
 from stoker.base.errors import RequestError, UnavailableError
+from stoker.base.profile_query import ProfileResult
 from stoker.base.types import Delta, GenerationRequest
 from stoker.frontend.active_request import ActiveRequest
 from stoker.frontend.admission import check_ids, check_prompt, check_request, lower_limits
@@ -133,6 +134,9 @@ class GenerationService(Service):
 
     async def stats(self) -> ExecutorStats:
         return await self._client.stats()
+
+    async def profile(self, num_steps: int, time_s: float) -> ProfileResult:
+        return await self._client.profile(num_steps, time_s)
 
     async def live(self, *, detail: bool = False, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
         return await self._client.live(detail=detail, first_step=first_step, log_after_s=log_after_s)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from stoker.base.profile_query import ProfileResult
 from stoker.base.types import AdmissionRecord, Delta, FinishReason, GenerationRequest, PrefillChunk, Timings, TokenLogprobs, Usage
 from stoker.runtime.client import ExecutorInfo
 from stoker.runtime.live_state import LiveState
@@ -121,6 +122,10 @@ class Service(ABC):
     @abstractmethod
     async def stats(self) -> ExecutorStats:
         """The current statistics of the executor. Raises UnavailableError."""
+
+    @abstractmethod
+    async def profile(self, num_steps: int, time_s: float) -> ProfileResult:
+        """Profile the executor's next steps, or those that run within `time_s` seconds. Raises UnavailableError."""
 
     @abstractmethod
     async def live(self, *, detail: bool = False, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from stoker.base.profile_query import ProfileQuery, ProfileResult
 from stoker.runtime.client import ExecutorInfo, Mailbox, Message, StatsQuery, Submit
 from stoker.runtime.live_state import LiveQuery, LiveState
 from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
@@ -32,6 +33,10 @@ class SynchronousMailbox(Mailbox):
         raise TypeError("call Executor.snapshot instead")
 
     def reply_live(self, query: LiveQuery, state: LiveState) -> None:
+        """Not supported: raises TypeError."""
+        raise TypeError("the mailbox of benchmarks has no queries")
+
+    def reply_profile(self, query: ProfileQuery, result: ProfileResult) -> None:
         """Not supported: raises TypeError."""
         raise TypeError("the mailbox of benchmarks has no queries")
 

@@ -13,6 +13,7 @@ import msgspec
 
 from stoker.base.config import Limits
 from stoker.base.errors import UnavailableError
+from stoker.base.profile_query import ProfileQuery, ProfileResult
 from stoker.runtime.kv.events.wire import EventAddress
 from stoker.runtime.live_state import LiveQuery, LiveState
 from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
@@ -65,7 +66,7 @@ class Shutdown(msgspec.Struct, tag=True, array_like=True):
     drain: bool = True
 
 
-Message = Submit | Cancel | Pause | StatsQuery | LiveQuery | Shutdown
+Message = Submit | Cancel | Pause | StatsQuery | LiveQuery | ProfileQuery | Shutdown
 
 
 class Mailbox(ABC):
@@ -90,6 +91,10 @@ class Mailbox(ABC):
     @abstractmethod
     def reply_live(self, query: LiveQuery, state: LiveState) -> None:
         """Send `state` as the answer to `query`."""
+
+    @abstractmethod
+    def reply_profile(self, query: ProfileQuery, result: ProfileResult) -> None:
+        """Send `result` as the answer to `query`."""
 
     @abstractmethod
     def close(self, reason: str = "the executor stopped") -> None:
@@ -120,6 +125,10 @@ class ExecutorClient(ABC):
     @abstractmethod
     async def live(self, *, detail: bool = False, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
         """The executor's sequences, blocks, steps and log, as LiveQuery requests them. Raises UnavailableError."""
+
+    @abstractmethod
+    async def profile(self, num_steps: int, time_s: float) -> ProfileResult:
+        """Profile the next steps, as ProfileQuery requests it. Raises UnavailableError."""
 
     @abstractmethod
     def pause(self, paused: bool) -> None:

@@ -7,10 +7,12 @@ from collections import deque
 from typing import Protocol
 
 import msgspec
+import torch
 
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import GuideCostError, RankError, RequestError, StokerError, UnavailableError
 from stoker.base.logging import get_logger
+from stoker.base.profile_query import BUSY, ProfileQuery, ProfileResult
 from stoker.base.types import FinishReason, PrefillChunk
 from stoker.runtime.admission import Admission, SequenceHooks
 from stoker.runtime.client import Cancel, ExecutorInfo, Mailbox, Message, Pause, Shutdown, StatsQuery, Submit
@@ -20,6 +22,7 @@ from stoker.runtime.request import ErrorInfo, ExecutorStats, Sequence, SequenceO
 from stoker.runtime.schedule.plan import StepOutcome, StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.step_history import StepHistory
+from stoker.runtime.step_profiler import StepProfiler
 from stoker.runtime.watchdog import Watchdog
 from stoker.runtime.worker.step_handle import StepResult
 
@@ -54,6 +57,10 @@ class FollowerRanks(Protocol):
     """The follower processes. `check` and, after an error of a step, `check_after_error` raise RankError if one of them has failed."""
 
     num_stages: int
+    local_ranks: list[int]  # of this host, the leader first
+
+    def publish_profile(self, number: int, *, start: bool) -> None:
+        """Make the followers start or stop profile `number`."""
 
     def check(self) -> None:
         """Raise RankError if a follower process has ended."""
@@ -101,6 +108,8 @@ class Executor:
         self._outputs: list[SequenceOutput] = []
         self._announced: set[int] = set()  # seq_ids whose first output, which has cached_tokens and admission, was queued
         self._shutdown: Shutdown | None = None
+        self._profile: StepProfiler | None = None
+        self._num_profiles = 0
 
     def run(self) -> None:
         """Loop until shut down. An error of the loop itself is logged, sent to every client, and raised."""
@@ -125,6 +134,8 @@ class Executor:
         `failure`: the error of the step loop, which other nodes then log as the reason of their end.
         """
         self.runner.close()
+        if self._profile is not None:
+            self._profile.discard()
         if self._events is not None:
             self._events.close()
         if self._ranks is not None:
@@ -140,6 +151,15 @@ class Executor:
 
         Waits at most `timeout_s` for a message when idle. Raises RankError.
         """
+        if self._profile is None:
+            self._turn(timeout_s)
+            return
+        with torch.profiler.record_function(f"after {self.step_history.num_steps} steps"):
+            self._turn(timeout_s)
+        self._advance_profile(self._profile)
+
+    def _turn(self, timeout_s: float) -> None:
+        """`turn` without a profile."""
         if self._ranks is not None:
             self._ranks.check()
         busy = bool(self._in_flight) or self.scheduler.has_work
@@ -180,10 +200,38 @@ class Executor:
                 preparing = self.admission.preparing()
                 state = live_state(self.snapshot(), self.scheduler, preparing, self.step_history, self.ended, message)
                 self.mailbox.reply_live(message, state)
+            case ProfileQuery():
+                self._start_profile(message)
             case Shutdown():
                 self._shutdown = message
                 if not message.drain:
                     self._cancel_all()
+
+    def _start_profile(self, query: ProfileQuery) -> None:
+        """Profile the next steps of all ranks, unless a profile is recorded or written already."""
+        if self._profile is not None:
+            self.mailbox.reply_profile(query, ProfileResult(error=BUSY))
+            return
+        self._num_profiles += 1
+        ranks = self._ranks.local_ranks if self._ranks is not None else [0]
+        try:
+            self._profile = StepProfiler(query, self._num_profiles, ranks, self.info.device, self.step_history.num_steps)
+        except (OSError, RuntimeError) as error:
+            self.mailbox.reply_profile(query, ProfileResult(error=f"it cannot be started: {error}"))
+            return
+        if self._ranks is not None:
+            self._ranks.publish_profile(self._num_profiles, start=True)
+
+    def _advance_profile(self, profile: StepProfiler) -> None:
+        """End the profile when it is over, and send its result when it is written."""
+        num_steps = self.step_history.num_steps
+        if profile.is_recording and profile.is_over(num_steps):
+            if self._ranks is not None:
+                self._ranks.publish_profile(profile.number, start=False)
+            profile.stop(num_steps)
+        elif profile.result is not None:
+            self.mailbox.reply_profile(profile.query, profile.result)
+            self._profile = None
 
     def _submit(self, request: TokenRequest) -> None:
         """Admit a request. If that raises an error, it becomes the output of each of the request's sequences."""

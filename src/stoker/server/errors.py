@@ -53,6 +53,13 @@ class ForbiddenError(StokerError):
     code = "forbidden"
 
 
+class BusyError(StokerError):
+    """An operation of which there is one at a time is in progress."""
+
+    status = 409
+    code = "busy"
+
+
 class RateLimitError(StokerError):
     """A named key has used a limit up. `limit_name` is its field in the file of the keys."""
 

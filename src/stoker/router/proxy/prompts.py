@@ -18,6 +18,7 @@ import msgspec
 
 from stoker.base.errors import UnavailableError
 from stoker.base.logging import get_logger
+from stoker.base.profile_query import ProfileResult
 from stoker.frontend.generation import GenerationService
 from stoker.frontend.repository import ModelRepository
 from stoker.frontend.service import Service
@@ -60,6 +61,9 @@ class CapturingClient(ExecutorClient):
         return ExecutorStats()
 
     async def live(self, *, detail: bool = False, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
+        raise UnavailableError("a router has no executor.")
+
+    async def profile(self, num_steps: int, time_s: float) -> ProfileResult:
         raise UnavailableError("a router has no executor.")
 
     async def recovery(self) -> None:

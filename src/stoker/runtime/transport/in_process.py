@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from stoker.base.profile_query import ProfileQuery, ProfileResult
 from stoker.runtime.client import ExecutorInfo, Mailbox, Message, StatsQuery
 from stoker.runtime.live_state import LiveQuery, LiveState
 from stoker.runtime.request import ExecutorStats, SequenceOutput
@@ -51,6 +52,10 @@ class InProcessMailbox(Mailbox):
     def reply_live(self, query: LiveQuery, state: LiveState) -> None:
         if (client := self._clients.get(query.client)) is not None:
             client.call_soon(client._answer, query.number, state)
+
+    def reply_profile(self, query: ProfileQuery, result: ProfileResult) -> None:
+        if (client := self._clients.get(query.client)) is not None:
+            client.call_soon(client._answer, query.number, result)
 
     def close(self, reason: str = "the executor stopped") -> None:
         self.closed_reason = self.closed_reason or reason

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from stoker.base.errors import RequestError, UnavailableError
+from stoker.base.profile_query import WRITE_S, ProfileQuery, ProfileResult
 from stoker.runtime.client import Cancel, ExecutorClient, ExecutorInfo, Message, Pause, Shutdown, StatsQuery, Submit
 from stoker.runtime.live_state import LiveQuery, LiveState
 from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
@@ -107,7 +108,13 @@ class StreamingClient(ExecutorClient):
         state: LiveState = await self._query(lambda number: LiveQuery(self.name, number, detail, first_step, log_after_s))
         return state
 
-    async def _query(self, make_query: Callable[[int], StatsQuery | LiveQuery]) -> Any:
+    async def profile(self, num_steps: int, time_s: float) -> ProfileResult:
+        result: ProfileResult = await self._query(
+            lambda number: ProfileQuery(self.name, number, num_steps, time_s), time_s + WRITE_S + STATS_TIMEOUT_S
+        )
+        return result
+
+    async def _query(self, make_query: Callable[[int], StatsQuery | LiveQuery | ProfileQuery], timeout_s: float = STATS_TIMEOUT_S) -> Any:
         """The answer to the query that `make_query` returns for its number. Raises UnavailableError if none arrives in time."""
         self._require_executor()
         self._num_queries += 1
@@ -115,11 +122,9 @@ class StreamingClient(ExecutorClient):
         self._queries[query.number] = answer = asyncio.get_running_loop().create_future()
         self._transmit(query)
         try:
-            return await asyncio.wait_for(answer, STATS_TIMEOUT_S)
+            return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError:
-            raise UnavailableError(
-                f"The executor did not answer within {STATS_TIMEOUT_S:.0f} s.", cure="See its log; restart it."
-            ) from None
+            raise UnavailableError(f"The executor did not answer within {timeout_s:.0f} s.", cure="See its log; restart it.") from None
         finally:
             self._queries.pop(query.number, None)
 
@@ -156,7 +161,7 @@ class StreamingClient(ExecutorClient):
                 output.request_id = stream.request_id
                 stream.put(output)
 
-    def _answer(self, number: int, result: ExecutorStats | LiveState) -> None:
+    def _answer(self, number: int, result: ExecutorStats | LiveState | ProfileResult) -> None:
         """Pass the answer to the query with this number to its caller."""
         if (answer := self._queries.get(number)) is not None and not answer.done():
             answer.set_result(result)

@@ -22,6 +22,7 @@ from stoker.runtime.transport.zmq_mailbox import (
     Outputs,
     Ping,
     Pong,
+    ProfileReply,
     StatsReply,
     ToClient,
     ToExecutor,
@@ -145,6 +146,8 @@ class ZmqExecutorClient(StreamingClient):
                 self._answer(number, stats)
             case LiveReply(number, state):
                 self._answer(number, state)
+            case ProfileReply(number, result):
+                self._answer(number, result)
             case Welcome(info):
                 self.info = info
                 if not self._has_explicit_timeout:

@@ -14,6 +14,7 @@ import zmq
 
 from stoker.base.errors import ConfigError, StokerError
 from stoker.base.logging import get_logger
+from stoker.base.profile_query import ProfileQuery, ProfileResult
 from stoker.runtime.client import Cancel, ExecutorInfo, Mailbox, Message, Pause, Shutdown, StatsQuery, Submit
 from stoker.runtime.live_state import LiveQuery, LiveState
 from stoker.runtime.request import ExecutorStats, SequenceOutput
@@ -71,14 +72,21 @@ class LiveReply(msgspec.Struct, tag=True, array_like=True):
     state: LiveState
 
 
+class ProfileReply(msgspec.Struct, tag=True, array_like=True):
+    """The answer to ProfileQuery."""
+
+    number: int
+    result: ProfileResult
+
+
 class Closed(msgspec.Struct, tag=True, array_like=True):
     """The executor has closed the connection."""
 
     reason: str
 
 
-ToExecutor = Submit | Cancel | Pause | StatsQuery | LiveQuery | Shutdown | Hello | Ping | Bye
-ToClient = Outputs | Pong | StatsReply | LiveReply | Welcome | Closed
+ToExecutor = Submit | Cancel | Pause | StatsQuery | LiveQuery | ProfileQuery | Shutdown | Hello | Ping | Bye
+ToClient = Outputs | Pong | StatsReply | LiveReply | ProfileReply | Welcome | Closed
 
 
 class _Peer:
@@ -138,6 +146,9 @@ class ZmqMailbox(Mailbox):
     def reply_live(self, query: LiveQuery, state: LiveState) -> None:
         self._send(query.client, LiveReply(query.number, state))
 
+    def reply_profile(self, query: ProfileQuery, result: ProfileResult) -> None:
+        self._send(query.client, ProfileReply(query.number, result))
+
     def close(self, reason: str = "the executor stopped") -> None:
         if self._socket.closed:
             return
@@ -195,7 +206,7 @@ class ZmqMailbox(Mailbox):
                 self._messages.append(message)
             case StatsQuery(_, number):
                 self._messages.append(StatsQuery(name, number))
-            case LiveQuery():
+            case LiveQuery() | ProfileQuery():
                 self._messages.append(msgspec.structs.replace(message, client=name))
             case Pause() | Shutdown():
                 self._messages.append(message)

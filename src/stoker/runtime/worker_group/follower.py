@@ -81,19 +81,28 @@ def follow(task: FollowTask) -> None:
     runner.warm_up()
     freeze_objects()
     world.everyone.smallest(0)
-    _run_steps(channel, runner, SPIN_S[device.type])
+    _run_steps(channel, runner, SPIN_S[device.type], task)
 
 
-def _run_steps(channel: PlanReader, runner: ModelRunner, spin_s: float) -> None:
+def _run_steps(channel: PlanReader, runner: ModelRunner, spin_s: float, task: FollowTask) -> None:
     """Process the leader's records until the END record."""
-    from stoker.runtime.worker_group.records import END, ZERO_BLOCKS, decode_record
+    from stoker.runtime.step_profiler import RankTrace, trace_folder
+    from stoker.runtime.worker_group.records import END, PROFILE, ZERO_BLOCKS, decode_record
 
+    trace: RankTrace | None = None
     while True:
         record = decode_record(channel.receive(spin_s), runner.inputs.buffer)
         if record.kind == END:
             return
         if record.kind == ZERO_BLOCKS:
             runner.zero_blocks(record.blocks)
+        elif record.kind == PROFILE:
+            leader_pid, number, starts = record.profile
+            if starts:
+                trace = RankTrace(trace_folder(leader_pid, number), task.rank, task.device)
+            elif trace is not None:
+                trace.stop()
+                trace = None
         else:
             assert record.packed is not None
             runner.follow(record.packed, record.all_greedy)

@@ -27,7 +27,7 @@ from stoker.runtime.worker_group.hosts.messages import JOINED, JoinAnswer, descr
 from stoker.runtime.worker_group.hosts.remote_node import RemoteNode
 from stoker.runtime.worker_group.hosts.rendezvous import Rendezvous, node_addresses
 from stoker.runtime.worker_group.local_ranks import LocalRanks, RankSetup
-from stoker.runtime.worker_group.records import END, ZERO_BLOCKS, encode_step, max_step_size
+from stoker.runtime.worker_group.records import END, PROFILE, ZERO_BLOCKS, encode_step, max_step_size
 
 log = get_logger(__name__)
 
@@ -78,7 +78,9 @@ class WorkerGroup:
         )  # fmt: skip
         try:
             self._send_answers(setup)
-            self._local = LocalRanks(setup, [rank for rank, node in enumerate(placement) if node == 0 and rank != self._leader])
+            followers = [rank for rank, node in enumerate(placement) if node == 0 and rank != self._leader]
+            self.local_ranks = [self._leader, *followers]
+            self._local = LocalRanks(setup, followers)
         except BaseException:
             self._nodes.close()
             raise
@@ -127,6 +129,10 @@ class WorkerGroup:
         for start in range(0, len(blocks), self.record_size):
             chunk = np.array(blocks[start : start + self.record_size], dtype=np.int32)
             self._publish((ZERO_BLOCKS, len(chunk)), chunk)
+
+    def publish_profile(self, number: int, *, start: bool) -> None:
+        """Make all followers start or stop profile `number`."""
+        self._publish((PROFILE, os.getpid(), number, start), np.empty(0, dtype=np.int32))
 
     def _publish(self, header: tuple[int, ...], numbers: Numbers) -> None:
         """Publish a record to the other nodes and to the followers on this node."""

@@ -1,4 +1,4 @@
-"""Records that the leader publishes to its followers: a step, blocks to zero, or the end."""
+"""Records that the leader publishes to its followers: a step, blocks to zero, the start or end of a profile, or the end."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch
 from stoker.runtime.worker.inputs import PackedStep, Shape, buffer_size
 from stoker.runtime.worker_group.channels.channel import HEADER_SIZE, Numbers
 
-STEP, ZERO_BLOCKS, END = 1, 2, 3
+STEP, ZERO_BLOCKS, END, PROFILE = 1, 2, 3, 4
 
 
 class Record(NamedTuple):
-    """A decoded record. `packed` and `all_greedy` are those of a STEP, `blocks` those of ZERO_BLOCKS."""
+    """A decoded record. `packed` and `all_greedy` are those of a STEP, `blocks` those of ZERO_BLOCKS, `profile` that of PROFILE."""
 
     kind: int
     packed: PackedStep | None
     all_greedy: bool
     blocks: list[int]
+    profile: tuple[int, int, bool] = (0, 0, False)  # the process id of the leader, the number, and whether it starts
 
 
 def max_step_size(max_num_tokens: int, max_rows: int, max_blocks: int) -> int:
@@ -42,6 +43,8 @@ def decode_record(record: Numbers, buffer: Callable[[int], torch.Tensor]) -> Rec
     kind, *fields = (int(value) for value in record[:16])
     if kind == ZERO_BLOCKS:
         return Record(kind, None, False, record[HEADER_SIZE : HEADER_SIZE + fields[0]].tolist())
+    if kind == PROFILE:
+        return Record(kind, None, False, [], (fields[0], fields[1], bool(fields[2])))
     if kind != STEP:
         return Record(kind, None, False, [])
     *sizes, is_padded, all_greedy, is_prefix_lm, has_adapters = fields

@@ -11,6 +11,7 @@ import msgspec
 
 from stoker.base import metrics
 from stoker.base.errors import QueueFullError, RequestError, UnavailableError
+from stoker.base.profile_query import ProfileResult
 from stoker.base.types import Delta, FinishReason, GenerationRequest, PrefillChunk, Timings, Usage
 from stoker.frontend.service import Completion, Service
 from stoker.runtime.client import ExecutorClient, ExecutorInfo
@@ -84,6 +85,9 @@ class MeteredService(Service):
 
     async def stats(self) -> ExecutorStats:
         return await self.inner.stats()
+
+    async def profile(self, num_steps: int, time_s: float) -> ProfileResult:
+        return await self.inner.profile(num_steps, time_s)
 
     async def live(self, *, detail: bool = False, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
         return await self.inner.live(detail=detail, first_step=first_step, log_after_s=log_after_s)
@@ -162,6 +166,9 @@ class MeteredClient(ExecutorClient):
 
     async def stats(self) -> ExecutorStats:
         return await self.inner.stats()
+
+    async def profile(self, num_steps: int, time_s: float) -> ProfileResult:
+        return await self.inner.profile(num_steps, time_s)
 
     async def live(self, *, detail: bool = False, first_step: int | None = None, log_after_s: float | None = None) -> LiveState:
         return await self.inner.live(detail=detail, first_step=first_step, log_after_s=log_after_s)
