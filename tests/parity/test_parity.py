@@ -79,11 +79,21 @@ def check_served(engine: Path, reference: Reference, prompts: list[list[int]], i
         )  # shares two blocks with an earlier prompt
         stats = llm.stats()
     assert stats.num_preemptions > 0 and (stats.num_reused_tokens > 0) == (not in_one_step)
+    check_speculation(engine, prompts, params, [answer.choices[0].token_ids for answer in answers], device)
     for answer in [*answers, later]:
         tokens = answer.choices[0].token_ids
         sequence = [*answer.prompt_token_ids, *tokens]
         first = len(answer.prompt_token_ids) - 1
         assert list(tokens) == reference.logits(sequence[:-1], first + 1)[first:].argmax(-1).tolist()
+
+
+def check_speculation(engine: Path, prompts: list[list[int]], params: SamplingParams, expected: list[list[int]], device: str) -> None:
+    """Draft tokens do not change the answers. Random models repeat themselves, so that most drafts are accepted."""
+    with LLM(engine, device=device, speculate="ngram", adaptive_drafts=False, num_threads=1) as llm:
+        answers = llm.generate(prompts, params)
+        stats = llm.stats()
+    assert [answer.choices[0].token_ids for answer in answers] == expected
+    assert stats.num_draft_tokens >= stats.num_accepted_draft_tokens > 0 and stats.num_free_blocks == stats.num_blocks
 
 
 def make_prompts(reference: Reference, harness: Harness) -> tuple[list[int], list[list[int]]]:
