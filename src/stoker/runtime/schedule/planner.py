@@ -50,6 +50,8 @@ class Planner:
 
         With `paused`, only sequences that were preempted are admitted. `now` is in monotonic seconds.
         """
+        if self._expects_drafts():
+            return
         num_holding = self._running_set.num_holding
         prefills, starved = self._decodes(plan)
         if self._prefills(plan, prefills) and not starved and not self._running_set.admission_blocked:
@@ -74,7 +76,7 @@ class Planner:
             if start < seq.num_prefill:
                 prefills.append(seq)
                 continue
-            if start == seq.max_computed or (seq.num_pending and self._waits(seq)) or seq.status is not running:
+            if start == seq.max_computed or (seq.num_pending and seq.waits_for_ids) or seq.status is not running:
                 continue
             if not start % size and start == len(seq.blocks) * size and not self._running_set.grow(seq):
                 starved = True
@@ -101,7 +103,7 @@ class Planner:
             return list(running.values())
         selected, room = [], self._max_num_tokens
         for seq in running.values():
-            if seq.num_computed != seq.max_computed and not (seq.num_pending and self._waits(seq)) and self._min_tokens(seq) <= room:
+            if seq.num_computed != seq.max_computed and not (seq.num_pending and seq.waits_for_ids) and self._min_tokens(seq) <= room:
                 selected.append(seq)
                 room -= self._min_tokens(seq)
                 if len(selected) == self._max_rows:
@@ -110,11 +112,18 @@ class Planner:
             running[seq.seq_id] = running.pop(seq.seq_id)
         return selected
 
-    def _waits(self, seq: Sequence) -> bool:
-        """Whether `seq` must not be planned while one of its ids is pending."""
-        if seq.waits_for_ids or not self._max_drafts or not self._proposer.reads_token_ids:
-            return seq.waits_for_ids
-        return self._limit(seq) > 0 and self._proposer.waits(seq)
+    def _expects_drafts(self) -> bool:
+        """Whether a running sequence has a pending id after which drafts are likely.
+
+        Then no step is planned before the id is known. A step of the other sequences would separate them from this one in all later steps,
+        which would read the weights twice as often.
+        """
+        if not self._max_drafts or not self._proposer.reads_token_ids:
+            return False
+        return any(
+            seq.num_pending and not seq.waits_for_ids and self._limit(seq) > 0 and self._proposer.waits(seq)
+            for seq in self._running_set.running.values()
+        )
 
     def _limit(self, seq: Sequence) -> int:
         """The number of drafts that pay for `seq`, if a step has as many decodes as the newest one."""

@@ -22,10 +22,10 @@ class Proposer(ABC):
     reads_token_ids: bool
 
     def waits(self, seq: Sequence) -> bool:
-        """Whether no step of `seq` is planned while one of its ids is pending, because drafts are likely once the id is known.
+        """Whether drafts are likely once the pending ids of `seq` are known, so that no step is planned before.
 
-        Called only if `reads_token_ids`. A sequence for which no drafts are expected should not wait: on a GPU its next step is then
-        planned while the previous one runs.
+        Called only if `reads_token_ids`. If it returns False where no drafts are expected, the next step of a GPU is planned while the
+        previous one runs.
         """
         return True
 
