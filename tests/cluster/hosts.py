@@ -12,6 +12,7 @@ import selectors
 import shutil
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -37,7 +38,8 @@ def can_make_hosts() -> bool:
 class Host:
     """A namespace with the address 10.77.0.INDEX on its interface eth0."""
 
-    def __init__(self, prefix: str, index: int) -> None:
+    def __init__(self, prefix: str, index: int, temporary: str) -> None:
+        self.temporary = temporary  # its folder of temporary files
         self.name, self.address = f"{prefix}-{index}", f"10.77.0.{index}"
         self.processes: list[subprocess.Popen[bytes]] = []
 
@@ -45,8 +47,8 @@ class Host:
         """Start a process on this host. Its output goes to the file `log`."""
         with log.open("wb") as output:
             process = subprocess.Popen(
-                ["ip", "netns", "exec", self.name, *command], stdout=output, stderr=output, env={**os.environ, **environment},
-                stdin=subprocess.DEVNULL, start_new_session=True,
+                ["ip", "netns", "exec", self.name, *command], stdout=output, stderr=output, stdin=subprocess.DEVNULL,
+                env={**os.environ, "TMPDIR": self.temporary, **environment}, start_new_session=True,
             )  # fmt: skip
         self.processes.append(process)
         return process
@@ -83,9 +85,10 @@ class Network:
         self.cut: set[int] = set()
         self._stalled_until = 0.0
         self._prefix = f"st{secrets.token_hex(2)}"
-        self.hosts = [Host(self._prefix, index + 1) for index in range(num_hosts)]
-        self._ports: list[socket.socket] = []
         self._stack = contextlib.ExitStack()
+        temporary = [self._stack.enter_context(tempfile.TemporaryDirectory(prefix="st")) for _ in range(num_hosts)]
+        self.hosts = [Host(self._prefix, index + 1, folder) for index, folder in enumerate(temporary)]
+        self._ports: list[socket.socket] = []
         self._closing = threading.Event()
         try:
             self._make()
