@@ -138,7 +138,8 @@ def request_bytes(protocol: str, tokens: int) -> bytes:
     else:
         fields |= {"messages": [{"role": "user", "content": "hi"}]} if protocol == "chat" else {"prompt": "hi"}
     body = json.dumps(fields).encode()
-    head = f"POST {PATHS[protocol]} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    headers = f"host: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    head = f"POST {PATHS[protocol]} HTTP/1.1\r\n{headers}\r\n\r\n"
     return head.encode() + body
 
 
@@ -178,6 +179,7 @@ def measure(protocol: str, num_streams: int, tokens: int, group: int) -> dict[st
     best: dict[str, Any] = {}
     for _ in range(3):
         events, elapsed_s, firsts = read_all(port, request_bytes(protocol, tokens), num_streams, event)
+        assert events >= num_streams * (tokens // group), f"{events} events"
         rate = num_streams * tokens / elapsed_s
         if rate > best.get("tokens_per_s", 0):
             best = {

@@ -101,6 +101,18 @@ class Mailbox(ABC):
         """Close the connections. Pending requests of all clients end with UnavailableError. May be called repeatedly."""
 
 
+class TokenLatencies(ABC):
+    """Receives the times of tokens of all requests of a client. `count` requests had the same time."""
+
+    @abstractmethod
+    def add_first(self, seconds: float) -> None:
+        """A request received its first tokens, this long after it was submitted."""
+
+    @abstractmethod
+    def add_next(self, seconds: float, count: int) -> None:
+        """`count` requests received further tokens, this long after their previous ones."""
+
+
 class ExecutorClient(ABC):
     """A frontend's end: submits requests, streams outputs, cancels. For concurrent requests of one event loop."""
 

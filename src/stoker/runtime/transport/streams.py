@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable
@@ -12,7 +13,7 @@ import msgspec
 
 from stoker.base.errors import RequestError, UnavailableError
 from stoker.base.profile_query import WRITE_S, ProfileQuery, ProfileResult
-from stoker.runtime.client import Cancel, ExecutorClient, ExecutorInfo, Message, Pause, Shutdown, StatsQuery, Submit
+from stoker.runtime.client import Cancel, ExecutorClient, ExecutorInfo, Message, Pause, Shutdown, StatsQuery, Submit, TokenLatencies
 from stoker.runtime.live_state import LiveQuery, LiveState
 from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
 
@@ -32,6 +33,8 @@ class OutputStream:
         self.request_id = request.request_id
         self.wire_id = wire_id
         self.unfinished = request.params.n
+        self.last_s = time.monotonic()  # when its last tokens arrived; before the first ones, when it was submitted
+        self.has_tokens = False
         self._outputs: list[SequenceOutput] = []
         self._error: Exception | None = None
         self._wake: asyncio.Future[None] | None = None
@@ -81,6 +84,7 @@ class StreamingClient(ExecutorClient):
         self._num_queries = 0
         self._failure: UnavailableError | None = None  # why requests are refused; None: they are accepted
         self._ended = False  # `_failure` is final
+        self.latencies: TokenLatencies | None = None  # None: latencies are not measured
         self._changed = asyncio.Event()  # set when `_failure` or `_ended` changes
 
     @abstractmethod
@@ -156,10 +160,32 @@ class StreamingClient(ExecutorClient):
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         """Pass outputs from the executor to the streams of their requests."""
+        if self.latencies is not None:
+            self._measure(outputs, self.latencies)
         for output in outputs:
             if (stream := self._streams.get(output.request_id)) is not None:
                 output.request_id = stream.request_id
                 stream.put(output)
+
+    def _measure(self, outputs: list[SequenceOutput], latencies: TokenLatencies) -> None:
+        """Report the times of tokens that arrived together. Most requests have the same time, because they are in the same steps."""
+        now, streams, last_s, count = time.monotonic(), self._streams, 0.0, 0
+        for output in outputs:
+            stream = streams.get(output.request_id)
+            if stream is None or stream.last_s == now or not output.token_ids:
+                continue
+            if not stream.has_tokens:
+                stream.has_tokens = True
+                latencies.add_first(now - stream.last_s)
+            elif stream.last_s == last_s:
+                count += 1
+            else:
+                if count:
+                    latencies.add_next(now - last_s, count)
+                last_s, count = stream.last_s, 1
+            stream.last_s = now
+        if count:
+            latencies.add_next(now - last_s, count)
 
     def _answer(self, number: int, result: ExecutorStats | LiveState | ProfileResult) -> None:
         """Pass the answer to the query with this number to its caller."""

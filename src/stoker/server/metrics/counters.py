@@ -81,13 +81,13 @@ class BufferedHistogram:
         self._buckets: dict[int, int] = {}
         self._sum = 0.0
 
-    def observe(self, value: float) -> None:
-        """Add `value` to the buffered observations."""
+    def observe(self, value: float, count: int = 1) -> None:
+        """Add `value` to the buffered observations, `count` times."""
         if not self._buckets:
             self._buffer.add_changed(self)
         bucket = bisect_left(self._bounds, value)
-        self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
-        self._sum += value
+        self._buckets[bucket] = self._buckets.get(bucket, 0) + count
+        self._sum += value * count
 
     def write(self) -> None:
         """Add the buffered observations to prometheus-client's histogram."""
