@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ from rank_executors import generate, load
 
 from stoker.base.config import Limits, Mapping, RuntimeConfig
 from stoker.base.errors import ConfigError, EngineError, RankError
+from stoker.base.profile_query import ProfileQuery, ProfileResult
 from stoker.base.types import SamplingParams
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
@@ -71,10 +73,32 @@ def wait_for_rank_error(executor: Executor) -> float:
     return duration
 
 
-def test_a_killed_rank_ends_all_ranks(engine: Path) -> None:
+def profile(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The events of a profile of four steps."""
+    results: list[ProfileResult] = []
+    monkeypatch.setattr(executor.mailbox, "reply_profile", lambda query, result: results.append(result))
+    executor.mailbox.messages.append(ProfileQuery("client", 1, 4, 30.0))  # type: ignore[attr-defined]
+    executor.turn(0.0)
+    generate(executor, [[5, 6, 7]], 6)
+    deadline = time.monotonic() + 40
+    while not results and time.monotonic() < deadline:
+        executor.turn(0.01)
+    (result,) = results
+    assert result.num_steps == 4, result.error
+    events: list[dict[str, Any]] = json.loads(Path(result.path).read_text())["traceEvents"]
+    shutil.rmtree(Path(result.path).parent)
+    return events
+
+
+def test_a_profile_has_all_ranks_and_a_killed_rank_ends_them(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = load(engine)
     process = ranks_of(executor)._local.followers[0].process
     assert generate(executor, [[5, 6, 7]], 3)
+    events = profile(executor, monkeypatch)
+    named = {event["args"]["name"].partition(":")[0] for event in events if event.get("name") == "process_name"}
+    assert {"rank 0", "rank 1"} <= named
+    sums = {event["pid"] for event in events if "all_reduce" in str(event.get("name")) or "allreduce" in str(event.get("name"))}
+    assert len(sums) == 2, "the collectives of both ranks"
     threading.Timer(0.05, process.kill).start()
     assert wait_for_rank_error(executor) < 5
     executor.close()
