@@ -164,6 +164,18 @@ async def test_a_hung_executor_is_ended_and_started_again(stub: Path) -> None:
     assert any(f"the executor (process {pid}) has not answered for 3 s; it is ended." in line for line in served.lines())
 
 
+async def test_weights_that_are_truncated_in_use_are_named(stub: Path) -> None:
+    """The kernel ends a process that reads a page of a mapped file beyond its end. The stub maps nothing, so the test sends the signal."""
+    weights = stub / "rank0.safetensors"
+    weights.write_bytes(b"x" * 100)
+    async with stub_server(stub) as (served, _):
+        os.truncate(weights, 50)
+        pid = kill_executor(served, signal.SIGBUS)
+        assert await served.ended() == 1
+    cause = f"was killed by SIGBUS, because a file was truncated while it was in use: {weights}"
+    assert any(cause in line for line in served.lines()), (pid, served.lines())
+
+
 @contextlib.contextmanager
 def service_manager(path: str) -> Iterator[list[dict[str, str]]]:
     """A datagram socket that receives what a server sends to systemd. The list has the variables of each datagram."""

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from stoker.base.disk import names_path
 from stoker.base.errors import EngineError
 from stoker.base.process import start_time
 from stoker.engine.config import EngineConfig, encode_engine_config
@@ -34,7 +35,7 @@ def check_output(out: Path, force: bool) -> None:
 def workspace(out: Path) -> Iterator[Path]:
     """Yield a new directory next to `out`, which is removed at the end of the block.
 
-    Workspaces of dead processes on this machine are removed first.
+    Workspaces of dead processes on this machine are removed first. Errors of a full disk name `out`.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     for path in workspaces_of(out):
@@ -46,7 +47,8 @@ def workspace(out: Path) -> Iterator[Path]:
     work = out.with_name(f"{_prefix(out)}{socket.gethostname()}-{own_pid}.{start_time(own_pid)}")
     work.mkdir()
     try:
-        yield work
+        with names_path(out):
+            yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -47,7 +47,10 @@ class FileTensorSource(TensorSource):
     def _copy(self, entry: TensorEntry) -> Tensor:
         """Read a tensor to the device."""
         out = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
-        self._staging.copy_from_file(out, self._file.fileno(), entry.start)
+        try:
+            self._staging.copy_from_file(out, self._file.fileno(), entry.start)
+        except EOFError as problem:
+            raise EngineError(f"{self.path} was truncated while it was read: {problem}.", cure=REBUILD) from None
         return out
 
     def _view(self, entry: TensorEntry) -> Tensor:

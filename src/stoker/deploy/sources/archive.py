@@ -9,6 +9,7 @@ from lzma import LZMAError
 from pathlib import Path
 from typing import Any, Literal
 
+from stoker.base.disk import is_of_disk
 from stoker.base.errors import CheckpointError
 from stoker.deploy.sources.store import Counter, Store, is_inside, without_single_parent
 
@@ -61,6 +62,8 @@ def extract(path: Path, folder: Path, store: Store) -> None:
         with tarfile.open(path, _mode(path), tarinfo=_BoundedInfo) as tar:
             _extract_all(tar, path, folder, store)
     except (tarfile.TarError, EOFError, zlib.error, LZMAError, OSError, ValueError, OverflowError) as error:
+        if is_of_disk(error):
+            raise
         raise CheckpointError(f"{path} cannot be unpacked: {_reason(error)}.", cure="Create or fetch the archive again.") from None
 
 

@@ -11,6 +11,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import IO
 
+from stoker.base.disk import is_of_disk
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.deploy.sources import archive
 from stoker.deploy.sources.store import Counter, Store, without_single_parent
@@ -50,6 +51,8 @@ def _download(address: str, digest: str, folder: Path, store: Store) -> None:
         try:
             actual = _get(address, part, store)
         except (urllib.error.URLError, HTTPException, OSError) as error:
+            if is_of_disk(error):
+                raise
             cure = "Check the address and the network, or name a local file."
             raise CheckpointError(f"{address} cannot be fetched: {_reason(error)}.", cure=cure) from None
         archive.check_digest(address, actual, digest)

@@ -13,6 +13,7 @@ from threading import Lock
 
 from filelock import FileLock
 
+from stoker.base.disk import names_path
 from stoker.base.errors import CheckpointError
 
 MAX_BYTES = 4 << 40
@@ -44,7 +45,8 @@ class Store:
                     shutil.rmtree(stale, ignore_errors=True)
                 partial = Path(tempfile.mkdtemp(prefix=f"{name}.partial-", dir=folder))
                 try:
-                    fill(partial)
+                    with names_path(folder):
+                        fill(partial)
                     partial.chmod(0o755)
                     partial.rename(entry)
                 finally:

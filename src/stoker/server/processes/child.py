@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from stoker.base import env
@@ -54,6 +55,7 @@ class Child:
         """`stop_signal`: the signal that makes the process end in an orderly way."""
         self.name = name
         self.process = process
+        self.mapped: dict[Path, int] = {}  # files that the process maps into its memory, with their sizes
         self._stop_signal = stop_signal
 
     @classmethod
@@ -114,7 +116,14 @@ class Child:
         code = self.process.returncode
         if code is None:
             return "is running"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        if code >= 0:
+            return f"ended with status {code}"
+        return f"was killed by {signal.Signals(-code).name}{self._truncated_files() if -code == signal.SIGBUS else ''}"
+
+    def _truncated_files(self) -> str:
+        """Names the files of `mapped` that are shorter than at the start, or are missing: reading their pages ends the process."""
+        files = [str(path) for path, size in self.mapped.items() if not path.is_file() or path.stat().st_size < size]
+        return f", because a file was truncated while it was in use: {', '.join(files)}" if files else ""
 
 
 def encode_task(task: Any) -> bytes:

@@ -74,6 +74,7 @@ class ExecutorControl:
             self.child = await prestarted.adopt(self._task)
         else:
             self.child = await Child.start("executor", MODULE, self._task, stop_signal=EXECUTOR_STOP_SIGNAL)
+        self.child.mapped = _weight_files(Path(served.engine))
         return self.child
 
     async def relaunch(self) -> Child:
@@ -87,6 +88,7 @@ class ExecutorControl:
         except asyncio.CancelledError:
             self.child = await starting  # so that `terminate` ends it, too
             raise
+        child.mapped = _weight_files(Path(self._place.engine))
         try:
             await asyncio.wait_for(self.wait_until_ready(), self._load_timeout_s)
         except TimeoutError:
@@ -172,3 +174,8 @@ def _identity(served: ServedEngine) -> tuple[object, ...]:
         found = os.stat(served.engine / "config.json")
         version = (found.st_ino, found.st_mtime_ns)
     return (served.engine.resolve(), version, served.tokenizer.resolve(), served.runtime)
+
+
+def _weight_files(engine: Path) -> dict[Path, int]:
+    """The files of weights in the directory of an engine, with their sizes."""
+    return {path: path.stat().st_size for path in sorted(engine.glob("*.safetensors"))}

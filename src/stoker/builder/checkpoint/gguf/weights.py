@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint import chunked_file
 from stoker.builder.checkpoint.gguf.blocks import PREQUANTIZED_BLOCKS
 from stoker.builder.checkpoint.gguf.config import ROPE_FACTORS, hugging_face_name, read_architecture, read_config
@@ -38,7 +39,7 @@ class GGUFWeights(CheckpointWeights):
         self.tensors = {
             name: TensorInfo(tensor.shape, _FLOAT_DTYPES.get(tensor.kind, torch.float32)) for name, tensor in self._gguf_tensors.items()
         }
-        self._opened = path.open("rb")
+        self._path, self._opened = path, path.open("rb")
         self.config = read_config(self.file, self.tensors, self.read(ROPE_FACTORS) if ROPE_FACTORS in self.tensors else None)
         self.tensors.pop(ROPE_FACTORS, None)
         kinds = {name: self._gguf_tensors[name].kind for name, info in self.tensors.items() if len(info.shape) == 2}
@@ -53,7 +54,7 @@ class GGUFWeights(CheckpointWeights):
         for start in range(0, rows, step):
             count = min(step, rows - start)
             raw = np.empty((count, row_bytes), dtype=np.uint8)
-            read_into(self._opened.fileno(), as_bytes(torch.from_numpy(raw)), tensor.offset + start * row_bytes)
+            self._read_into(torch.from_numpy(raw), tensor.offset + start * row_bytes)
             values = _dequantize_rows(raw, tensor.kind)
             yield (values if head_rows is None else _reverse_permutation(values, head_rows)).reshape(-1)
 
@@ -61,9 +62,16 @@ class GGUFWeights(CheckpointWeights):
         """The blocks of a tensor as tensors of an engine format, with its values unchanged."""
         tensor, rows = self._gguf_tensors[name], self.tensors[name].shape[0]
         raw = torch.empty((rows, tensor.num_bytes // rows), dtype=torch.uint8)
-        read_into(self._opened.fileno(), as_bytes(raw), tensor.offset)
+        self._read_into(raw, tensor.offset)
         head_rows = self._permuted_head_rows(name)  # the permutation moves whole rows, so it applies to packed rows too
         return PREQUANTIZED_BLOCKS[tensor.kind].repack(raw if head_rows is None else _reverse_permutation(raw, head_rows))
+
+    def _read_into(self, out: Tensor, start: int) -> None:
+        """Fill a tensor with the bytes from offset `start`. Raises CheckpointError when the file ends first."""
+        try:
+            read_into(self._opened.fileno(), as_bytes(out), start)
+        except EOFError as problem:
+            raise CheckpointError(f"{self._path} was truncated while it was read: {problem}.", cure="Download it again.") from None
 
     def _permuted_head_rows(self, name: str) -> int | None:
         """The rows per head of a weight that llama.cpp permutes for interleaved rotary pairs; None for all other weights."""

@@ -29,6 +29,7 @@ import msgspec
 import triton
 
 from stoker.base import env
+from stoker.base.disk import names_path
 from stoker.base.errors import EngineError
 from stoker.base.logging import get_logger
 from stoker.kernels.triton.aot.compiler import CompileJob
@@ -211,5 +212,6 @@ def _install_kernel(folder: Path, files: dict[str, bytes]) -> None:
 def _write_atomically(path: Path, data: bytes) -> None:
     """Write a new file beside `path` and rename it, so that no process sees a part of it."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    fresh.write_bytes(data)
-    fresh.replace(path)
+    with names_path(path.parent):
+        fresh.write_bytes(data)
+        fresh.replace(path)
