@@ -17,7 +17,7 @@ FAST_SKIPS := tests/server/test_server_processes.py tests/server/test_server_hos
   tests/frontend/test_detokenizer.py tests/frontend/test_beam_search.py tests/frontend/test_executor_transport.py \
   tests/frontend/test_llm_start.py tests/deploy/test_triton_lint_fill.py tests/deploy/test_sources_remote.py tests/engine/test_engine_cache.py
 # The tests of the packages that [tool.coverage.run] in pyproject.toml names.
-COVERAGE := tests/unit tests/base tests/deploy tests/frontend tests/server tests/lmi tests/triton tests/truss tests/runtime/test_executor_loop.py \
+COVERAGE := tests/unit tests/base tests/deploy tests/frontend tests/server tests/lmi tests/console tests/triton tests/truss tests/runtime/test_executor_loop.py \
   -m "not triton and not truss and not slow"
 
 help:  ## Show the targets

@@ -1,5 +1,5 @@
 import { useEffect, useState } from "preact/hooks";
-import { getJson, key } from "./api";
+import { adminKey, getJson, key } from "./api";
 import { bytes, count, percent, plural } from "./format";
 
 interface Card {
@@ -31,7 +31,7 @@ export function EngineCard({ visible, ready }: { visible: boolean; ready: boolea
       (found) => (setCard(found), setProblem("")),
       (error: Error) => (setCard(null), setProblem(error.message)),
     );
-  }, [visible, ready, key.value]);
+  }, [visible, ready, key.value, adminKey.value]);
   if (!card) return <p class="problem">{problem}</p>;
   const layers = card.model.layers.reduce((sum, group) => sum + (group.count ?? 1), 0);
   const overrides = Object.keys(card.recipe.overrides).length;

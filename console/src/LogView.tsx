@@ -1,6 +1,6 @@
 // The newest lines of the log, with a filter.
 import { useEffect, useRef, useState } from "preact/hooks";
-import { getJson, key } from "./api";
+import { adminKey, getJson, key } from "./api";
 
 const INTERVAL_MS = 2000;
 const MAX_LINES = 2000;
@@ -45,7 +45,7 @@ export function LogView({ visible }: { visible: boolean }) {
       active = false;
       clearTimeout(timer);
     };
-  }, [visible, key.value]);
+  }, [visible, key.value, adminKey.value]);
   useEffect(() => {
     if (follows && box.current) box.current.scrollTop = box.current.scrollHeight;
   }, [lines, follows, level, filter]);

@@ -1,6 +1,6 @@
 // The models with their states, the engine card and the memory budget.
 import { useEffect, useState } from "preact/hooks";
-import { getJson, key, send, type ServerError } from "./api";
+import { adminKey, getJson, key, send, type ServerError } from "./api";
 import { EngineCard } from "./EngineCard";
 import { count } from "./format";
 import { live, useLive } from "./live/data";
@@ -37,7 +37,7 @@ export function ModelsView({ visible }: { visible: boolean }) {
   // The live state changes every second while the view is visible.
   useEffect(() => {
     if (visible) void refresh();
-  }, [visible, key.value, live.value]);
+  }, [visible, key.value, adminKey.value, live.value]);
 
   const control = async (name: string, action: "load" | "unload") => {
     setWorking((now) => ({ ...now, [name]: action === "load" ? "loading" : "finishing its requests" }));

@@ -1,17 +1,25 @@
-// Requests to the server. The API key is in sessionStorage, and is sent as a header only.
+// Requests to the server. The keys are in sessionStorage, and are sent as a header only.
 import { signal } from "@preact/signals";
 
 const KEY = "stoker-api-key";
+const ADMIN_KEY = "stoker-admin-key";
 
 export const key = signal(sessionStorage.getItem(KEY) ?? "");
+/** For the routes of the console itself, if the server has an admin key. */
+export const adminKey = signal(sessionStorage.getItem(ADMIN_KEY) ?? "");
 /** Why the server refused the key, or "" if it did not. */
 export const keyProblem = signal("");
 
-export function setKey(value: string): void {
-  key.value = value.trim();
+export function setKeys(apiKey: string, admin: string): void {
+  adminKey.value = store(ADMIN_KEY, admin);
+  key.value = store(KEY, apiKey);
   keyProblem.value = "";
-  if (key.value) sessionStorage.setItem(KEY, key.value);
-  else sessionStorage.removeItem(KEY);
+}
+
+function store(name: string, value: string): string {
+  if (value.trim()) sessionStorage.setItem(name, value.trim());
+  else sessionStorage.removeItem(name);
+  return value.trim();
 }
 
 export class ServerError extends Error {
@@ -26,7 +34,8 @@ export class ServerError extends Error {
 /** Sends a request to a path relative to the page. Throws ServerError for a status that is not 2xx. */
 export async function send(path: string, body?: unknown, abort?: AbortSignal): Promise<Response> {
   const headers: Record<string, string> = {};
-  if (key.value) headers["authorization"] = `Bearer ${key.value}`;
+  const sent = (path.startsWith("console/api/") && adminKey.value) || key.value;
+  if (sent) headers["authorization"] = `Bearer ${sent}`;
   if (body !== undefined) headers["content-type"] = "application/json";
   const response = await fetch(new URL(path, document.baseURI), {
     method: body === undefined ? "GET" : "POST",

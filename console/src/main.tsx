@@ -1,6 +1,6 @@
 import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { key, keyProblem, setKey } from "./api";
+import { adminKey, key, keyProblem, setKeys } from "./api";
 import { ChatView } from "./chat/ChatView";
 import { LiveView } from "./live/LiveView";
 import { Timeline } from "./live/Timeline";
@@ -59,7 +59,7 @@ function App() {
           ))}
         </div>
         <button type="button" class="quiet" aria-expanded={showsKey} onClick={() => setEditsKey(!editsKey)}>
-          API key{key.value ? " ✓" : ""}
+          API key{key.value || adminKey.value ? " ✓" : ""}
         </button>
         <ThemeButton />
       </header>
@@ -80,9 +80,10 @@ function App() {
 
 function KeyForm({ onDone }: { onDone: () => void }) {
   const [value, setValue] = useState(key.value);
+  const [admin, setAdmin] = useState(adminKey.value);
   const save = (event: Event) => {
     event.preventDefault();
-    setKey(value);
+    setKeys(value, admin);
     onDone();
   };
   return (
@@ -90,8 +91,10 @@ function KeyForm({ onDone }: { onDone: () => void }) {
       {keyProblem.value && <p role="alert">{keyProblem.value}</p>}
       <label for="api-key">API key</label>
       <input id="api-key" type="password" autocomplete="off" value={value} onInput={(event) => setValue(event.currentTarget.value)} />
-      <button type="submit">Use this key</button>
-      <p class="hint">It is stored until this browser tab is closed.</p>
+      <label for="admin-key">Admin key</label>
+      <input id="admin-key" type="password" autocomplete="off" value={admin} onInput={(event) => setAdmin(event.currentTarget.value)} />
+      <button type="submit">Use these keys</button>
+      <p class="hint">The admin key is for all views but the chat, if the server has one. Keys are stored until this browser tab is closed.</p>
     </form>
   );
 }

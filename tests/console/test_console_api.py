@@ -81,6 +81,18 @@ async def test_only_the_page_needs_no_key() -> None:
         assert (await http.get("/console/api/live", headers=headers)).status_code == 200
 
 
+async def test_an_admin_key_closes_the_api_to_clients() -> None:
+    async with scripted(api_keys=("secret-key-1",), admin_key="admin-key-1") as http:
+        assert (await http.get("/")).status_code == 200
+        for path in ("server", "live", "log"):
+            statuses = [
+                (await http.get(f"/console/api/{path}", headers={"authorization": f"Bearer {key}"})).status_code
+                for key in ("secret-key-1", "admin-key-1", "other-key-1")
+            ]
+            assert statuses == [401, 200, 401]
+            assert (await http.get(f"/console/api/{path}")).status_code == 401
+
+
 async def test_the_option_decides_where_the_console_is() -> None:
     async def statuses(**settings: Any) -> list[int]:
         async with scripted(**settings) as http:

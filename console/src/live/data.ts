@@ -1,7 +1,7 @@
 // The live state of the server, which is requested every second while a view that shows it is visible.
 import { signal } from "@preact/signals";
 import { useEffect } from "preact/hooks";
-import { getJson, key } from "../api";
+import { adminKey, getJson, key } from "../api";
 
 const INTERVAL_MS = 1000;
 const HISTORY_S = 120;
@@ -85,7 +85,7 @@ export function useLive(visible: boolean, part: "counters" | "detail" | "steps")
       active = false;
       clearTimeout(timer);
     };
-  }, [visible, part, key.value]);
+  }, [visible, part, key.value, adminKey.value]);
 }
 
 let executor: number | null = null; // the start of the executor whose steps are shown

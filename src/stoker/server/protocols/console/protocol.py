@@ -1,7 +1,7 @@
 """The web console: a page at / and /console, and the JSON that it reads.
 
-The page itself needs no API key, because it contains nothing about the server. Every route under /console/api needs one. Chat uses the
-routes of OpenAI's API, and loading of models those of KServe.
+The page itself needs no API key, because it contains nothing about the server. Every route under /console/api needs the admin key if the
+server has one, and otherwise an API key. Chat uses the routes of OpenAI's API, and loading of models those of KServe.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from stoker.server.errors import Failure
 from stoker.server.http.request_context import JSON, RequestContext
 from stoker.server.metrics.live_view import LiveView
 from stoker.server.processes.tasks import EXECUTOR
-from stoker.server.protocol import Context, Endpoint, Protocol
+from stoker.server.protocol import Context, Endpoint, Handler, Protocol
 from stoker.server.protocols.console.engine_card import engine_card
 from stoker.server.protocols.console.openapi import ERROR, OPERATIONS
 from stoker.server.protocols.console.static_files import INDEX, NOT_CACHED, StaticFiles
+from stoker.server.tenants.admin_key import check_admin_key
 
 API = "/console/api"
 
@@ -40,15 +41,26 @@ class Console(Protocol):
         self._live = LiveView(context)
 
     def endpoints(self) -> list[Endpoint]:
+        has_admin_key = self.context.settings.admin_key is not None
+        handlers = {"server": self.server, "live": self.live, "engine": self.engine, "log": self.log}
         return [
             Endpoint("GET", "/", self.page, open=True),
             Endpoint("GET", "/console", self.page, open=True),
-            Endpoint("GET", f"{API}/server", self.server),
-            Endpoint("GET", f"{API}/live", self.live),
-            Endpoint("GET", f"{API}/engine", self.engine),
-            Endpoint("GET", f"{API}/log", self.log),
+            *(Endpoint("GET", f"{API}/{name}", self._for_operators(handler), open=has_admin_key) for name, handler in handlers.items()),
             Endpoint("GET", "/console/{name}", self.file, open=True),
         ]
+
+    def _for_operators(self, handler: Handler) -> Handler:
+        """The handler, which requires the admin key if the server has one."""
+        if self.context.settings.admin_key is None:
+            return handler
+
+        async def check_and_handle(http: RequestContext) -> None:
+            """Raises AuthenticationError without the admin key."""
+            check_admin_key(http.headers, self.context.settings.admin_key)
+            await handler(http)
+
+        return check_and_handle
 
     async def page(self, http: RequestContext) -> None:
         """GET / and /console: the page."""

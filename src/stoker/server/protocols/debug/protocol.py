@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import shutil
 from pathlib import Path
 from urllib.parse import parse_qsl
@@ -14,12 +13,11 @@ from stoker.base.errors import RequestError, UnavailableError
 from stoker.base.fields.errors import InvalidValueError
 from stoker.base.fields.values import Whole
 from stoker.base.profile_query import BUSY, MAX_STEPS, MAX_TIME_S
-from stoker.server.errors import AuthenticationError, BusyError, Failure, ForbiddenError
+from stoker.server.errors import BusyError, Failure
 from stoker.server.http.request_context import JSON, RequestContext
 from stoker.server.operation import OBJECT, STRING, Operation, record
 from stoker.server.protocol import Endpoint, Protocol
-from stoker.server.tenants.accepted_keys import sent_key
-from stoker.server.tenants.key_file import digest_of
+from stoker.server.tenants.admin_key import check_admin_key
 
 CHUNK_BYTES = 1 << 20
 _QUERY = {"steps": (Whole(1, MAX_STEPS), 50), "time_s": (Whole(1, int(MAX_TIME_S)), 60)}  # parameter: values and default
@@ -45,14 +43,14 @@ class Debug(Protocol):
 
     async def state(self, http: RequestContext) -> None:
         """GET /debug/state: the executor's state, without steps and without contents of requests."""
-        self._check_admin(http)
+        check_admin_key(http.headers, self.context.settings.admin_key)
         service = self.context.default_service()
         state = await service.live(detail=True)
         await http.respond(200, msgspec.json.encode({"model": service.model_name, **msgspec.to_builtins(state)}))
 
     async def profile(self, http: RequestContext) -> None:
         """POST /debug/profile: wait until the steps have run, and send their trace. Raises BusyError while another one is recorded."""
-        self._check_admin(http)
+        check_admin_key(http.headers, self.context.settings.admin_key)
         values = _read_query(http.query)
         result = await self.context.default_service().profile(values["steps"], values["time_s"])
         if result.error == BUSY:
@@ -71,13 +69,6 @@ class Debug(Protocol):
 
     def failure_body(self, failure: Failure) -> bytes:
         return msgspec.json.encode({"error": failure.message})
-
-    def _check_admin(self, http: RequestContext) -> None:
-        """Raise ForbiddenError if the server has no admin key, and AuthenticationError unless the request has it."""
-        if (expected := self.context.settings.admin_key) is None:
-            raise ForbiddenError("the server has no admin key.", cure="Start it with --admin-key-file or STOKER_ADMIN_KEY.")
-        if not hmac.compare_digest(digest_of(sent_key(http.headers)), digest_of(expected)):
-            raise AuthenticationError("the admin key is missing or wrong.", cure="Send the header Authorization: Bearer KEY.")
 
 
 def _read_query(query: bytes) -> dict[str, int]:
