@@ -51,12 +51,21 @@ async def quiet(server: Server) -> dict[str, Any]:
 def descriptors(server: Server) -> dict[str, dict[str, int]]:
     """The open descriptors by role and by what they refer to."""
     found: dict[str, Counter[str]] = {}
+    sockets = _tcp_states()
     for role, pid in [("supervisor", server.process.pid), *server.processes()]:
         counts = found.setdefault(role, Counter())
         for path in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                counts[re.sub(r"\d+", "N", str(path.readlink()))] += 1
+                name = str(path.readlink())
+                counts[sockets.get(name) or re.sub(r"\d+", "N", name)] += 1
     return {role: dict(sorted(counts.items())) for role, counts in found.items()}
+
+
+def _tcp_states() -> dict[str, str]:
+    """The state of each TCP socket of this machine by the name of its descriptor."""
+    states = {"01": "established", "08": "closed by the client", "0A": "listening"}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {f"socket:[{row[9]}]": f"TCP {states.get(row[3], 'ending')}" for row in rows}
 
 
 class Sampler:

@@ -80,9 +80,10 @@ def servers(engine: Path) -> Iterator[list[str]]:
 
 
 async def test_events_of_replicas_have_the_hashes_that_the_router_computes(servers: list[str], engine: Path) -> None:
-    """A second router, which starts later, has the blocks from a replay, and chooses the replica that holds a prompt."""
+    """A second router, which starts later, knows the blocks from a replay, and chooses the same replicas."""
     settings = RouterSettings(replicas=tuple(servers), tokenizer=str(engine), health_interval_s=0.1, tokenize_timeout_s=30.0)
     first, second = RouterApplication(settings), RouterApplication(settings)
+    chosen: list[str] = []
     async with contextlib.AsyncExitStack() as stack:
         await first.open()
         stack.push_async_callback(first.close)
@@ -99,13 +100,15 @@ async def test_events_of_replicas_have_the_hashes_that_the_router_computes(serve
                 assert prefix.exact and len(prefix.hashes) >= 2, path
                 masks = first.router.fleet.stored.masks
                 await _until(lambda hashes=prefix.hashes, masks=masks: all(value in masks for value in hashes))
+                holder = next(replica for replica in first.router.fleet if masks[prefix.hashes[-1]] >> replica.slot & 1)
+                chosen.append(holder.name)
             await second.open()
             stack.push_async_callback(second.close)
             total = sum(first.router.fleet.stored.num_blocks(replica.slot) for replica in first.router.fleet)
             await _until(lambda: sum(second.router.fleet.stored.num_blocks(replica.slot) for replica in second.router.fleet) == total)
             assert second.router.fleet.stored.masks.keys() == first.router.fleet.stored.masks.keys()
             salted = token_prefix(list(range(3, 60)), 16, "tenant")
-            assert salted.hashes[-1] in second.router.fleet.stored.masks
+            assert salted.hashes[-1] in second.router.fleet.stored.masks and len(set(chosen)) == 2
         async with live_app(second, ServerSettings()) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             path, body = PROMPTS[0]
             answer = (await client.post(path, json={**body, "max_tokens": 1})).json()

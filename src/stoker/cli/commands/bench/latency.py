@@ -17,7 +17,6 @@ from stoker.cli.benchmark.results import check_output_file, percentile, print_re
 from stoker.cli.engines import Model, loading
 from stoker.cli.options import build_options, runtime_options
 from stoker.deploy.build_settings import BuildSettings
-from stoker.runtime.request import ExecutorStats
 
 SHORT_OUTPUT_LEN = 4  # new tokens of the run that is subtracted
 NUM_FIRST_TOKEN_RUNS = 3
@@ -68,9 +67,7 @@ def _measure(benchmark: ExecutorBenchmark, batch: int, context: int, steps: int)
     """One row of results for a batch size and context length."""
     first_s = statistics.median(max(benchmark.run(batch, context, 1).first_token_s) for _ in range(NUM_FIRST_TOKEN_RUNS))
     short = benchmark.run(batch, context, SHORT_OUTPUT_LEN)
-    before = benchmark.executor.snapshot()
     long = benchmark.run(batch, context, SHORT_OUTPUT_LEN + steps)
-    after = benchmark.executor.snapshot()
     step_s = (long.total_s - short.total_s) / steps
     decode_steps_s = long.turns_s[-(steps - 1) :]  # in the last steps, all rows decode
     return {
@@ -81,13 +78,4 @@ def _measure(benchmark: ExecutorBenchmark, batch: int, context: int, steps: int)
         "step p50 ms": percentile(decode_steps_s, 50) * 1e3,
         "step p99 ms": percentile(decode_steps_s, 99) * 1e3,
         "tokens/s": batch / step_s,
-        **(_drafts(before, after) if benchmark.executor.info.speculate != "none" else {}),
     }
-
-
-def _drafts(before: ExecutorStats, after: ExecutorStats) -> dict[str, float]:
-    """The mean numbers of draft tokens of a row that verified some between two snapshots, and the part of them that was accepted."""
-    num_rows = max(after.num_draft_steps - before.num_draft_steps, 1)
-    num_drafts = after.num_draft_tokens - before.num_draft_tokens
-    num_accepted = after.num_accepted_draft_tokens - before.num_accepted_draft_tokens
-    return {"drafts/row": num_drafts / num_rows, "accepted/row": num_accepted / num_rows, "acceptance": num_accepted / max(num_drafts, 1)}
