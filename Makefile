@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 WORKERS ?= 2
 MINUTES ?= 2
+SEED ?= 0
 RUNS ?= 3000
 
 .PHONY: help demo serve test test-cluster test-fast chaos fuzz coverage bounds triton check check-deploy docs wheel setup clean
@@ -40,7 +41,7 @@ test-fast: $(VENV)/.installed-dev  ## Unit and contract tests, less than a minut
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(FAST) $(FAST_SKIPS:%=--ignore=%)
 
 chaos: $(VENV)/.installed-dev  ## All protocols at full load while processes and resources fail; MINUTES=2
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/chaos --minutes $(MINUTES) --seed 0
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/chaos --minutes $(MINUTES) --seed $(SEED)
 
 fuzz: $(VENV)/.installed-fuzz  ## Fuzz the readers of files and requests, /openapi.json and guided decoding; RUNS=3000 inputs for each reader
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py all --runs $(RUNS)

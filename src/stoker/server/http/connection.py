@@ -20,6 +20,7 @@ from stoker.server.http.library import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers, or trailers; the parser itself has no limit
 MAX_PIPELINED = 256  # pipelined requests of one connection
+READ_S = 0.05  # between the end of the keep-alive time and closing, for requests that have arrived but were not read
 HEAD_S = 75.0  # limit for a complete head, from the connection or from the first byte of the request
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _BAD_HOST = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -178,6 +179,14 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self._half_closed is not None and self._answered is not None and self._answered.response_complete:
             self._close(b"")
+
+    def timeout_keep_alive_handler(self) -> None:
+        """uvicorn's callback at the end of the keep-alive time. Closes the connection later, unless a request is read before.
+
+        libuv runs timers before it reads sockets: after this process was suspended, an idle connection would be closed although a request
+        has arrived on it, which the client could not tell from a lost request.
+        """
+        self.timeout_keep_alive_task = self.loop.call_later(READ_S, super().timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio's callback: the connection has ended. The request in progress sees a disconnected client."""
