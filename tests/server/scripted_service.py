@@ -11,7 +11,7 @@ from typing import Any
 from stoker.base.config import Limits
 from stoker.base.errors import RequestError, StokerError
 from stoker.base.profile_query import ProfileResult
-from stoker.base.types import Delta, FinishReason, GenerationRequest, TokenLogprobs, Usage
+from stoker.base.types import Delta, FinishReason, GenerationRequest, Timings, TokenLogprobs, Usage
 from stoker.frontend.chat_messages import check_messages
 from stoker.frontend.repository import ModelRepository
 from stoker.frontend.service import Choice, Completion, Service
@@ -44,6 +44,7 @@ class ScriptedService(Service):
         self.num_streaming = 0
         self.profile_folder: Path | None = None  # where profiles are written
         self.is_ready = True
+        self.timings: Timings | None = None  # of every request
         checked = Limits(**{"max_input_len": 256, "max_output_len": 128, **limits})
         self._info = ExecutorInfo(
             limits=checked, max_seq_len=checked.max_seq_len, vocab_size=256, device="cpu", kv_cache_tokens=4096, model="Scripted"
@@ -67,7 +68,7 @@ class ScriptedService(Service):
                         batch[0].prompt_logprobs = self._prompt_logprobs(prompt, request.params.prompt_logprobs)
                 usage.completion_tokens += sum(len(delta.token_ids) for delta in batch)
                 if not any(plans):
-                    batch[-1].usage, finished = usage, True
+                    batch[-1].usage, batch[-1].timings, finished = usage, self.timings, True
                 yield batch
                 if first:
                     batch[0].usage, usage = batch[0].usage, Usage(usage.prompt_tokens, usage.completion_tokens, CACHED)
@@ -90,7 +91,7 @@ class ScriptedService(Service):
                     choice.finish_reason, choice.stop_reason, choice.error = delta.finish_reason, delta.stop_reason, delta.error
                 usage = delta.usage or usage
                 prompt_logprobs = delta.prompt_logprobs or prompt_logprobs
-        return Completion(request.request_id, self._ids(request), choices, usage, prompt_logprobs)
+        return Completion(request.request_id, self._ids(request), choices, usage, prompt_logprobs, timings=self.timings)
 
     def cancel(self, request_id: str) -> None:
         raise NotImplementedError

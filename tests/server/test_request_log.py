@@ -158,6 +158,21 @@ def test_phases_are_returned_as_server_timing() -> None:
     assert record.response_headers() == [(b"server-timing", expected)]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_has_the_times_of_phases_on_request(stream: bool) -> None:
+    body = {**CHAT, "stream": stream, "stream_options": {"include_usage": True}} if stream else CHAT
+    service = ScriptedService("Hello, world")
+    service.timings = Timings(0.002, 0.008, 0.02, 5.0, 0.003, prepare_s=0.001)
+    async with asgi_client(service) as client:
+        with_times, without = [
+            (await client.post("/v1/chat/completions", json=body, headers=headers)).text for headers in ({"x-return-timings": "1"}, {})
+        ]
+    assert "timings_ms" not in without
+    usage = json.loads(with_times.split("data: ")[-2] if stream else with_times)["usage"]
+    assert usage["timings_ms"] == {"prepare": 1.0, "queue": 2.0, "prefill": 5.0, "decode": 12.0, "compute": 17.0, "total": 20.0}
+    assert usage["completion_tokens"] == 5
+
+
 async def test_a_line_about_the_load(log_file: Path) -> None:
     before = ExecutorStats(num_steps=1)
     now = ExecutorStats(

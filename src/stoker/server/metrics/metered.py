@@ -20,7 +20,7 @@ from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
 from stoker.runtime.transport.streams import StreamingClient
 from stoker.server.errors import RateLimitError
 from stoker.server.metrics.frontend import FrontendMetrics
-from stoker.server.telemetry.record import CURRENT, Generation
+from stoker.server.telemetry.record import CURRENT, Generation, RequestRecord
 from stoker.server.tenants.tenants import Account, open_account
 
 # Phase of `Timings.phases`: the histogram of its duration.
@@ -111,7 +111,7 @@ class MeteredService(Service):
         Raises RateLimitError of the key with which it was sent.
         """
         record = CURRENT.get()
-        outcome = _Outcome(Account(request, self.model_name), contents=record is not None and record.contents)
+        outcome = _Outcome(Account(request, self.model_name), record)
         request.traced = record is not None and record.measured
         try:
             outcome.account = open_account(request, self.model_name)
@@ -212,8 +212,9 @@ class _Latencies(TokenLatencies):
 class _Outcome:
     """What one request generated and how it ended, for counters and for the record of the client's request."""
 
-    def __init__(self, account: Account, *, contents: bool) -> None:
+    def __init__(self, account: Account, record: RequestRecord | None) -> None:
         self.account = account
+        self._record = record
         self.started = time.monotonic()
         self.num_finished = 0  # sequences of a stream
         self.reason: FinishReason | None = None
@@ -223,7 +224,8 @@ class _Outcome:
         self._first: float | None = None
         self.timings: Timings | None = None
         self._chunks: list[PrefillChunk] = []
-        self.texts: dict[int, list[str]] | None = {} if contents else None  # by sequence; None: they are not retained
+        # By sequence; None: they are not retained.
+        self.texts: dict[int, list[str]] | None = {} if record is not None and record.contents else None
 
     def add(self, delta: Delta) -> None:
         """Note the first delta of a stream, the last ones, and all of them if the contents are retained."""
@@ -236,16 +238,24 @@ class _Outcome:
             self.num_finished += 1
             self.reason = self.reason or delta.finish_reason
         if delta.usage is not None:
-            self.usage, self.timings = delta.usage, delta.timings
+            self.usage = delta.usage
+            self._set_timings(delta.timings)
 
     def set(self, completion: Completion) -> None:
         """Note the whole answer."""
-        choice, self.usage, self.timings = completion.choices[0], completion.usage, completion.timings
+        choice, self.usage = completion.choices[0], completion.usage
+        self._set_timings(completion.timings)
         self.reason, self._chunks = choice.finish_reason, choice.prefill_chunks
         if self.timings is not None and self.usage.completion_tokens:
             self._first = self.started + self.timings.time_to_first_token_s
         if self.texts is not None:
             self.texts = {choice.index: [choice.text] for choice in completion.choices}
+
+    def _set_timings(self, timings: Timings | None) -> None:
+        """Note the timings, before the part of the answer is sent that may contain them."""
+        self.timings = timings
+        if self._record is not None:
+            self._record.timings = timings
 
     def generation(self, model: str, request: GenerationRequest, ended: float) -> Generation:
         """The generation of `request`, which ended at `ended`, for the record."""

@@ -54,6 +54,7 @@ class RequestRecord:
         "route",
         "started",
         "status",
+        "timings",
         "trace",
     )
 
@@ -66,7 +67,8 @@ class RequestRecord:
         self.trace: TraceContext | None = None  # None: the request belongs to no trace
         self.measured = False  # whether the times of prefill chunks and of detokenization are measured
         self.contents = False  # whether generations retain prompt and text
-        self.returns_timings = False  # whether the client requested the header Server-Timing
+        self.returns_timings = False  # whether the client requested the header Server-Timing, and times in the usage
+        self.timings: Timings | None = None  # of the generation that ended last
         self.key = ""
         self.status = 0
         self.error = ""  # the code of the error that the request was refused with
@@ -97,6 +99,12 @@ class RequestRecord:
         if self.returns_timings and (timing := self.server_timing()):
             headers.append((b"server-timing", timing.encode()))
         return headers
+
+    def usage_timings(self) -> dict[str, float]:
+        """Milliseconds of each phase of the generation that ended last; empty unless the client requested them."""
+        if not self.returns_timings or self.timings is None:
+            return {}
+        return {name: round(seconds * 1e3, 3) for name, seconds in self.timings.phases().items()}
 
     def server_timing(self) -> str:
         """The value of the header Server-Timing: milliseconds of each phase of the first generation; empty if none has ended."""

@@ -32,6 +32,7 @@ USAGE = record(
         "total_tokens": INTEGER,
         "prompt_tokens_details": record({"cached_tokens": INTEGER}),
         "completion_tokens_details?": record({"accepted_prediction_tokens": INTEGER, "rejected_prediction_tokens": INTEGER}),
+        "timings_ms?": record(dict.fromkeys(("prepare", "queue", "prefill", "decode", "compute", "total"), NUMBER)),
     },
     "Usage",
 )

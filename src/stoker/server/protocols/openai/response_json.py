@@ -11,6 +11,7 @@ from stoker.base.types import Delta, FinishReason, TokenLogprobs, Usage
 from stoker.frontend.service import Service
 from stoker.server.errors import Failure
 from stoker.server.protocols.common.logprobs import finite, scored_token, token_text
+from stoker.server.telemetry.record import CURRENT
 
 FINISH = {
     FinishReason.STOP: "stop",
@@ -40,13 +41,16 @@ def failure_object(failure: Failure) -> dict[str, Any]:
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    """OpenAI's usage object."""
+    """OpenAI's usage object, with the times of the phases if the client requested them (`X-Return-Timings`)."""
+    record = CURRENT.get()
+    timings = record.usage_timings() if record is not None else {}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         **completion_details(usage),
+        **({"timings_ms": timings} if timings else {}),
     }
 
 
