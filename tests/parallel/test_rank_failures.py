@@ -27,6 +27,7 @@ from stoker.base.profile_query import ProfileQuery, ProfileResult
 from stoker.base.types import SamplingParams
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
+from stoker.distributed import world
 from stoker.engine.reader import Engine
 from stoker.runtime.executor import Executor
 from stoker.runtime.request import TokenRequest
@@ -184,6 +185,26 @@ def test_a_rank_that_dies_during_the_start_is_named(engine: Path, moment: str, m
         load(engine)
     assert time.monotonic() - started < 15
     shutil.rmtree(folder_named_in(caught.value))
+
+
+def test_a_rank_that_ends_while_others_connect_to_it_is_named() -> None:
+    """The rank has published its address, to which gloo would connect for half an hour."""
+    connecting, ended = threading.Event(), threading.Event()
+
+    def connect() -> None:
+        connecting.set()
+        ended.wait()
+
+    def check() -> None:
+        connecting.wait()
+        raise RankError("rank 1 was killed")
+
+    with pytest.raises(RankError, match="rank 1 was killed"):
+        world._call_checked(connect, check)
+    ended.set()
+    assert world._call_checked(lambda: 7, lambda: None) == 7
+    with pytest.raises(RuntimeError, match="closed"):
+        world._call_checked(lambda: (_ for _ in ()).throw(RuntimeError("the store is closed")), lambda: None)
 
 
 def test_a_process_that_ends_immediately_is_named_and_leaves_no_descriptor(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -23,6 +25,7 @@ log = get_logger(__name__)
 
 # Timeout of a collective. Ranks that end or hang are detected within seconds by the leader's watch thread.
 TIMEOUT = timedelta(minutes=30)
+CONNECT_CHECK_S = 0.1  # interval at which a rank that connects to others checks whether one has failed
 LOCAL_HOST = "localhost"
 
 
@@ -96,7 +99,7 @@ def join(
         return ALONE_WORLD
     tp, size = mapping.tensor_parallel, mapping.world_size
     hosts = hosts or (LOCAL_HOST,) * size
-    create = _Gloo(store, rank, address_of(rank, hosts)) if device.type == "cpu" else _Nccl(store, rank, size, device)
+    create = _Gloo(store, rank, address_of(rank, hosts), check) if device.type == "cpu" else _Nccl(store, rank, size, device)
     everyone = create("everyone", range(size))
     index = rank // tp
     tensor: Group = SINGLE
@@ -132,11 +135,11 @@ def _group(inner: dist.ProcessGroup, device: torch.device, has_peer_memory: bool
 class _Gloo:
     """Creates groups of CPU processes without torch's global state, so that a process may be in several worlds.
 
-    `address`: of the network interface to use, which is the loopback if all ranks are on one host.
+    `address`: of the network interface to use, which is the loopback if all ranks are on one host. `check` is called while ranks connect.
     """
 
-    def __init__(self, store: dist.Store, rank: int, address: str) -> None:
-        self._store, self._rank, self._address = store, rank, address
+    def __init__(self, store: dist.Store, rank: int, address: str, check: Callable[[], None]) -> None:
+        self._store, self._rank, self._address, self._check = store, rank, address, check
 
     def __call__(self, name: str, ranks: range) -> Any:
         """The group of the given ranks called `name`; None if this rank is not among them."""
@@ -145,7 +148,28 @@ class _Gloo:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
         options._timeout = TIMEOUT
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), self._rank - ranks.start, len(ranks), options)
+        store, index = dist.PrefixStore(name, self._store), self._rank - ranks.start
+        return _call_checked(lambda: dist.ProcessGroupGloo(store, index, len(ranks), options), self._check)
+
+
+def _call_checked(create: Callable[[], Any], check: Callable[[], None]) -> Any:
+    """The result of `create`, which runs in a thread. Meanwhile `check` is called, and its error is raised.
+
+    gloo connects to the address that a rank has published until TIMEOUT, also if that rank has ended since, and cannot be interrupted.
+    """
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        """The thread: set the result or the error of `create`."""
+        try:
+            future.set_result(create())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="gloo-connect", daemon=True).start()
+    while not wait([future], CONNECT_CHECK_S).done:
+        check()
+    return future.result()
 
 
 class _Nccl:
