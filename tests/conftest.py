@@ -41,13 +41,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def restore_process_state() -> Iterator[None]:
-    """Restore loggers and signal handlers, which a command that runs inside a test changes."""
+    """Restore loggers, signal handlers and variables of the log, which a command that runs inside a test changes."""
+    variables = {name: os.environ.get(name) for name in ("STOKER_LOG", "STOKER_LOG_FILE", "STOKER_LOG_FORMAT")}
     root = logging.getLogger("stoker")
     level, handlers, propagate, terminate = root.level, root.handlers[:], root.propagate, signal.getsignal(signal.SIGTERM)
     yield
     root.setLevel(level)
     root.handlers[:], root.propagate = handlers, propagate
     signal.signal(signal.SIGTERM, terminate)
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 @pytest.fixture(scope="session")

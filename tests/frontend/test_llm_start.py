@@ -59,9 +59,9 @@ def test_an_interrupted_load_leaves_no_thread(tiny_engine: Path, moment: str, mo
                 raise
         return load(*args)
 
-    def recording_close(executor: Executor) -> None:
+    def recording_close(executor: Executor, *args: Any) -> None:
         closed.append(executor)
-        close(executor)
+        close(executor, *args)
 
     def interrupted(future: Future[Any], timeout: float | None = None) -> Any:
         patch.undo()

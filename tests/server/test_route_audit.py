@@ -28,6 +28,7 @@ ALL_PROTOCOLS: tuple[str, ...] = ()
 SERVERS = {"all": ALL_PROTOCOLS, "truss": ("truss",)}  # a Truss has routes of its own
 NAMES = {"model": "tiny", "version": "1", "endpoint": "tiny", "name": "app.js"}
 BODYLESS = {  # routes with a method that may have a body, which they do not read
+    ("POST", "/debug/profile"),
     ("POST", "/ping"),
     ("POST", "/v1/batches/{batch_id}/cancel"),
     ("POST", "/v1/responses/{response_id}/cancel"),
@@ -38,7 +39,7 @@ OPEN = {
     "/api/version", "/v2/health/live", "/v2/health/ready", "/v2/models/{model}/ready", "/v2/models/{model}/versions/{version}/ready",
     "/v1/models/{model}", "/v1/models/{model}/loaded",
 }  # fmt: skip
-ADMIN = {"/debug/state"}  # the handlers require an admin key, which this server does not have
+ADMIN = {"/debug/profile", "/debug/state"}  # the handlers require an admin key, which this server does not have
 # Rows whose type accepts any value, and where the value is limited.
 LIMITED_ELSEWHERE = {
     "prompt": "openai/prompts.py, truss/request.py and ollama/request.py: the length of a sequence",
