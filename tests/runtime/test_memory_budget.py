@@ -65,7 +65,8 @@ def test_the_cache_gets_a_fraction_of_the_memory_after_the_largest_step() -> Non
 
 
 def test_the_budget_is_logged_at_the_start(tiny_engine: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
+    logging.getLogger("stoker").propagate = True
+    with caplog.at_level(logging.INFO, logger="stoker"):
         executor = load_executor(tiny_engine, RuntimeConfig(kv_cache_tokens=256), SynchronousMailbox)
     logged = "\n".join(record.getMessage() for record in caplog.records)
     for name in ("weights", "activations", "graphs", "KV cache", "left over"):

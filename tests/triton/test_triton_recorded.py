@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from live_http import live_app
 from recorded_models import catalogue
 from scripted_service import ScriptedService, make_context
 
+from stoker.base import logging
 from stoker.server.application import Application
 from stoker.server.protocols.health.protocol import Health
 from stoker.server.protocols.kserve.core import Core
@@ -61,6 +63,16 @@ async def replay(request: bytes) -> bytes:
     return response
 
 
+@pytest.fixture
+def info_level() -> Iterator[None]:
+    """The log of a server that was started without options."""
+    before = logging.current()
+    logging.apply(logging.LogConfig(level="INFO"))
+    yield
+    logging.apply(before)
+
+
+@pytest.mark.usefixtures("info_level")
 @pytest.mark.parametrize("case", CASES)
 async def test_responses_equal_the_recording(case: str) -> None:
     request, response = recorded(case)
