@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 
 from stoker.base.config import Limits, Mapping, RuntimeConfig
@@ -29,6 +27,7 @@ from stoker.builder.config import BuildConfig
 from stoker.cli.benchmark.results import provenance
 from stoker.cli.default_model import default_checkpoint
 from stoker.profiling.batch_run import random_requests, run_batch
+from stoker.profiling.captured_step import capture_step, replay_ms
 from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.executor import Executor
 from stoker.runtime.load import load_executor
@@ -36,7 +35,6 @@ from stoker.runtime.request import Sequence as TokenSequence
 from stoker.runtime.sampling.verification import Verified
 from stoker.runtime.schedule.proposers.ngram import NgramProposer
 from stoker.runtime.worker.cuda_graphs import Graphs
-from stoker.runtime.worker.inputs import Shape, split_buffer
 
 DRAFTS, ACCEPTED = 4, 3
 FORMATS: dict[str, str | None] = {"bf16": None, "fp8": "FP8", "awq": "AWQ"}
@@ -48,40 +46,7 @@ FORMATS: dict[str, str | None] = {"bf16": None, "fp8": "FP8", "awq": "AWQ"}
 @torch.inference_mode()
 def step_ms(executor: Executor, rows: int, context: int, drafts: int) -> float:
     """Milliseconds of one captured decode step of `rows` rows with `drafts` draft tokens each."""
-    graphs = executor.runner.graphs  # type: ignore[attr-defined]
-    assert isinstance(graphs, Graphs)
-    shape = Shape(rows * (1 + drafts), rows, is_decode=not drafts, max_drafts=drafts)
-    graphs._captured.clear()
-    captured = graphs.capture(shape, True)
-    fill(graphs, shape, context, executor.info.limits.tokens_per_block, executor.info.kv_cache_tokens)
-    times = []
-    for _ in range(30):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        captured.graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    graphs._captured.clear()
-    return statistics.median(times)
-
-
-def fill(graphs: Graphs, shape: Shape, context: int, block_size: int, num_tokens: int) -> None:
-    """Fill the buffers of the graph with rows of `context` tokens in scattered blocks, each with its new tokens."""
-    rows, each = shape.rows, shape.tokens // shape.rows
-    width = -(-(context + each) // block_size)
-    tables = np.random.default_rng(0).permutation(num_tokens // block_size)[: rows * width].reshape(rows, width)
-    positions = np.tile(np.arange(context, context + each), rows)
-    owners = np.repeat(np.arange(rows), each)
-    slots = tables[owners, positions // block_size] * block_size + positions % block_size
-    ids = np.random.default_rng(1).integers(10, 30_000, shape.tokens)
-    starts = np.arange(rows + 1) * each
-    parts = [ids, positions, slots, starts, np.full(rows, context + each), np.arange(shape.tokens), owners, positions + 1]
-    if shape.max_drafts:
-        parts += [starts, owners, np.arange(rows)]
-    for buffer, part in zip(split_buffer(graphs._static, tuple(map(len, parts))), parts, strict=True):
-        buffer.copy_(torch.from_numpy(part.astype(np.int32)))
-    graphs._tables[:rows, :width].copy_(torch.from_numpy(tables.astype(np.int32)))
+    return replay_ms(capture_step(executor, rows, context, drafts))
 
 
 @contextmanager

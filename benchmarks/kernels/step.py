@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from stoker.base.config import Limits, RuntimeConfig
@@ -22,11 +21,11 @@ from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.cli.benchmark.results import provenance
 from stoker.kernels.triton.attention import tiles as attention_tuning
+from stoker.profiling.captured_step import capture_step, replay_ms
 from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.executor import Executor
 from stoker.runtime.load import load_executor
 from stoker.runtime.worker.cuda_graphs import Graphs
-from stoker.runtime.worker.inputs import Shape, split_buffer
 
 
 def main() -> None:
@@ -65,37 +64,12 @@ def main() -> None:
 
 @torch.inference_mode()
 def measure(executor: Executor, rows: int, context: int, profile: bool) -> dict[str, Any]:
-    graphs = executor.runner.graphs  # type: ignore[attr-defined]
-    graphs._captured.clear()
-    shape = Shape(rows, rows, is_decode=True)
-    captured = graphs.capture(shape, True)
-    fill(graphs, shape, context, executor.info.limits.tokens_per_block, executor.info.kv_cache_tokens)
-    times = []
-    for _ in range(30):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        captured.graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    result: dict[str, Any] = {"ms": statistics.median(times)}
+    captured = capture_step(executor, rows, context)
+    result: dict[str, Any] = {"ms": replay_ms(captured)}
     print(f"rows {rows} context {context}: {result['ms']:.3f} ms", flush=True)
     if profile:
         result["kernels"] = breakdown(captured.graph.replay)
     return result
-
-
-def fill(graphs: Graphs, shape: Shape, context: int, block_size: int, num_tokens: int) -> None:
-    """Fill the buffers of the graph with rows of `context` tokens in scattered blocks."""
-    rows, width = shape.rows, -(-(context + 1) // block_size)
-    tables = np.random.default_rng(0).permutation(num_tokens // block_size)[: rows * width].reshape(rows, width).astype(np.int32)
-    positions = np.full(rows, context, dtype=np.int32)
-    slots = tables[:, context // block_size] * block_size + context % block_size
-    ids = np.random.default_rng(1).integers(10, 30_000, rows)  # equal tokens would select the same experts
-    parts = [ids, positions, slots, np.arange(rows + 1), positions + 1, np.arange(rows), np.arange(rows), positions + 1]
-    for buffer, part in zip(split_buffer(graphs._static, tuple(map(len, parts))), parts, strict=True):
-        buffer.copy_(torch.from_numpy(part.astype(np.int32)))
-    graphs._tables[:rows, :width].copy_(torch.from_numpy(tables))
 
 
 def breakdown(work: Callable[[], None], repeats: int = 5) -> dict[str, dict[str, float]]:
