@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -20,6 +20,7 @@ from stoker.base.errors import ConfigError, RankError
 from stoker.base.nodes import NodeSettings, describe_placement, place_ranks
 from stoker.runtime.worker.devices import rank_devices
 from stoker.runtime.worker_group.channels.tcp import StoppedError, TcpReader
+from stoker.runtime.worker_group.follower_process import FollowerProcess
 from stoker.runtime.worker_group.hosts import link as links
 from stoker.runtime.worker_group.hosts.link import Link, LinkError, SecretError, accept_link, open_link
 from stoker.runtime.worker_group.hosts.messages import (
@@ -37,6 +38,8 @@ from stoker.runtime.worker_group.hosts.messages import (
 from stoker.runtime.worker_group.hosts.node import Node
 from stoker.runtime.worker_group.hosts.remote_node import RemoteNode
 from stoker.runtime.worker_group.hosts.rendezvous import Rendezvous
+from stoker.runtime.worker_group.leader import first_failure
+from stoker.runtime.worker_group.local_ranks import FailedRank
 
 TOKEN = "0123456789abcdef"
 
@@ -270,7 +273,7 @@ def test_a_node_reports_its_failed_rank_once() -> None:
     node = RemoteNode(server, JoinRequest(node_rank=1, name="h1", facts=FACTS))
     client.send(STATUS, encode(NodeStatus(2, 7)))
     wait_until(lambda: node.status.released == 7)
-    client.send(FAILED, encode(Failure("rank 0 on cpu was killed by SIGKILL.", "last words")))
+    client.send(FAILED, encode(Failure("rank 0 on cpu was killed by SIGKILL.", "last words", is_cause=True)))
     wait_until(lambda: node.failure)
     client.close()
     node.close()
@@ -280,6 +283,17 @@ def test_a_node_reports_its_failed_rank_once() -> None:
     assert log.read_text() == "last words"
     log.unlink()
     log.parent.rmdir()
+
+
+def test_the_rank_that_failed_first_is_reported() -> None:
+    """The other ranks end with a status when a rank dies, and the report about it may arrive after theirs."""
+    process = cast(FollowerProcess, None)
+    killed, ended = (FailedRank(process, reason, is_cause) for reason, is_cause in (("was killed", True), ("ended with status 1", False)))
+    lost, follows = (cast(RemoteNode, SimpleNamespace(failure="node 1", is_cause=is_cause)) for is_cause in (True, False))
+    assert first_failure(ended, [], may_wait=True) is first_failure(None, [follows], may_wait=True) is None
+    assert first_failure(ended, [follows], may_wait=False) is first_failure(ended, [], may_wait=False) is ended
+    assert first_failure(ended, [follows, lost], may_wait=True) is first_failure(None, [lost], may_wait=True) is lost
+    assert first_failure(killed, [lost], may_wait=True) is killed and first_failure(None, [follows], may_wait=False) is follows
 
 
 def test_a_node_ends_with_the_reason_of_node_0() -> None:

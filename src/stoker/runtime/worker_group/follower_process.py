@@ -83,6 +83,11 @@ class FollowerProcess:
         return os.pread(log, MAX_LOG_BYTES, max(0, os.fstat(log).st_size - MAX_LOG_BYTES))
 
     @property
+    def was_killed(self) -> bool:
+        """Whether a signal has ended the process."""
+        return (self.process.returncode or 0) < 0
+
+    @property
     def exit_reason(self) -> str:
         """How the process ended: by a signal or with a status."""
         code = self.process.returncode

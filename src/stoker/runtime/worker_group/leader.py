@@ -26,13 +26,14 @@ from stoker.runtime.worker_group.hosts.link import LinkError
 from stoker.runtime.worker_group.hosts.messages import JOINED, JoinAnswer, describe_node, encode
 from stoker.runtime.worker_group.hosts.remote_node import RemoteNode
 from stoker.runtime.worker_group.hosts.rendezvous import Rendezvous, node_addresses
-from stoker.runtime.worker_group.local_ranks import LocalRanks, RankSetup
+from stoker.runtime.worker_group.local_ranks import FailedRank, LocalRanks, RankSetup
 from stoker.runtime.worker_group.records import END, PROFILE, ZERO_BLOCKS, encode_step, max_step_size
 
 log = get_logger(__name__)
 
 WATCH_INTERVAL_S = 0.2
 STEP_TIMEOUT_S = {"cuda": 8.0, "cpu": 300.0}  # for one step of a follower; a step on a CPU may take minutes
+CAUSE_WAIT_S = 1.0  # for the report of another node, which names the rank that failed first
 GRACE_S = 2.0  # time for this process to raise the error of a failed rank, after which it is terminated
 ONE_NODE = NodeSettings()
 
@@ -53,6 +54,7 @@ class WorkerGroup:
         self.record_size = max_step_size(capacity.max_num_tokens, capacity.max_batch_size, num_blocks)
         self._failure: RankError | None = None
         self._failure_raised, self._closing = threading.Event(), threading.Event()
+        self._first_failure_at: float | None = None
         self._num_awaited = 0
         placement = place_ranks(mapping, nodes.num_nodes)
         self._remote: list[RemoteNode] = []
@@ -149,7 +151,7 @@ class WorkerGroup:
 
     def check_after_error(self) -> None:
         """Called after an error of a step: raise RankError if the failure of a rank is the cause."""
-        deadline = time.monotonic() + 4 * WATCH_INTERVAL_S
+        deadline = time.monotonic() + CAUSE_WAIT_S + 4 * WATCH_INTERVAL_S
         while self._failure is None and time.monotonic() < deadline:
             time.sleep(WATCH_INTERVAL_S / 4)
         self.check()
@@ -196,10 +198,26 @@ class WorkerGroup:
             return
 
     def _find_failure(self) -> str | None:
-        """The message about the first rank or node that has failed; None if all are well."""
-        if (found := self._local.find_failure()) is not None:
-            return self._local.describe_failure(*found)
-        return next((f"{node.failure}." for node in self._remote if node.failure is not None), None)
+        """The message about the rank or node that failed first; None if all are well."""
+        local, remote = self._local.find_failure(), [node for node in self._remote if node.failure is not None]
+        if local is None and not remote:
+            return None
+        self._first_failure_at = self._first_failure_at or time.monotonic()
+        may_wait = bool(self._remote) and time.monotonic() < self._first_failure_at + CAUSE_WAIT_S
+        found = first_failure(local, remote, may_wait=may_wait)
+        return self._local.describe_failure(found) if isinstance(found, FailedRank) else f"{found.failure}." if found is not None else None
+
+
+def first_failure(local: FailedRank | None, remote: list[RemoteNode], *, may_wait: bool) -> FailedRank | RemoteNode | None:
+    """The failure to report: a rank of this node, or one of the nodes `remote`, which have failed. None: wait for another report.
+
+    A rank that dies closes its connections, and its peers on other nodes may end before the report about it arrives.
+    """
+    if local is not None and local.is_cause:
+        return local
+    if cause := next((node for node in remote if node.is_cause), None):
+        return cause
+    return None if may_wait else local or remote[0]
 
 
 def _give_up_after(deadline: float) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -34,6 +35,15 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     store_prefix: str
     record_size: int
     step_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRank:
+    """A follower that has failed."""
+
+    follower: FollowerProcess
+    reason: str  # the end of a sentence about the rank
+    is_cause: bool  # False if another rank may have failed before: a rank ends with a status when its peer closes a connection
 
 
 class LocalRanks:
@@ -70,22 +80,27 @@ class LocalRanks:
         """The number of records that all followers have processed."""
         return min(self.channel.positions(), default=0)
 
-    def find_failure(self) -> tuple[FollowerProcess, str] | None:
-        """(follower, reason) of the first follower that has ended, sends no heartbeats or does not proceed; None if all are well."""
+    def find_failure(self) -> FailedRank | None:
+        """A follower that has ended, sends no heartbeats or does not proceed, causes before consequences; None if all are well."""
+        consequence: FailedRank | None = None
         now = time.monotonic_ns()
         heartbeats, lags, positions = self.channel.heartbeats_ns(), self.channel.lags(), self.channel.positions()
         for reader, follower in enumerate(self.followers):
             if follower.process.poll() is not None:
-                return follower, follower.exit_reason
+                failed = FailedRank(follower, follower.exit_reason, is_cause=follower.was_killed)
+                if failed.is_cause:
+                    return failed
+                consequence = consequence or failed
+                continue
             if heartbeats[reader] and (now - heartbeats[reader]) / 1e9 > HEARTBEAT_TIMEOUT_S:
-                return follower, f"has sent no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s"
+                return FailedRank(follower, f"has sent no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s", is_cause=True)
             if self._stalled_s(reader, positions[reader], lags[reader]) > self._step_timeout_s:
-                return follower, "is stuck in a step"
-        return None
+                return FailedRank(follower, "is stuck in a step", is_cause=True)
+        return consequence
 
-    def describe_failure(self, failed: FollowerProcess, reason: str) -> str:
+    def describe_failure(self, failed: FailedRank) -> str:
         """Save the logs of all followers in a new folder, and return the error message."""
-        return failed.describe_failure(reason, self.save_logs())
+        return failed.follower.describe_failure(failed.reason, self.save_logs())
 
     def save_logs(self) -> Path:
         """Save the logs of all followers in a new folder. Returns the folder."""

@@ -67,6 +67,7 @@ class Failure(msgspec.Struct, frozen=True):
 
     message: str
     log: str  # end of the rank's output
+    is_cause: bool  # False if the failure of another rank may be the reason
 
 
 def describe_node(engine: Engine, config: RuntimeConfig, devices: list[torch.device], num_nodes: int) -> Facts:

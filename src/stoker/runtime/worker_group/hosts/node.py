@@ -145,8 +145,8 @@ class Node:
                     continue
                 ranks = self._ranks
                 assert ranks is not None
-                message = ranks.describe_failure(*found)
-                self._link.send(FAILED, encode(Failure(message[:MAX_TEXT], found[0].log_end(MAX_TEXT))))
+                message = ranks.describe_failure(found)
+                self._link.send(FAILED, encode(Failure(message[:MAX_TEXT], found.follower.log_end(MAX_TEXT), found.is_cause)))
                 ranks.terminate()
                 self._closing.wait(GRACE_S)  # node 0 answers with STOP
                 self._failure = message

@@ -21,6 +21,7 @@ class RemoteNode:
         self.name = f"node {request.node_rank} ({request.name}, {self.host})"
         self.status = NodeStatus(0, 0)
         self.failure: str | None = None  # a sentence without its full stop, or several
+        self.is_cause = True  # of the failure; False if the failure of a rank on another node may be the reason
         self.has_ended = threading.Event()
         self._receiver = threading.Thread(target=self._receive, name=f"node {self.rank}", daemon=True)
         self._receiver.start()
@@ -53,6 +54,7 @@ class RemoteNode:
                     self.status = decode(body, NodeStatus)
                 elif kind == FAILED:
                     failure = decode(body, Failure)
+                    self.is_cause = failure.is_cause
                     self.failure = self.failure or f"{self.name}: {failure.message} Its log is saved in {self._save_log(failure.log)}"
                 else:
                     raise LinkError(f"sent a frame of the unknown kind {kind}")
