@@ -124,6 +124,14 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     chunked_prefill: bool = True
     """Spread the prefill of long prompts over several steps, together with decodes of other sequences."""
 
+    target_itl_ms: float | None = None
+    """Target of the inter-token latency in milliseconds. Steps with decodes compute only as many prompt tokens as let 99 of 100 steps
+    reach it, by the measured times of earlier steps. None: max_num_tokens is the only limit."""
+
+    target_ttft_ms: float | None = None
+    """Target of the time to the first token in milliseconds. A prompt that cannot reach it any more waits behind those that can. Without
+    target_itl_ms, steps with decodes compute only as many prompt tokens as it requires, which keeps the inter-token latency low."""
+
     prefix_reuse: bool = True
     """Retain full blocks of finished sequences for later prompts with the same prefix."""
 
@@ -207,7 +215,18 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"kv_cache_fraction={self.kv_cache_fraction} is outside (0, 1].", cure="Use a fraction such as 0.9.")
         if self.step_timeout_s is not None and not 1.0 <= self.step_timeout_s <= 86400.0:
             raise ConfigError(f"step_timeout_s={self.step_timeout_s} is refused.", cure="Use seconds, from 1 to 86400.")
+        self._check_targets()
         self._check_events()
+
+    def _check_targets(self) -> None:
+        """Raise ConfigError for latency targets that are out of range, or that cannot have an effect."""
+        for name in ("target_itl_ms", "target_ttft_ms"):
+            if (value := getattr(self, name)) is None:
+                continue
+            if not 0.1 <= value <= 3_600_000.0:
+                raise ConfigError(f"{name}={value} is refused.", cure="Use milliseconds, from 0.1 to 3600000.")
+            if not self.chunked_prefill:
+                raise ConfigError(f"{name}={value} needs chunked_prefill, which is false.", cure="Leave out one of them.")
 
     def _check_events(self) -> None:
         """Raise ConfigError for addresses of events that are malformed, or that have no effect."""
@@ -235,6 +254,8 @@ class RuntimeSettings(TypedDict, total=False):
     max_num_sequences: int | None
     max_num_tokens: int | None
     chunked_prefill: bool
+    target_itl_ms: float | None
+    target_ttft_ms: float | None
     prefix_reuse: bool
     kv_cache_tokens: int | None
     kv_cache_fraction: float | None

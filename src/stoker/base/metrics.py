@@ -123,6 +123,12 @@ EXECUTOR_METRICS = (
         "Prompt tokens whose keys and values were reused from the prefix index.",
         "num_reused_tokens",
     ),
+    Metric(
+        "stoker_step_token_limit",
+        "gauge",
+        "Tokens of a step with decodes: the limit of latency targets, or the maximum.",
+        "token_limit",
+    ),
     Metric("stoker_draft_steps_total", "counter", "Rows that verified draft tokens.", "num_draft_steps"),
     Metric("stoker_draft_tokens_total", "counter", "Draft tokens that were verified.", "num_draft_tokens"),
     Metric("stoker_accepted_draft_tokens_total", "counter", "Draft tokens that were accepted.", "num_accepted_draft_tokens"),

@@ -30,6 +30,8 @@ RUNTIME_HELP = {
     "max_num_sequences": "Maximum number of sequences that hold KV blocks. Default: max_batch_size.",
     "max_num_tokens": "Maximum number of tokens per step; at most the engine's. An engine of a checkpoint is built for it.",
     "chunked_prefill": "Split long prompts over several steps and batch them with decodes.",
+    "target_itl_ms": "Target of the inter-token latency in milliseconds: limits the prompt tokens of a step with decodes.",
+    "target_ttft_ms": "Target of the time to the first token in milliseconds: late prompts wait behind those that can reach it.",
     "prefix_reuse": "Reuse cached KV blocks for prompts with the same beginning.",
     "kv_cache_tokens": "Size of the KV cache in tokens.",
     "kv_cache_fraction": "Size of the KV cache as a fraction of free memory. With --kv-cache-tokens, the smaller size is used.",

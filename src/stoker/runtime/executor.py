@@ -287,8 +287,7 @@ class Executor:
             self._fail(plan, error)
             return
         self.stats.last_step_time_s = self.step_history.end_step(launched)
-        if not plan.num_prefill_tokens:
-            self.scheduler.draft_length.record_step(plan.num_tokens, self.stats.last_step_time_s)
+        self.scheduler.record_time(plan, self.stats.last_step_time_s)
         if plan.num_prefill_tokens:
             self._record_chunks(plan, launched)
         outcome = self.scheduler.commit(plan, self._tokens(plan, result))
@@ -399,6 +398,7 @@ class Executor:
         stats.num_reused_tokens = scheduler.num_reused_tokens
         stats.busy_time_s = self.step_history.total_s
         stats.num_preemptions = scheduler.num_preemptions
+        stats.token_limit = scheduler.budget.limit
         drafts = scheduler.draft_length
         stats.num_draft_steps, stats.num_draft_tokens = drafts.num_steps, drafts.num_drafts
         stats.num_accepted_draft_tokens = drafts.num_accepted

@@ -104,6 +104,9 @@ def _check(engine: Engine, config: RuntimeConfig, ranks: list[int]) -> None:
         raise ConfigError(
             f"kv_events={config.kv_events!r} is refused: this model reuses no prefixes, so there are no events.", cure="Leave it out."
         )
+    for name in ("target_itl_ms", "target_ttft_ms"):
+        if getattr(config, name) is not None and engine.config.model.requires_whole_prompt:
+            raise ConfigError(f"{name} is refused: this model computes a prompt in one step, whatever its length.", cure="Leave it out.")
     for rank in ranks:
         engine.check_rank(rank)
 
@@ -151,6 +154,8 @@ def _load(
         proposer=config.speculate,
         draft_tokens=config.draft_tokens,
         adaptive_drafts=config.adaptive_drafts,
+        target_itl_s=config.target_itl_ms / 1000 if config.target_itl_ms is not None else None,
+        target_ttft_s=config.target_ttft_ms / 1000 if config.target_ttft_ms is not None else None,
         drafts_beside_prefill=not captures_steps(config, model_config) or device.type == "cpu",  # such steps are not captured
     )
     runner = loaded.runner(num_blocks, ranks)

@@ -76,6 +76,7 @@ class ExecutorStats(msgspec.Struct, kw_only=True):
     num_decode_tokens: int = 0
     num_reused_tokens: int = 0  # prompt tokens whose keys and values came from the cache
     num_preemptions: int = 0
+    token_limit: int = 0  # of the newest step with decodes; latency targets choose it
     num_draft_steps: int = 0  # rows that verified drafts
     num_draft_tokens: int = 0  # verified, and those of them that were accepted
     num_accepted_draft_tokens: int = 0
@@ -117,6 +118,7 @@ class Sequence:
         "admission",
         "announced_key",
         "arrival",
+        "arrival_order",
         "bidirectional_prefix",
         "blocks",
         "deadline",
@@ -125,6 +127,7 @@ class Sequence:
         "finish_reason",
         "grammar",
         "index",
+        "is_postponed",
         "max_computed",
         "max_tokens",
         "min_tokens",
@@ -168,7 +171,8 @@ class Sequence:
         self.min_tokens = request.params.min_tokens  # set to 0 when the grammar allows only an end id
         self.end_ids = frozenset(request.end_ids) | frozenset(request.params.stop_token_ids)
         self.priority = request.priority
-        self.arrival = arrival
+        self.arrival = self.arrival_order = arrival
+        self.is_postponed = False  # it is late, and waits behind sequences that are not
         self.deadline = arrival + request.timeout_s if request.timeout_s is not None else None
         self.status = Status.WAITING
         self.num_computed = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stoker.base.config import TOKENS_PER_BLOCK, check_choice, check_range
+from stoker.base.config import TOKENS_PER_BLOCK, RuntimeConfig, check_choice, check_range
 from stoker.base.errors import ConfigError
 from stoker.router.core.fleet import Fleet
 from stoker.router.core.replica import Replica
@@ -33,12 +33,19 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_block: int = 64
     """Token positions of a block: 16, 32, 64 or 128."""
 
+    target_itl_ms: float | None = None
+    """As `stoker serve --target-itl-ms`."""
+
+    target_ttft_ms: float | None = None
+    """As `stoker serve --target-ttft-ms`."""
+
     num_gpus: int = 1
     """GPUs of one replica (tensor × pipeline parallel), for the cost. Their effect on time is in the step times."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_num_tokens", "kv_cache_tokens"):
             check_range(name, getattr(self, name), 1, 1 << 30)
+        RuntimeConfig(target_itl_ms=self.target_itl_ms, target_ttft_ms=self.target_ttft_ms)
         check_range("num_gpus", self.num_gpus, 1, 1024)
         check_choice("tokens_per_block", self.tokens_per_block, TOKENS_PER_BLOCK)
         if self.kv_cache_tokens < self.tokens_per_block:
@@ -60,9 +67,12 @@ class SimulatedReplica:
             max_batch_size=settings.max_batch_size,
             max_num_tokens=settings.max_num_tokens,
             max_seq_len=self.max_seq_len,
+            target_itl_s=settings.target_itl_ms / 1000 if settings.target_itl_ms is not None else None,
+            target_ttft_s=settings.target_ttft_ms / 1000 if settings.target_ttft_ms is not None else None,
             event_log=self._log,
         )
         self._plan: StepPlan | None = None
+        self._duration_s = 0.0
 
     @property
     def is_running(self) -> bool:
@@ -78,13 +88,14 @@ class SimulatedReplica:
         plan = self.scheduler.plan(now_s)
         if not plan.sequences:
             return None
-        self._plan = plan
-        return now_s + self._step_times.of(plan)
+        self._plan, self._duration_s = plan, self._step_times.of(plan)
+        return now_s + self._duration_s
 
     def end_step(self) -> StepOutcome:
         """Commit the running step, and apply its block events to the fleet."""
         plan, self._plan = self._plan, None
         assert plan is not None
+        self.scheduler.record_time(plan, self._duration_s)
         outcome = self.scheduler.commit(plan, [[TOKEN] if samples else [] for samples in plan.samples])
         slot, stored = self.replica.slot, self._fleet.stored
         for change in self._log.pop():

@@ -27,6 +27,8 @@ REPLICA_HELP = {
     "max_num_tokens": "Tokens in one step of a replica.",
     "kv_cache_tokens": "Token positions of the KV cache of a replica.",
     "tokens_per_block": "Token positions of a block: 16, 32, 64 or 128.",
+    "target_itl_ms": "Target of the inter-token latency in milliseconds, as of `stoker serve`.",
+    "target_ttft_ms": "Target of the time to the first token in milliseconds, as of `stoker serve`.",
     "num_gpus": "GPUs of one replica, for the cost. Their effect on the time of a step is in --step-times.",
 }
 SIMULATED = ("policy", "decode_cost", "session_bonus")  # settings of the router that have an effect

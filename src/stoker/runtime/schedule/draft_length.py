@@ -15,43 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stoker.runtime.request import Sequence
+from stoker.runtime.schedule.step_cost import StepCost
 
 MIN_GAIN = 1.03
-DECAY = 0.98  # of step times, per step
+DECAY = 0.98  # of the average acceptance, per step with drafts
 FORGET = 0.9  # of a sequence's acceptance, per step with drafts
 PRIOR_WEIGHT = 3.0  # drafts that the acceptance of earlier sequences counts for, in a new one
 FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # tokens without drafts after an attempt that did not pay
 FLAT = 32.0  # base ÷ slope before steps of different sizes were measured
-
-
-class StepCost:
-    """The line base + slope × tokens through the newest step times, by weighted least squares."""
-
-    def __init__(self) -> None:
-        self._weight = self._tokens = self._time = self._tokens_2 = self._product = 0.0
-
-    def record(self, tokens: int, duration_s: float) -> None:
-        """Add a step of `tokens` tokens. A time above three times the mean counts as that, because the machine was busy otherwise."""
-        if self._weight:
-            duration_s = min(duration_s, 3.0 * self._time / self._weight)
-        self._weight = self._weight * DECAY + 1.0
-        self._tokens = self._tokens * DECAY + tokens
-        self._time = self._time * DECAY + duration_s
-        self._tokens_2 = self._tokens_2 * DECAY + tokens * tokens
-        self._product = self._product * DECAY + tokens * duration_s
-
-    def base_by_slope(self) -> float:
-        """base ÷ slope, in tokens: how many tokens cost as much as an empty step. At least 0."""
-        if not self._weight:
-            return FLAT
-        mean_tokens, mean_time = self._tokens / self._weight, self._time / self._weight
-        variance = self._tokens_2 / self._weight - mean_tokens**2
-        if variance < 0.25 or mean_time <= 0.0:
-            return FLAT
-        slope = (self._product / self._weight - mean_tokens * mean_time) / variance
-        if slope <= 0.0:
-            return 1e6
-        return max(mean_time / slope - mean_tokens, 0.0)
 
 
 @dataclass(slots=True)
@@ -138,7 +109,7 @@ class DraftLength:
 
     def _choose(self, acceptance: float, num_rows: int) -> int:
         """The number of drafts with the largest rate of tokens."""
-        base = self.cost.base_by_slope()
+        base = self.cost.base_by_slope(FLAT)
         plain = best_rate = 1.0 / (base + num_rows)
         best, expected, probability = 0, 1.0, 1.0
         for count in range(1, self.max_drafts + 1):

@@ -11,12 +11,13 @@ from stoker.runtime.schedule.plan import NO_DRAFTS, StepPlan
 from stoker.runtime.schedule.policies.policy import Demand
 from stoker.runtime.schedule.proposers.proposer import Proposer
 from stoker.runtime.schedule.running_set import RunningSet
+from stoker.runtime.schedule.step_budget import StepBudget
 
 _MIN_SAMPLED, _MAX_SAMPLED = 64, 128  # tokens of a step with drafts; a device computes more at the cost of as many plain rows
 
 
 class Planner:
-    """Fills plans of at most `max_rows` rows and `max_num_tokens` tokens from the running set; max_rows <= max_num_tokens."""
+    """Fills plans of at most `max_rows` rows and `budget.max_num_tokens` tokens from the running set; max_rows <= max_num_tokens."""
 
     def __init__(
         self,
@@ -24,7 +25,7 @@ class Planner:
         proposer: Proposer,
         *,
         max_rows: int,
-        max_num_tokens: int,
+        budget: StepBudget,
         chunked_prefill: bool,
         draft_length: DraftLength,
         drafts_beside_prefill: bool = True,
@@ -38,7 +39,8 @@ class Planner:
         self._max_sampled = max_sampled_tokens(max_rows)
         self._drafts_beside_prefill = drafts_beside_prefill
         self._row_limit = self._max_rows = max_rows
-        self._max_num_tokens = max_num_tokens
+        self._budget, self._max_num_tokens = budget, budget.max_num_tokens
+        self._token_limit = self._max_num_tokens  # of the step that is planned, for prefills
         self._chunked_prefill = chunked_prefill
 
     def limit_rows(self, count: int) -> None:
@@ -54,6 +56,8 @@ class Planner:
             return
         num_holding = self._running_set.num_holding
         prefills, starved = self._decodes(plan)
+        if self._budget.has_target:
+            self._limit_tokens(prefills, now)
         if self._prefills(plan, prefills) and not starved and not self._running_set.admission_blocked:
             self._admissions(plan, num_holding, now, paused)
         if starved and not plan.sequences and not self._running_set.num_leaving:
@@ -129,11 +133,19 @@ class Planner:
         """The number of drafts that pay for `seq`, if a step has as many decodes as the newest one."""
         return self._draft_length.limit(seq, max(self._num_decodes, 1))
 
+    def _limit_tokens(self, prefills: list[Sequence], now: float) -> None:
+        """Set the limit of the tokens of this step from the latency targets. `prefills` are running, and not complete."""
+        running_set = self._running_set
+        num_waiting = sum(seq.num_prefill - seq.num_computed for seq in prefills) + running_set.queue.num_tokens
+        first = prefills[0] if prefills else running_set.queue.peek()
+        num_decodes = len(running_set.running) - len(prefills)
+        self._token_limit = self._budget.num_tokens(num_decodes, num_waiting, first.arrival if first is not None else None, now)
+
     def _prefills(self, plan: StepPlan, prefills: list[Sequence]) -> bool:
         """Add chunks of unfinished prefills to the plan. False if one of them gets no tokens; then no waiting sequence may overtake it."""
         for seq in prefills:
             if seq.status is Status.RUNNING:  # a decode may have preempted it
-                num_new = self._num_new(seq, seq.num_computed, self._max_num_tokens - plan.num_tokens)
+                num_new = self._num_new(seq, seq.num_computed, self._token_limit - plan.num_tokens)
                 if not num_new:
                     return False
                 _add_prefill(plan, seq, num_new)
@@ -148,12 +160,14 @@ class Planner:
         running_set = self._running_set
         policy, queue, kv_cache = running_set.policy, running_set.queue, running_set.kv_cache
         while running_set.has_free_row and (seq := queue.peek(preempted_only=paused)) is not None:
+            if self._budget.is_late(seq, now) and queue.postpone(seq, self._budget.delay_s):
+                continue
             match = kv_cache.match(seq)
             if match.producer is not None and not policy.whole_batches:
                 queue.park(seq, match.producer, kv_cache.num_common_blocks(seq, match.producer))
                 continue
             all_rows_taken = len(plan) == self._max_rows
-            budget = 0 if all_rows_taken else self._max_num_tokens - plan.num_tokens
+            budget = 0 if all_rows_taken else max(self._token_limit - plan.num_tokens, 0)
             num_new = self._num_new(seq, match.num_reused * kv_cache.tokens_per_block, budget)
             # If all rows are taken, a sequence may still get blocks and alternate with the others in later steps.
             if not num_new and not all_rows_taken and not policy.whole_batches:

@@ -20,6 +20,7 @@ class WaitingQueue:
         self._parked: dict[int, list[tuple[int, Sequence]]] = {}  # seq_id of the producer → (number of its blocks, sequence)
         self.num_new = 0
         self.num_preempted = 0
+        self.num_tokens = 0  # of all sequences
         self._num_ended = 0
         self._pop_times: deque[float] = deque(maxlen=64)
 
@@ -57,6 +58,16 @@ class WaitingQueue:
         times = self._pop_times
         return min(60.0, max(1.0, (now - times[0]) / len(times))) if times else 1.0
 
+    def postpone(self, seq: Sequence, delay_s: float) -> bool:
+        """Move `seq`, which `peek` returned, to where it would be had it arrived `delay_s` later. False the second time."""
+        if seq.is_postponed:
+            return False
+        heappop(self._heap(seq))
+        seq.is_postponed = True
+        seq.arrival_order += delay_s
+        self._insert(seq)
+        return True
+
     def park(self, seq: Sequence, producer: Sequence, num_blocks: int) -> None:
         """Skip `seq`, which `peek` returned, until `producer` has indexed `num_blocks` blocks or has left (`wake`)."""
         heappop(self._heap(seq))
@@ -93,7 +104,8 @@ class WaitingQueue:
             heappush(self._heap(seq), (self._key(seq), seq))
 
     def _count(self, seq: Sequence, change: int) -> None:
-        """Change the number of new or preempted sequences."""
+        """Change the number of new or preempted sequences, and of their tokens."""
+        self.num_tokens += change * len(seq.tokens)
         if seq.num_preemptions:
             self.num_preempted += change
         else:

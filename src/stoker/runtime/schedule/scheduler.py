@@ -18,6 +18,7 @@ from stoker.runtime.schedule.planner import Planner
 from stoker.runtime.schedule.policies import POLICIES
 from stoker.runtime.schedule.proposers import PROPOSERS
 from stoker.runtime.schedule.running_set import RunningSet
+from stoker.runtime.schedule.step_budget import StepBudget
 
 
 class Scheduler:
@@ -33,7 +34,8 @@ class Scheduler:
     a step, they alternate. With `num_stages` pipeline stages the sequences are spread over that number of steps in flight. Without
     `chunked_prefill` a prompt is computed in a single step. `num_adapters` is the number of low-rank adapters that the model has. A
     row has at most `draft_tokens` drafts of the proposer, fewer if that is faster (`adaptive_drafts`), and none in a step with prefills
-    unless `drafts_beside_prefill` is set.
+    unless `drafts_beside_prefill` is set. The latency targets choose the prompt tokens of a step from the times that `record_time` is
+    called with.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class Scheduler:
         draft_tokens: int | None = None,
         adaptive_drafts: bool = False,
         drafts_beside_prefill: bool = True,
+        target_itl_s: float | None = None,
+        target_ttft_s: float | None = None,
         num_adapters: int = 0,
         host_tier: HostTier | None = None,
         event_log: BlockEventLog | None = None,
@@ -68,11 +72,12 @@ class Scheduler:
         max_drafts = self._proposer.max_drafts
         max_drafts = max_drafts if draft_tokens is None else min(draft_tokens, max_drafts)
         self.draft_length = DraftLength(max_drafts, is_adaptive=adaptive_drafts)
+        self.budget = StepBudget(max_num_tokens, target_itl_s=target_itl_s, target_ttft_s=target_ttft_s, num_stages=num_stages)
         self._planner = Planner(
             self._running_set,
             self._proposer,
             max_rows=max_rows,
-            max_num_tokens=max_num_tokens,
+            budget=self.budget,
             chunked_prefill=chunked_prefill,
             draft_length=self.draft_length,
             drafts_beside_prefill=drafts_beside_prefill,
@@ -275,6 +280,12 @@ class Scheduler:
             elif proposes:  # this row may have no drafts, and an earlier one rejected drafts
                 self._running_set.trim(seq)
         return outcome
+
+    def record_time(self, plan: StepPlan, duration_s: float) -> None:
+        """Measure a step, which ended `duration_s` seconds after its launch or after the step before it."""
+        if not plan.num_prefill_tokens:
+            self.draft_length.record_step(plan.num_tokens, duration_s)
+        self.budget.record(plan.num_tokens - plan.num_prefill_tokens, plan.num_prefill_tokens, duration_s)
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
         """End the sequences of a step that raised an error, with finish_reason ERROR. Returns those that had not ended before.

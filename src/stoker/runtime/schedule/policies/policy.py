@@ -32,8 +32,9 @@ class Policy(ABC):
     whole_batches = False  # admit beyond the token limit of the step, and without waiting for prefixes that other sequences compute
 
     def order(self, seq: Sequence) -> tuple[float, ...]:
-        """The sort key by which sequences are admitted: priority, then arrival. It is unique per sequence and does not change."""
-        return seq.priority, seq.arrival, seq.seq_id
+        """The sort key by which sequences are admitted: priority, then arrival. It is unique per sequence, and changes only if that is
+        late (`WaitingQueue.postpone`)."""
+        return seq.priority, seq.arrival_order, seq.seq_id
 
     @abstractmethod
     def admits(self, demand: Demand) -> bool:

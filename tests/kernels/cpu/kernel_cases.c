@@ -1,0 +1,170 @@
+/* Runs the C kernels on deterministic inputs and writes their results to standard output as float32, for any processor.
+ *
+ * tests/kernels/cpu/test_other_processors.py compiles it together with the kernels and compares the results with those of this machine.
+ */
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "activation.h"
+#include "head.h"
+#include "linear.h"
+
+struct linears {
+    fork_function *fork;
+    int64_t threads, count;
+    struct linear first[];
+};
+struct widening {
+    fork_function *fork;
+    int64_t threads;
+    float *out;
+    int64_t first, count;
+    struct linear linear;
+};
+struct rope_store {
+    char *q;
+    const char *k, *v;
+    const int32_t *positions, *slots;
+    const float *cos_sin, *key_scale, *value_scale, *key_balance;
+    void *keys, *values;
+    int64_t tokens, heads, kv_heads, size, value_size;
+    int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride;
+    int64_t dim, num_positions, interleaved, num_blocks, block_size, dtype, cache_dtype;
+};
+struct attention {
+    fork_function *fork;
+    int64_t threads;
+    const char *q, *keys, *values;
+    const float *key_scale, *value_scale;
+    const int32_t *block_tables, *seq_lens;
+    void *out;
+    int64_t rows, heads, kv_heads, size, value_size, q_token_stride, q_head_stride, max_blocks, num_blocks, block_size;
+    int64_t window, chunk, dtype, cache_dtype;
+    double scale;
+};
+int stoker_linears(const struct linears *);
+int stoker_widen(const struct widening *);
+int stoker_rope_store(const struct rope_store *);
+int stoker_attention(const struct attention *);
+
+static uint32_t state = 1;
+
+static uint32_t next(void) { return state = state * 1664525u + 1013904223u; }
+
+/* A number in [-1, 1) that bfloat16 and float16 represent exactly. */
+static float number(void) { return (float)(int32_t)(next() >> 24) / 128.0f - 1.0f; }
+
+/* `count` elements of `dtype`: floats are `scale` × number(), bytes are random. */
+static void *array(int dtype, int64_t count, float scale) {
+    char *a = calloc(count * size_of(dtype) + 64, 1);
+    for (int64_t i = 0; i < count; i++) {
+        float value = number() * scale;
+        if (dtype == INT8 || dtype == UINT8) a[i] = (char)(next() >> 16);
+        else if (dtype == FLOAT32) ((float *)a)[i] = value;
+        else { /* a power of two times eight bits of mantissa */
+            uint32_t bits;
+            memcpy(&bits, &value, 4);
+            uint32_t magnitude = bits & 0x7fffffff;
+            ((uint16_t *)a)[i] = dtype == BFLOAT16 ? bits >> 16 : bits >> 31 << 15 | (magnitude ? (magnitude - 0x38000000) >> 13 : 0);
+        }
+    }
+    return a;
+}
+
+static void put(int dtype, const void *values, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        float value = load_first(dtype, values, i, 1)[0];
+        fwrite(&value, 4, 1, stdout);
+    }
+}
+
+static void check(int status) {
+    if (status) exit(1);
+}
+
+static struct linear weight_of(int64_t in, int64_t out, int dtype, int group, int scale_dtype, int zero_kind) {
+    struct linear l = {.in = in, .out = out, .weight_dtype = dtype, .group = group, .scale_dtype = scale_dtype, .eps = 1e-5};
+    int64_t groups = group ? (in + group - 1) / group : 1;
+    l.weight = array(dtype, dtype == UINT8 ? in * out / 2 : in * out, 1);
+    if (dtype == INT8 || dtype == UINT8) l.scale = array(scale_dtype, out * groups, 1.0f / 64);
+    if (zero_kind == 1) l.zero = array(UINT8, out * groups, 1);
+    if (zero_kind == 2 || (dtype == INT8 && group)) l.offset = array(scale_dtype, out * groups, 0.5f);
+    return l;
+}
+
+static void run_linears(void) {
+    static const int kinds[][4] = { /* dtype, group, scale dtype, zero point (1) or offset (2) */
+        {FLOAT32, 0, FLOAT32, 0}, {BFLOAT16, 0, FLOAT32, 0}, {INT8, 0, FLOAT32, 0}, {INT8, 32, BFLOAT16, 2},
+        {UINT8, 32, FLOAT16, 0}, {UINT8, 64, FLOAT16, 1}, {UINT8, 32, BFLOAT16, 2},
+    };
+    static const int64_t rows[] = {1, 2, 3, 7, 16}, ins[] = {64, 100, 288};
+    for (unsigned k = 0; k < sizeof kinds / sizeof *kinds; k++)
+        for (int r = 0; r < 5; r++)
+            for (int i = 0; i < 3; i++) {
+                int dtype = r % 2 ? BFLOAT16 : FLOAT32, gated = i == 1, out = gated ? 18 : 37;
+                struct linear l = weight_of(ins[i], gated ? 2 * out : out, kinds[k][0], kinds[k][1], kinds[k][2], kinds[k][3]);
+                l.out = out;
+                l.rows = rows[r];
+                l.dtype = dtype;
+                l.gate = gated ? SILU + r % 6 : NO_ACTIVATION;
+                l.input_gate = i == 2 ? GELU_TANH : NO_ACTIVATION;
+                l.norm = r % 3;
+                l.norm_weight = array(l.norm_weight_dtype = BFLOAT16, l.in, 1);
+                l.bias = array(l.bias_dtype = FLOAT32, gated ? 2 * out : out, 1);
+                l.x_stride = l.in * (l.input_gate ? 2 : 1);
+                l.x = array(dtype, l.rows * l.x_stride, 1);
+                l.residual = i ? array(dtype, l.rows * out, 1) : NULL;
+                l.y = array(dtype, l.rows * out, 0);
+                struct linears *all = calloc(1, sizeof *all + sizeof l);
+                *all = (struct linears){NULL, 1, 1};
+                all->first[0] = l;
+                check(stoker_linears(all));
+                put(dtype, l.y, l.rows * out);
+                if (!l.group) continue;
+                struct widening w = {NULL, 1, array(FLOAT32, 19 * l.in, 0), 1, 17, l};
+                check(stoker_widen(&w));
+                put(FLOAT32, w.out, w.count * l.in);
+            }
+}
+
+enum { BLOCKS = 6, PLACES = 16, KV_HEADS = 2, SIZE = 48, ROWS = 3 };
+
+static void run_cache(int dtype, int cache_dtype, int interleaved, int64_t window) {
+    int heads = KV_HEADS * 3;
+    int64_t cache = (int64_t)BLOCKS * KV_HEADS * PLACES * SIZE;
+    int is_int8 = cache_dtype == INT8;
+    float scales[KV_HEADS] = {1.0f / 90, 1.0f / 70};
+    int32_t positions[ROWS] = {0, 5, 30}, slots[ROWS] = {17, 37, -1}, tables[ROWS * BLOCKS] = {3, 1, 0, 4, 2, 5, 0, 2, 4, 5, 1, 3, 5, 4, 3};
+    int32_t lengths[ROWS] = {1, 33, 75};
+    char *q = array(dtype, ROWS * heads * SIZE, 1), *keys = array(cache_dtype, cache, 1), *values = array(cache_dtype, cache, 1);
+    struct rope_store r = {
+        .q = q, .k = array(dtype, ROWS * KV_HEADS * SIZE, 1), .v = array(dtype, ROWS * KV_HEADS * SIZE, 1),
+        .positions = positions, .slots = slots, .cos_sin = array(FLOAT32, 64 * 32, 1), .keys = keys, .values = values,
+        .key_scale = is_int8 ? scales : NULL, .value_scale = is_int8 ? scales : NULL,
+        .key_balance = is_int8 ? array(FLOAT32, KV_HEADS * 2 * SIZE, 1) : NULL, .tokens = ROWS, .heads = heads, .kv_heads = KV_HEADS,
+        .size = SIZE, .value_size = SIZE, .q_token_stride = heads * SIZE, .q_head_stride = SIZE, .k_token_stride = KV_HEADS * SIZE,
+        .k_head_stride = SIZE, .v_token_stride = KV_HEADS * SIZE, .v_head_stride = SIZE, .dim = 32, .num_positions = 64,
+        .interleaved = interleaved, .num_blocks = BLOCKS, .block_size = PLACES, .dtype = dtype, .cache_dtype = cache_dtype,
+    };
+    check(stoker_rope_store(&r));
+    put(dtype, q, ROWS * heads * SIZE);
+    put(cache_dtype, values, cache);
+    struct attention a = {
+        .threads = 1, .q = q, .keys = array(cache_dtype, cache, 1), .values = values, .key_scale = r.key_scale,
+        .value_scale = r.value_scale, .block_tables = tables, .seq_lens = lengths, .out = array(dtype, ROWS * heads * SIZE, 0), .rows = ROWS,
+        .heads = heads, .kv_heads = KV_HEADS, .size = SIZE, .value_size = SIZE, .q_token_stride = heads * SIZE, .q_head_stride = SIZE,
+        .max_blocks = BLOCKS, .num_blocks = BLOCKS, .block_size = PLACES, .window = window, .dtype = dtype, .cache_dtype = cache_dtype,
+        .scale = 0.144,
+    };
+    check(stoker_attention(&a));
+    put(dtype, a.out, ROWS * heads * SIZE);
+}
+
+int main(void) {
+    run_linears();
+    run_cache(FLOAT32, FLOAT32, 0, 0);
+    run_cache(BFLOAT16, BFLOAT16, 1, 20);
+    run_cache(FLOAT32, INT8, 0, 0);
+    return 0;
+}

@@ -1,0 +1,69 @@
+"""The C kernels on other processors: x86 without AVX-512 or AVX2, and 64-bit ARM (cross-compiled, and run by an emulator).
+
+The other tests of this folder compare the kernels of this machine with float64. Here a program of deterministic cases is compiled for each
+processor, and its results are compared with those of this machine.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stoker.kernels.native import build
+
+CASES = Path(__file__).parent / "kernel_cases.c"
+ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+X86 = platform.machine() == "x86_64"
+COMPILER = next(filter(None, map(shutil.which, build.COMPILERS)), None)
+Run = Callable[..., np.ndarray]
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Compiles the cases with other flags than -march=native, and returns their results."""
+
+    def results(*flags: str, compiler: str = COMPILER or "", emulator: tuple[str, ...] = ()) -> np.ndarray:
+        program = tmp_path_factory.mktemp("cases") / "cases"
+        common = [flag for flag in build.FLAGS if flag not in ("-march=native", "-shared", "-fPIC")]
+        sources = [CASES, *sorted(build._SOURCES.glob("*.c"))]
+        command = [compiler, *common, *flags, f"-I{build._SOURCES}", "-o", str(program), *map(str, sources), "-lm"]
+        subprocess.run(command, check=True, timeout=120)
+        done = subprocess.run([*emulator, str(program)], check=True, timeout=120, stdout=subprocess.PIPE)
+        return np.frombuffer(done.stdout, np.float32)
+
+    return results
+
+
+@pytest.fixture(scope="module")
+def here(run: Run) -> np.ndarray:
+    """The results of this machine."""
+    return run("-march=native")
+
+
+def check(found: np.ndarray, here: np.ndarray) -> None:
+    assert found.shape == here.shape and len(here) > 100_000 and np.isfinite(here).all()
+    # Sums have another order. A bfloat16 result can round to its neighbour, and an int8 one to the next integer.
+    errors = np.abs(found - here) / np.maximum(np.abs(here), 1.0)
+    assert errors.max() < 2**-7 and np.quantile(errors, 0.99) < 1e-5, (errors.max(), np.quantile(errors, 0.99))
+    assert np.count_nonzero(here) > 0.9 * len(here)
+
+
+@pytest.mark.skipif(not X86, reason="not an x86 processor")
+@pytest.mark.parametrize("flags", [("-mavx2", "-mfma"), ("-march=x86-64",)], ids=["AVX2", "SSE2"])
+def test_x86_with_fewer_features(flags: tuple[str, ...], run: Run, here: np.ndarray) -> None:
+    if "-mavx2" in flags and " avx2 " not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has no AVX2")
+    check(run(*flags), here)
+
+
+@pytest.mark.skipif(not (shutil.which(ARM_COMPILER) and shutil.which(ARM_EMULATOR)), reason="no cross-compiler or emulator of ARM")
+def test_arm(run: Run, here: np.ndarray) -> None:
+    check(run("-static", compiler=ARM_COMPILER, emulator=(ARM_EMULATOR,)), here)
