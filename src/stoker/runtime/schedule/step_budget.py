@@ -26,7 +26,7 @@ from stoker.runtime.schedule.step_cost import StepCost
 
 MARGIN = 2.4  # standard deviations; 2.33 is the 99th percentile of a normal distribution
 FIRST_PREFILL = 256  # prompt tokens before any were measured; afterwards at most twice as many as were measured
-MIN_PREFILL = 32  # prompt tokens that a step computes even if the target cannot be reached, so that prompts proceed
+MIN_PREFILL = 16  # prompt tokens that a step computes even if the target cannot be reached, so that prompts proceed
 DECAY = 0.9  # of the measurements, per step with prompts
 PACE = 0.7  # fraction of the target of the time to the first token in which the waiting prompts shall be computed
 LATE_FACTOR = 10.0
