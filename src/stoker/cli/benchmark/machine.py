@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
+
+from stoker.base.cpus import num_cpus
 
 
 def device_name(device: str | None = None) -> str:
@@ -13,7 +14,7 @@ def device_name(device: str | None = None) -> str:
         import torch
 
         return torch.cuda.get_device_name()
-    return f"{cpu_name()}, {len(available_cores())} cores"
+    return f"{cpu_name()}, {num_cpus()} cores"
 
 
 def cpu_name() -> str:
@@ -27,11 +28,6 @@ def cpu_name() -> str:
 def cpu_flags() -> set[str]:
     """The instruction sets of the processor by their names in Linux; empty when /proc/cpuinfo does not list them."""
     return next((set(line.partition(":")[2].split()) for line in _cpuinfo_lines() if line.startswith("flags")), set())
-
-
-def available_cores() -> set[int]:
-    """The indices of the cores that this process may use."""
-    return os.sched_getaffinity(0)
 
 
 def _cpuinfo_lines() -> list[str]:

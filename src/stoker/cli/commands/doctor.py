@@ -138,11 +138,12 @@ def _check_triton() -> Finding:
 
 def _check_processor() -> Finding:
     """The name, cores and vector extensions of the processor."""
-    from stoker.cli.benchmark.machine import available_cores, cpu_flags, cpu_name
+    from stoker.base.cpus import num_cpus
+    from stoker.cli.benchmark.machine import cpu_flags, cpu_name
 
     flags = cpu_flags()
     extensions = [name for name, flag in CPU_EXTENSIONS.items() if flag in flags]
-    says = f"{cpu_name()}, {len(available_cores())} cores; {', '.join(extensions) or 'no known vector extensions'}"
+    says = f"{cpu_name()}, {num_cpus()} cores; {', '.join(extensions) or 'no known vector extensions'}"
     slow = "" if "BF16" in extensions or "AMX" in extensions else "; bfloat16 is slow here, build with --dtype float32"
     return Finding("ok", "processor", says + slow)
 
