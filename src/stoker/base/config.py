@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any, TypedDict, get_args, get_origin
 
 import msgspec
@@ -15,7 +16,7 @@ DEVICES = ("cpu", "cuda")
 TOKENS_PER_BLOCK = (16, 32, 64, 128)
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static")  # modules of runtime.schedule.policies
 _EVENT_ADDRESS = re.compile(r"tcp://[^\s/]+:(\d{1,5}|\*)|ipc://\S{1,107}")
-PROPOSERS = ("none", "ngram", "request")  # draft proposers without a draft model, of runtime.schedule.proposers
+PROPOSERS = ("none", "ngram", "request")  # draft proposers without a drafter, of runtime.schedule.proposers
 MAX_DRAFT_TOKENS = 32
 _NOUNS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", tuple: "a list of whole numbers"}
 
@@ -168,7 +169,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     speculate: str = "none"
     """Draft proposer of speculative decoding: `ngram` copies from the prompt and the answer, `request` verifies drafts that requests
-    supply, `none` computes one token per step."""
+    supply, `none` computes one token per step. Otherwise the directory of a draft engine."""
 
     draft_tokens: int = 7
     """Largest number of draft tokens of a sequence per step, 1 to 32."""
@@ -198,7 +199,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.device is not None:
             check_choice("device", self.device, DEVICES)
         check_choice("policy", self.policy, POLICIES)
-        check_choice("speculate", self.speculate, PROPOSERS)
+        if "/" not in self.speculate and not Path(self.speculate).is_dir():  # otherwise the directory of a draft engine
+            check_choice("speculate", self.speculate, PROPOSERS)
         check_range("draft_tokens", self.draft_tokens, 1, MAX_DRAFT_TOKENS)
         for name in ("max_batch_size", "max_num_sequences", "max_num_tokens", "kv_cache_tokens", "attention_window"):
             if getattr(self, name) is not None:

@@ -290,6 +290,9 @@ class Executor:
         self.scheduler.record_time(plan, self.stats.last_step_time_s)
         if plan.num_prefill_tokens:
             self._record_chunks(plan, launched)
+        if result.drafts:
+            for seq, drafts in zip(result.sequences, result.drafts, strict=True):
+                seq.proposal = drafts
         outcome = self.scheduler.commit(plan, self._tokens(plan, result))
         self._emit(outcome, result)
         self.step_history.record(plan)

@@ -20,7 +20,8 @@ from stoker.runtime.kv.events.log import BlockEventLog
 from stoker.runtime.kv.events.publisher import EventPublisher
 from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.worker.devices import rank_devices
-from stoker.runtime.worker.rank import Capacity, captures_steps, load_rank, use_device
+from stoker.runtime.worker.draft_sources import check_drafter, uses_drafter
+from stoker.runtime.worker.rank import Capacity, captures_steps, draft_task, load_rank, use_device
 from stoker.runtime.worker_group.leader import ONE_NODE, WorkerGroup
 
 log = get_logger(__name__)
@@ -81,7 +82,9 @@ def check_start(engine: Engine, config: RuntimeConfig, nodes: NodeSettings = ONE
     for device in devices.values():
         engine.check_device(device)
     _check(engine, config, list(devices))
-    Capacity.of(engine.config.limits, engine.config.model.max_positions, config)
+    capacity = Capacity.of(engine.config.limits, engine.config.model.max_positions, config)
+    if uses_drafter(config):
+        check_drafter(draft_task(engine, config, next(iter(devices.values())), capacity))
     return devices
 
 
@@ -151,8 +154,8 @@ def _load(
         prefix_reuse=config.prefix_reuse and not requires_whole_prompt,
         num_stages=world.stage.num_stages,
         event_log=BlockEventLog() if events is not None else None,
-        proposer=config.speculate,
-        draft_tokens=config.draft_tokens,
+        proposer="drafter" if uses_drafter(config) else config.speculate,
+        draft_tokens=loaded.max_drafts or None,
         adaptive_drafts=config.adaptive_drafts,
         target_itl_s=config.target_itl_ms / 1000 if config.target_itl_ms is not None else None,
         target_ttft_s=config.target_ttft_ms / 1000 if config.target_ttft_ms is not None else None,

@@ -24,12 +24,14 @@ class StepPlan:
         computes k + 1 tokens and yields 1 to k + 1 tokens: the accepted drafts, and the token sampled after them.
     adapters: the adapter index of each row, NO_ADAPTER for none; None if no row has an adapter.
     transfers: copies between tiers of the KV cache, which are performed in order before the step is computed.
+    num_wanted: the largest number of drafts of a row that the next step can verify, which a drafter computes in this step.
     num_decodes: the number of rows that have one new token after a completed prefill.
     num_tokens, num_prefill_tokens: the tokens of all rows, and those of prefill rows.
     """
 
     __slots__ = (
-        "adapters", "drafts", "num_decodes", "num_new", "num_prefill_tokens", "num_tokens", "samples", "sequences", "starts", "transfers",
+        "adapters", "drafts", "num_decodes", "num_new", "num_prefill_tokens", "num_tokens", "num_wanted", "samples",
+        "sequences", "starts", "transfers",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -40,6 +42,7 @@ class StepPlan:
         self.drafts: list[Seq[int]] = []
         self.adapters: list[int] | None = None
         self.transfers: Seq[BlockTransfer] = NO_TRANSFERS
+        self.num_wanted = 0
         self.num_decodes = 0
         self.num_tokens = 0
         self.num_prefill_tokens = 0

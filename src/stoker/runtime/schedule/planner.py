@@ -65,6 +65,9 @@ class Planner:
             self.fill(plan, now, paused=paused)
         elif self._max_drafts and plan.num_decodes and not starved and (self._drafts_beside_prefill or not plan.num_prefill_tokens):
             self._add_drafts(plan)
+        if self._proposer.runs_on_device and plan.sequences:
+            rows = zip(plan.sequences, plan.samples, strict=True)
+            plan.num_wanted = max((self._limit(seq) for seq, samples in rows if samples), default=0)
         if self._running_set.num_with_adapter:
             self._add_adapters(plan)
 

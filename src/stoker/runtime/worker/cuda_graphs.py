@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,16 +33,24 @@ _MIXED_ROWS = (8, 64, 256)
 _DRAFTED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _DRAFTED_PARTS = (4, 2, 1)  # graphs have room for a quarter of the drafts, for half of them, and for all
 
-# The captured function: (inputs, max_drafts, all_greedy) → what the rows yield.
-Forward = Callable[[StepInputs, int, bool], "Tensor | Verified"]
+
+class PlainStep(NamedTuple):
+    """The results of a step without sampling features."""
+
+    yielded: Tensor | Verified  # the sampled token ids [L], or with drafts what the sequences yield
+    drafts: Tensor | None  # int32 [S, D], that follow them; None without a drafter
+
+
+# The captured function: (inputs, max_drafts, all_greedy) → results.
+Forward = Callable[[StepInputs, int, bool], PlainStep]
 
 
 @dataclass(slots=True)
 class CapturedStep:
-    """A graph, and the tensors to which it writes the sampled token ids, or what its rows with drafts yield."""
+    """A graph, and the tensors to which it writes its results."""
 
     graph: torch.cuda.CUDAGraph
-    result: Tensor | Verified
+    result: PlainStep
 
 
 @contextmanager
@@ -141,8 +149,8 @@ class Graphs:
         tokens = sorted({min(rows + count, self.max_sampled) for count in counts})
         return [Shape(count, rows, is_decode=False, max_drafts=self.max_drafts) for count in tokens]
 
-    def run(self, packed: PackedStep, all_greedy: bool) -> Tensor | Verified:
-        """Copy the inputs to the static buffers and replay the graph. Returns the token ids of all rows of the shape."""
+    def run(self, packed: PackedStep, all_greedy: bool) -> PlainStep:
+        """Copy the inputs to the static buffers and replay the graph. Returns the results of all rows of the shape."""
         shape = packed.shape
         captured = self._captured.get((shape, all_greedy)) or self.capture(shape, all_greedy)
         self.inputs.unpack(packed, self._static, self._tables[: shape.rows])

@@ -1,35 +1,76 @@
-"""The interface of draft models and heads: they run on the device after the sampler, and the host does not wait for their drafts."""
+"""The interface of draft engines and draft heads: they run on the device after the sampler.
+
+The ids of their drafts are stored on the device (`ModelRunner.last_ids`), and are copied to the host with the results of the step.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from stoker.core.forward_batch import ForwardBatch
+from stoker.core.forward_batch import ForwardBatch, KVCache
+from stoker.runtime.sampling.sampler import DrawTable
 from stoker.runtime.sampling.verification import Verified
 
 
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
-    """What a drafter reads: the step that was computed, with S sequences that sampled. All tensors are on the device."""
+    """What a drafter reads: the step that was computed, with S sequences that sampled. All tensors are on the device.
+
+    In a captured graph, sequences are padded; `rows` of the padding is the index after the last row of the device buffers.
+    """
 
     batch: ForwardBatch  # all ids are resolved
     rows: Tensor  # int32 [S], the index of each sequence in the device buffers
     newest: Tensor  # int32 [S], the newest token of each sequence, which is not computed yet
     verified: Verified | None  # the accepted drafts; None if the step had no drafts: then each sequence has one row of logits
+    starts: Tensor | None  # int32 [S + 1], with drafts: the first row of logits of each sequence, and the number of rows
+    num_wanted: int  # the number of drafts per sequence that the next step can verify; 0: none
+    table: DrawTable  # the sampling parameters of each row
+    all_greedy: bool  # no sequence draws at random
+
+    @property
+    def last_indices(self) -> Tensor:
+        """int32 [S]: the index in the step of the last token of each sequence that is valid: the one before `newest`."""
+        logits_idx = self.batch.logits_idx
+        assert logits_idx is not None
+        if self.verified is None or self.starts is None:
+            return logits_idx[: len(self.rows)]
+        at = (self.starts[:-1] + self.verified.num_accepted).clamp(max=len(logits_idx) - 1)  # padding starts after the last row
+        return logits_idx.index_select(0, at)
 
 
 class Drafter(ABC):
-    """Computes `num_drafts` draft tokens for each sequence of a step.
+    """Computes draft tokens for each sequence of a step. It has its own KV caches, with the blocks of the model's caches."""
 
-    The scheduler uses a proposer with `reads_token_ids = False`, whose ids are -1. The inputs of the next step refer to the drafts in the
-    memory of the device (`ModelRunner.last_ids`).
-    """
-
-    num_drafts: int
+    num_drafts: int  # the largest number of drafts per sequence
+    caches: Sequence[KVCache] = ()  # they have at least the blocks of the model's caches
 
     @abstractmethod
     def draft(self, inputs: DraftInputs) -> Tensor:
-        """The drafts that follow the newest token of each sequence: int32 [S, num_drafts]. It must not wait for the device."""
+        """The drafts that follow the newest token of each sequence: int32 [S, D], with num_wanted <= D <= num_drafts.
+
+        It must not wait for the device.
+        """
+
+
+class DraftSource(ABC):
+    """Loaded weights that draft, before the KV caches of the drafter are allocated."""
+
+    num_drafts: int  # the largest number of drafts per sequence
+    num_bytes: int  # size of the weights
+
+    @abstractmethod
+    def block_bytes(self) -> int:
+        """The bytes that the drafter needs for each KV cache block of the model."""
+
+    @abstractmethod
+    def spare_bytes(self, num_rows: int) -> int:
+        """The bytes of the KV cache blocks that only the drafter has, with `num_rows` rows of the device buffers."""
+
+    @abstractmethod
+    def drafter(self, num_blocks: int, num_rows: int) -> Drafter:
+        """Allocate the caches, for a model whose caches have `num_blocks` blocks."""

@@ -25,7 +25,7 @@ from stoker.runtime.sampling.prompt_logprobs import PromptScores, prompt_chunks
 from stoker.runtime.sampling.sampler import DraftedRows, Sampler
 from stoker.runtime.sampling.verification import StepDrafts, Verified, verify
 from stoker.runtime.schedule.plan import StepPlan
-from stoker.runtime.worker.cuda_graphs import Graphs
+from stoker.runtime.worker.cuda_graphs import Graphs, PlainStep
 from stoker.runtime.worker.drafter import Drafter, DraftInputs
 from stoker.runtime.worker.dummy_step import Bounds, allocate_dummy_step, pack_dummy_step
 from stoker.runtime.worker.inputs import InputBuilder, PackedStep, Shape, StepInputs
@@ -138,10 +138,10 @@ class ModelRunner:
         if packed.is_padded:
             assert self.graphs is not None
             with self._fatal_error(self.world.size > 1):
-                result = self.graphs.run(packed, all_greedy)
-            if isinstance(result, Tensor):
-                return StepHandle(packed.sampled, result[: len(packed.sampled)])
-            return StepHandle(packed.sampled, result.newest[:0], verified=result)
+                yielded, drafted = self.graphs.run(packed, all_greedy)
+            if isinstance(yielded, Tensor):
+                return StepHandle(packed.sampled, yielded[: len(packed.sampled)], drafts=drafted)
+            return StepHandle(packed.sampled, yielded.newest[:0], verified=yielded, drafts=drafted)
         with self._fatal_error(self.world.size > 1):
             inputs = self.inputs.unpack(packed)
             batch = self._resolve(inputs.batch)
@@ -151,7 +151,7 @@ class ModelRunner:
         with self._fatal_error(self._broadcasts_ids):
             sampled = self.sampler.sample(logits, inputs.rows, inputs.counters, packed.sampled, prompt, drafts)
             self._store_last_ids(inputs.newest_rows, sampled.newest)
-            self._draft(batch, inputs, sampled.newest, sampled.verified)
+            drafted = self._draft(batch, inputs, sampled.newest, sampled.verified, plan.num_wanted, all_greedy)
         scored = [(chunk, scores.to_host()) for chunk, scores in sampled.prompt]
         return StepHandle(
             packed.sampled,
@@ -160,6 +160,7 @@ class ModelRunner:
             lambda: self.prompt_scores.collect(scored, packed.sampled),
             sampled.verified,
             [1 + len(ids) for ids in packed.draft_ids],
+            drafted,
         )
 
     @contextlib.contextmanager
@@ -223,16 +224,13 @@ class ModelRunner:
         if self.publisher is not None:
             self.publisher.publish_zero_blocks(blocks)
         index = torch.tensor(blocks, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
-        for cache in self.caches:
+        for cache in (*self.caches, *(self.drafter.caches if self.drafter is not None else ())):
             for pages in (cache.keys, cache.values):
                 if pages is not None:
                     pages.view(torch.uint8).index_fill_(0, index, 0)  # index_fill_ does not support float8
 
-    def _forward(self, inputs: StepInputs, max_drafts: int, all_greedy: bool) -> Tensor | Verified:
-        """Run the model and the sampler without features: the step that a graph captures.
-
-        Returns the token ids [L], or with drafts what the sequences yield.
-        """
+    def _forward(self, inputs: StepInputs, max_drafts: int, all_greedy: bool) -> PlainStep:
+        """Run the model, the sampler without features, and the drafter: the step that a graph captures."""
         batch, rows = self._resolve(inputs.batch), inputs.rows
         logits = self.model(batch, self.caches)
         verified: Verified | None = None
@@ -244,8 +242,9 @@ class ModelRunner:
         else:
             token_ids = newest = torch.zeros_like(inputs.newest_rows)
         self._store_last_ids(inputs.newest_rows, newest)
-        self._draft(batch, inputs, newest, verified)
-        return token_ids if verified is None else verified
+        num_wanted = self.drafter.num_drafts if self.drafter is not None else 0
+        drafted = self._draft(batch, inputs, newest, verified, num_wanted, all_greedy)
+        return PlainStep(token_ids if verified is None else verified, drafted)
 
     def _logits(self, batch: ForwardBatch) -> Tensor:
         """The logits [L, V] of a step, after ids that only the device has were resolved."""
@@ -263,14 +262,17 @@ class ModelRunner:
             token_ids = self.world.tensor.broadcast(token_ids)
         ops.remember(self.last_ids, rows, token_ids)
 
-    def _draft(self, batch: ForwardBatch, inputs: StepInputs, newest: Tensor, verified: Verified | None) -> None:
-        """Compute the drafts of the next step, if there is a drafter, and store them in `last_ids`, to which that step refers."""
+    def _draft(
+        self, batch: ForwardBatch, inputs: StepInputs, newest: Tensor, verified: Verified | None, num_wanted: int, all_greedy: bool
+    ) -> Tensor | None:
+        """The drafts of the next step, int32 [S, D], which are also stored in `last_ids`. None without a drafter."""
         if self.drafter is None:
-            return
+            return None
         rows, num_rows = inputs.newest_rows, self.inputs.num_rows + 1
-        drafts = self.drafter.draft(DraftInputs(batch, rows, newest, verified))
+        drafts = self.drafter.draft(DraftInputs(batch, rows, newest, verified, inputs.starts, num_wanted, self.sampler.table, all_greedy))
         for i, token_ids in enumerate(drafts.unbind(1), 1):
             ops.remember(self.last_ids[i * num_rows : (i + 1) * num_rows], rows, token_ids)
+        return drafts
 
 
 def drafts_of(inputs: StepInputs, batch: ForwardBatch, max_drafts: int) -> StepDrafts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -16,6 +17,8 @@ from stoker.kernels import ops
 from stoker.layers.decoder import Decoder
 from stoker.runtime.sampling.grammar_compiler import Grammars
 from stoker.runtime.schedule.planner import max_sampled_tokens
+from stoker.runtime.worker.draft_sources import DraftTask, load_drafter, uses_drafter
+from stoker.runtime.worker.drafter import DraftSource
 from stoker.runtime.worker.dummy_step import Bounds
 from stoker.runtime.worker.inputs import Shape
 from stoker.runtime.worker.memory import MemoryBudget, block_bytes, free_memory, make_caches, num_kv_blocks
@@ -59,6 +62,14 @@ class LoadedRank:
     weights: int
     free: int = 0  # free memory after the weights and libraries were loaded; set by `num_blocks`
     activations: int | None = None
+    draft_source: DraftSource | None = None  # of the leader, if `config` names a draft engine
+
+    @property
+    def max_drafts(self) -> int:
+        """The largest number of drafts of a row; 0 without speculative decoding."""
+        if self.config.speculate == "none":
+            return 0
+        return self.config.draft_tokens if self.draft_source is None else self.draft_source.num_drafts
 
     def num_blocks(self) -> int:
         """The number of KV cache blocks that fit beside the activations of the largest step and the graphs.
@@ -72,6 +83,8 @@ class LoadedRank:
             torch.cuda.empty_cache()
         self.free = self._free()
         room = self.free - (self.activations or 0) - graphs
+        if self.draft_source is not None:
+            room -= self.draft_source.spare_bytes(self.capacity.max_num_sequences)
         return num_kv_blocks(room, self._block_bytes(), self.engine.config.limits, self.config, self.device.type)
 
     def _free(self) -> int:
@@ -97,7 +110,8 @@ class LoadedRank:
         """The number of bytes of one KV cache block on this rank."""
         config = self.engine.config
         layers = self.world.stage.layers(config.model.num_layers)
-        return block_bytes(config.model, config.limits.tokens_per_block, self.engine.kv_dtype, layers, config.mapping.tensor_parallel)
+        model = block_bytes(config.model, config.limits.tokens_per_block, self.engine.kv_dtype, layers, config.mapping.tensor_parallel)
+        return model if self.draft_source is None else model + self.draft_source.block_bytes()
 
     def budget(self, num_blocks: int, graphs: int) -> MemoryBudget:
         """The memory budget for a cache of `num_blocks` blocks and graphs of `graphs` bytes."""
@@ -141,7 +155,8 @@ class LoadedRank:
             max_batch_size=capacity.max_batch_size,
             max_num_tokens=capacity.max_num_tokens,
             max_seq_len=max_seq_len,
-            max_drafts=self.config.draft_tokens if self.config.speculate != "none" else 0,
+            drafter=self.draft_source.drafter(num_blocks, capacity.max_num_sequences) if self.draft_source is not None else None,
+            max_drafts=self.max_drafts,
             block_size=size,
             device=self.device,
             use_graphs=use_graphs,
@@ -186,12 +201,20 @@ def load_rank(engine: Engine, config: RuntimeConfig, device: torch.device, world
             capacity.max_seq_len,
             world.stage,
         )
+        source = None
+        if world.is_leader and uses_drafter(config):
+            source = load_drafter(draft_task(engine, config, device, capacity), model)
     found = engine.config.files.get(f"rank{world.rank}.safetensors")
-    weights = found.size if found is not None else 0
+    weights = (found.size if found is not None else 0) + (source.num_bytes if source is not None else 0)
     if device.type == "cuda":
         torch.cuda.synchronize()
         weights = before - free_memory(device)[0]
-    return LoadedRank(engine, config, capacity, device, world, model, weights)
+    return LoadedRank(engine, config, capacity, device, world, model, weights, draft_source=source)
+
+
+def draft_task(engine: Engine, config: RuntimeConfig, device: torch.device, capacity: Capacity) -> DraftTask:
+    """What the drafter that `config` names is loaded for."""
+    return DraftTask(Path(config.speculate), engine, device, capacity.max_seq_len, config.draft_tokens)
 
 
 def _windowed(model: ModelConfig, config: RuntimeConfig, capacity: Capacity) -> ModelConfig:

@@ -25,13 +25,14 @@ class StepResult:
     sequences: list[Sequence]
     token_ids: list[list[int]]  # ids that each row yielded; the last is -1 where the logits were not finite
     logprobs: list[list[TokenLogprobs] | None]  # of each row's ids, or None; empty when no row requests them
+    drafts: list[list[int]] = field(default_factory=list)  # that follow each row's ids; empty without a drafter
     prompt_logprobs: PromptLogprobs = field(default_factory=dict)  # of rows that sampled for the first time
 
 
 class StepHandle:
     """A launched step. `wait` blocks until its tokens are on the host."""
 
-    __slots__ = ("_event", "_num_rows", "_prompt", "_scores", "_sequences", "_token_ids", "_verified")
+    __slots__ = ("_drafts", "_event", "_num_rows", "_prompt", "_scores", "_sequences", "_token_ids", "_verified")
 
     def __init__(
         self,
@@ -41,10 +42,12 @@ class StepHandle:
         prompt: Callable[[], PromptLogprobs] = dict,
         verified: Verified | None = None,
         num_rows: Seq[int] = (),
+        drafts: Tensor | None = None,
     ) -> None:
         """`token_ids` and `scores` have an entry per row of logits. `prompt` returns the log-probabilities of prompts, after the step.
 
-        With `verified`, `num_rows` is the number of rows of logits of each sequence; otherwise each has one.
+        With `verified`, `num_rows` is the number of rows of logits of each sequence; otherwise each has one. `drafts` int32 [S, D] follow
+        the ids of each sequence.
         """
         self._sequences = sequences
         self._token_ids = copy_to_host(token_ids)
@@ -52,6 +55,7 @@ class StepHandle:
         self._num_rows = num_rows
         self._scores = scores.to_host() if scores is not None else None
         self._prompt = prompt
+        self._drafts = copy_to_host(drafts[: len(sequences)]) if drafts is not None else None
         self._event: torch.cuda.Event | None = None
         if token_ids.is_cuda:
             self._event = torch.cuda.Event()
@@ -62,7 +66,8 @@ class StepHandle:
         if self._event is not None:
             self._event.synchronize()
         token_ids = self._token_ids.unsqueeze(1).tolist() if self._verified is None else self._verified.to_lists()
-        return StepResult(self._sequences, token_ids, self._logprobs(token_ids), self._prompt())
+        drafts = self._drafts.tolist() if self._drafts is not None else []
+        return StepResult(self._sequences, token_ids, self._logprobs(token_ids), drafts, self._prompt())
 
     def _logprobs(self, token_ids: list[list[int]]) -> list[list[TokenLogprobs] | None]:
         """The log-probabilities of the ids that each sequence yielded."""

@@ -15,11 +15,14 @@ class Proposer(ABC):
     reads_token_ids: drafts are a function of token ids that the host knows, so `propose` is called only for sequences without a pending
         id. A proposer that runs on the device sets False and returns -1 for each draft.
 
+    runs_on_device: drafts are computed in the step before, so that a plan says how many the next step can verify (`StepPlan.num_wanted`).
+
     State of a sequence is stored in `Sequence.proposal`.
     """
 
     max_drafts: int
     reads_token_ids: bool
+    runs_on_device = False
 
     def waits(self, seq: Sequence) -> bool:
         """Whether drafts are likely once the pending ids of `seq` are known, so that no step is planned before.

@@ -1,0 +1,128 @@
+"""The batches of a draft engine: the tokens of a step with the newest tokens, and one token per sequence for each further draft.
+
+A draft engine has the block tables of the model, and its cache has the same blocks: the key of a token is in the slot with the same number.
+Prefix reuse, preemption and the release of rejected drafts therefore need no bookkeeping of their own. The positions of drafts may lie
+behind the last block of a sequence. Their keys are stored in spare blocks, which belong to a row of the device buffers, and which only the
+caches of the draft engine have. Once the model has verified such drafts, the next step computes them again in the blocks of the sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from stoker.core.forward_batch import ForwardBatch
+from stoker.runtime.worker.drafter import DraftInputs
+
+
+def num_spare_blocks(num_drafts: int, block_size: int) -> int:
+    """The number of spare blocks of a row: its newest token and its drafts may all lie behind its last block."""
+    return -(-(num_drafts + 1) // block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatches:
+    """Batches that draft for the S sequences of a step with T tokens in R rows. `limit` is the number of positions of the draft engine."""
+
+    first: ForwardBatch  # T + S tokens: those of the step, with the newest token of each sequence after its last valid one
+    newest_at: Tensor  # int64 [S], the index of each newest token in `first`
+    tables: Tensor  # int32 [S, B], the block tables of the sequences, with their spare blocks
+    positions: Tensor  # int32 [S], of the newest tokens
+    is_real: Tensor  # bool [S], False for padding
+    block_size: int
+    limit: int
+
+    def following(self, token_ids: Tensor, number: int) -> ForwardBatch:
+        """The batch that computes draft `number` (from 1) of each sequence, `token_ids` [S]."""
+        positions, count = (self.positions + number).clamp(max=self.limit - 1), len(token_ids)
+        return ForwardBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slots=_slots(self.tables, positions, self.is_real, self.block_size),
+            query_starts=torch.arange(count + 1, dtype=torch.int32, device=positions.device),
+            seq_lens=torch.where(self.is_real, positions + 1, 0),
+            block_tables=self.tables,
+            num_decodes=count,
+            max_query_len=1,
+            max_seq_len=min(self.first.max_seq_len + number, self.limit),
+        )
+
+
+class SpareBlocks:
+    """The spare blocks of `num_rows` rows and of the padding. They follow the `num_blocks` blocks of the model's caches."""
+
+    def __init__(self, num_blocks: int, num_rows: int, num_drafts: int, block_size: int, device: torch.device) -> None:
+        self.block_size, self.padding_row = block_size, num_rows
+        count = num_spare_blocks(num_drafts, block_size)
+        blocks = torch.arange((num_rows + 1) * count, dtype=torch.int32, device=device) + num_blocks
+        self.blocks = blocks.view(num_rows + 1, count)
+
+    def batches(self, inputs: DraftInputs, limit: int) -> DraftBatches:
+        """The batches that draft after a step."""
+        batch, rows, last = inputs.batch, inputs.rows.long(), inputs.last_indices.long()
+        starts, device = batch.query_starts.long(), rows.device
+        num_tokens, num_rows, num_sequences = batch.num_tokens, batch.num_rows, len(rows)
+        sequences = torch.arange(num_sequences, device=device)
+        is_real = rows != self.padding_row
+        owners = torch.where(is_real, torch.searchsorted(starts, last, right=True) - 1, num_rows)  # the row of the batch; padding: R
+        # Values by row of the batch; the last element is for padding.
+        grows = torch.zeros(num_rows + 1, dtype=torch.int64, device=device).index_put_((owners,), is_real.long())
+        num_before = grows.cumsum(0) - grows
+        last_valid = torch.full((num_rows + 1,), num_tokens, device=device).index_put_((owners,), torch.where(is_real, last, num_tokens))
+        buffer_rows = torch.full((num_rows + 1,), self.padding_row, device=device).index_put_((owners,), rows)
+        # Each token moves behind the newest tokens of earlier rows; rejected drafts also move behind that of their own row.
+        tokens = torch.arange(num_tokens, device=device)
+        row_of = torch.searchsorted(starts, tokens, right=True) - 1
+        shift = (tokens > last_valid[row_of]).long()
+        moved = tokens + num_before[row_of] + shift
+        newest_at = torch.where(is_real, last + 1 + num_before[owners], num_tokens + sequences)
+
+        def merged(old: Tensor, new: Tensor) -> Tensor:
+            """[T + S]: the values of the tokens of the step, and of the newest tokens."""
+            return (
+                torch.empty(num_tokens + num_sequences, dtype=old.dtype, device=device).scatter_(0, moved, old).scatter_(0, newest_at, new)
+            )
+
+        positions = batch.positions.to(torch.int32)
+        newest_positions = (positions.index_select(0, last) + 1).clamp(max=limit - 1)
+        all_positions = merged((positions + shift.to(torch.int32)).clamp(max=limit - 1), newest_positions)
+        all_rows = merged(row_of, owners).clamp(max=num_rows - 1)
+        tables = self._tables(batch, buffer_rows[:-1])
+        first = replace(
+            batch,
+            token_ids=merged(batch.token_ids.to(torch.int32), inputs.newest.clamp(min=0)),
+            positions=all_positions,
+            slots=_slots(tables.index_select(0, all_rows), all_positions, merged(batch.slots >= 0, is_real), self.block_size),
+            query_starts=torch.cat((batch.query_starts[:1], batch.query_starts[1:] + (num_before + grows)[:-1].to(torch.int32))),
+            seq_lens=(batch.seq_lens + grows[:-1].to(torch.int32)).clamp(max=limit),
+            block_tables=tables,
+            num_decodes=0,
+            max_query_len=batch.max_query_len + 1,
+            max_seq_len=min(batch.max_seq_len + 1, limit),
+            logits_idx=newest_at.to(torch.int32),
+            adapter_ids=None,
+            shared={},
+        )
+        own_tables = tables.index_select(0, owners.clamp(max=num_rows - 1))
+        return DraftBatches(first, newest_at, own_tables, newest_positions, is_real, self.block_size, limit)
+
+    def _tables(self, batch: ForwardBatch, rows: Tensor) -> Tensor:
+        """int32 [R, B + spare]: the block tables of the step, in which the spare blocks of `rows` [R] follow the blocks that it needs."""
+        spare = self.blocks.index_select(0, rows)
+        used = -(-batch.seq_lens // self.block_size)[:, None]
+        index = torch.arange(batch.block_tables.shape[1] + spare.shape[1], dtype=torch.int32, device=rows.device)[None]
+        beyond = spare.gather(1, (index - used).clamp(0, spare.shape[1] - 1).long())
+        return torch.where(index < used, torch.cat((batch.block_tables, spare), dim=1), beyond)
+
+
+def without_drafts(batch: ForwardBatch) -> ForwardBatch:
+    """The batch with which a draft engine computes the tokens of a step, and drafts nothing."""
+    return replace(batch, logits_idx=batch.query_starts[1:1], adapter_ids=None, shared={})
+
+
+def _slots(tables: Tensor, positions: Tensor, is_stored: Tensor, block_size: int) -> Tensor:
+    """int32 [T]: the slot of each token, whose block table is a row of `tables` [T, B]; -1 where nothing is stored."""
+    blocks = tables.gather(1, (positions // block_size).long()[:, None])[:, 0]
+    return torch.where(is_stored, blocks * block_size + positions % block_size, -1)

@@ -1,0 +1,150 @@
+"""A draft engine: a second, smaller engine that drafts tokens for the first one, in the same executor.
+
+After each step, the draft engine computes the tokens of the step and the newest token of each sequence in one pass, which yields the first
+draft, and then one pass for each further draft. A draft is sampled with the parameters of the sequence and with the random number of its
+position. The model samples the same position with the same number, so that both choose the same token where their distributions agree. The
+tokens are those of plain decoding with the same seed, and so is their distribution.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stoker.base.errors import ConfigError
+from stoker.core.forward_batch import ForwardBatch, KVCache
+from stoker.engine.config import EngineConfig
+from stoker.engine.reader import CONFIG_FILE, Engine
+from stoker.kernels import ops
+from stoker.layers.decoder import Decoder
+from stoker.runtime.worker.draft_batch import SpareBlocks, num_spare_blocks, without_drafts
+from stoker.runtime.worker.drafter import Drafter, DraftInputs, DraftSource
+from stoker.runtime.worker.memory import block_bytes, make_caches
+
+_TOKENIZER = "tokenizer.json"
+
+
+class EngineDrafter(Drafter):
+    """Drafts with the model of an engine. Its caches have the blocks of the model that verifies, and spare blocks."""
+
+    def __init__(self, model: Decoder, caches: list[KVCache], spare: SpareBlocks, num_drafts: int, vocab_size: int) -> None:
+        """`vocab_size`: the smaller one of the vocabularies of both models. Larger ids are padding, which is never drafted."""
+        self.model, self.caches, self.num_drafts = model, caches, num_drafts
+        self._spare, self._vocab_size, self._limit = spare, vocab_size, model.config.max_positions
+
+    def draft(self, inputs: DraftInputs) -> Tensor:
+        count = min(inputs.num_wanted, self.num_drafts)
+        if not count or not len(inputs.rows):
+            self._compute(without_drafts(inputs.batch))
+            return inputs.newest.new_empty(len(inputs.rows), count)
+        steps = self._spare.batches(inputs, self._limit)
+        logits, drafts = self._compute(steps.first), []
+        for number in range(1, count + 1):
+            params = inputs.table.gather(inputs.rows, steps.positions + number, inputs.all_greedy)
+            drafts.append(ops.sample(logits[:, : self._vocab_size], params).clamp(min=0))
+            if number < count:
+                logits = self._compute(steps.following(drafts[-1], number))
+        return torch.stack(drafts, dim=1)
+
+    def _compute(self, batch: ForwardBatch) -> Tensor:
+        """Logits of a batch. Ids that the draft engine does not have are padding of the model's vocabulary; it reads another id."""
+        batch.token_ids = batch.token_ids.clamp(max=self.model.config.vocab_size - 1)
+        return self.model(batch, list(self.caches))
+
+
+class EngineSource(DraftSource):
+    """The weights of a draft engine on the device."""
+
+    def __init__(self, engine: Engine, target: EngineConfig, device: torch.device, num_positions: int, num_drafts: int) -> None:
+        """Load the weights. `num_positions`: the length of the longest sequence. Raises EngineError."""
+        self.engine, self.target, self.device, self.num_drafts = engine, target, device, num_drafts
+        self.model = Decoder(engine.config.model, engine.loader(0, device), num_positions)
+        self.num_bytes = engine.config.files["rank0.safetensors"].size if "rank0.safetensors" in engine.config.files else 0
+
+    @property
+    def _block_size(self) -> int:
+        """The number of tokens of a block, which is that of the model."""
+        return self.target.limits.tokens_per_block
+
+    def block_bytes(self) -> int:
+        return block_bytes(self.engine.config.model, self._block_size, self.engine.kv_dtype)
+
+    def spare_bytes(self, num_rows: int) -> int:
+        return (num_rows + 1) * num_spare_blocks(self.num_drafts, self._block_size) * self.block_bytes()
+
+    def drafter(self, num_blocks: int, num_rows: int) -> Drafter:
+        spare = SpareBlocks(num_blocks, num_rows, self.num_drafts, self._block_size, self.device)
+        config = self.engine.config.model
+        caches = make_caches(config, num_blocks + spare.blocks.numel(), self._block_size, self.engine.kv_dtype, self.device)
+        self.model.complete_caches(caches)
+        return EngineDrafter(self.model, caches, spare, self.num_drafts, min(config.vocab_size, self.target.model.vocab_size))
+
+
+def is_engine(path: Path) -> bool:
+    """Whether a directory is an engine, and not a checkpoint."""
+    try:
+        with (path / CONFIG_FILE).open(encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "stoker_version" in found
+
+
+def check_draft_engine(draft: Engine, target: Engine, device: torch.device, max_seq_len: int) -> None:
+    """Raise ConfigError or EngineError unless `draft` can draft for `target` on `device`, with sequences of `max_seq_len` tokens."""
+    draft.check_device(device)
+    draft.check_rank(0)
+    if draft.world_size != 1:
+        raise ConfigError(
+            f"speculate={str(draft.path)!r} is refused: a draft engine runs on one rank, and this one was built for {draft.world_size}.",
+            cure="Build it with --tensor-parallel 1 --pipeline-parallel 1.",
+        )
+    for engine in (draft, target):
+        if engine.config.model.requires_whole_prompt:
+            raise ConfigError(
+                f"speculate={str(draft.path)!r} is refused: the tokens of a prompt of {engine.path} attend to later ones.",
+                cure="Use --speculate ngram.",
+            )
+    if draft.config.model.max_positions < max_seq_len:
+        positions = draft.config.model.max_positions
+        raise ConfigError(
+            f"speculate={str(draft.path)!r} is refused: it has {positions} positions, and sequences of {target.path} have {max_seq_len}.",
+            cure=f"Build {target.path} with --max-total-len {positions}, or use another draft engine.",
+        )
+    _check_tokenizers(draft, target)
+
+
+def _check_tokenizers(draft: Engine, target: Engine) -> None:
+    """Raise ConfigError unless both engines give the same ids to the same tokens."""
+    ours, theirs = _vocabulary(target), _vocabulary(draft)
+    if ours is None or theirs is None:
+        sizes = draft.config.model.vocab_size, target.config.model.vocab_size
+        if sizes[0] != sizes[1]:
+            raise _unfit(draft, f"its vocabulary has {sizes[0]} tokens, and that of {target.path} {sizes[1]}")
+        return
+    if ours == theirs:
+        return
+    if len(ours) != len(theirs):
+        raise _unfit(draft, f"its tokenizer has {len(theirs)} tokens, and that of {target.path} {len(ours)}")
+    token = min(token for token, number in ours.items() if theirs.get(token) != number)
+    raise _unfit(draft, f"token {token!r} has the id {theirs.get(token)} in its tokenizer, and {ours[token]} in that of {target.path}")
+
+
+def _unfit(draft: Engine, reason: str) -> ConfigError:
+    return ConfigError(
+        f"speculate={str(draft.path)!r} is refused: {reason}.", cure="Use a draft engine of the same model family, with the same tokenizer."
+    )
+
+
+def _vocabulary(engine: Engine) -> dict[str, int] | None:
+    """The ids of all tokens of an engine's tokenizer; None if the engine has no tokenizer.json."""
+    file = engine.path / _TOKENIZER
+    if not file.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    found: dict[str, int] = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    return found

@@ -1,0 +1,73 @@
+"""The table of what drafts on the device. Its kinds are directories that `--speculate` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from stoker.base.config import MAX_DRAFT_TOKENS, PROPOSERS, RuntimeConfig
+from stoker.base.errors import ConfigError
+from stoker.engine.reader import Engine
+from stoker.layers.decoder import Decoder
+from stoker.runtime.worker.draft_engine import EngineSource, check_draft_engine, is_engine
+from stoker.runtime.worker.drafter import DraftSource
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTask:
+    """What a drafter is loaded for."""
+
+    path: Path  # the directory that `--speculate` names
+    target: Engine
+    device: torch.device
+    max_seq_len: int  # the longest sequence
+    num_drafts: int  # the largest number of drafts per sequence
+
+
+class DraftKind(NamedTuple):
+    """A kind of directory: how it is recognized, what is checked before anything is loaded, and how it is loaded beside the model."""
+
+    applies: Callable[[Path], bool]
+    check: Callable[[DraftTask], None]
+    load: Callable[[DraftTask, Decoder], DraftSource]
+
+
+def _check_engine(task: DraftTask) -> None:
+    check_draft_engine(Engine.open(task.path), task.target, task.device, task.max_seq_len)
+
+
+def _load_engine(task: DraftTask, model: Decoder) -> DraftSource:
+    positions = task.max_seq_len + MAX_DRAFT_TOKENS + 1
+    return EngineSource(Engine.open(task.path), task.target.config, task.device, positions, task.num_drafts)
+
+
+DRAFT_KINDS = {"engine": DraftKind(is_engine, _check_engine, _load_engine)}
+
+
+def uses_drafter(config: RuntimeConfig) -> bool:
+    """Whether `config` names a directory that drafts on the device."""
+    return config.speculate not in PROPOSERS
+
+
+def draft_kind(path: Path) -> str:
+    """The name of the kind of a directory. Raises ConfigError if it has none."""
+    for name, kind in DRAFT_KINDS.items():
+        if kind.applies(path):
+            return name
+    problem = "is not a directory" if not path.is_dir() else "is no engine"
+    cure = f"Use {', '.join(PROPOSERS)}, or the directory of a draft engine, which `stoker build` writes."
+    raise ConfigError(f"speculate={str(path)!r} {problem}.", cure=cure)
+
+
+def check_drafter(task: DraftTask) -> None:
+    """Raise ConfigError or EngineError for a directory that cannot draft for the engine. Loads nothing."""
+    DRAFT_KINDS[draft_kind(task.path)].check(task)
+
+
+def load_drafter(task: DraftTask, model: Decoder) -> DraftSource:
+    """Load the weights of a checked directory. `model` is the one that verifies. Raises EngineError or ConfigError."""
+    return DRAFT_KINDS[draft_kind(task.path)].load(task, model)
