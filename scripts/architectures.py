@@ -42,10 +42,13 @@ several ranks need is stored on each of them.
 
 # Rows that tests/gpu has not run yet.
 _CPU_ONLY = (
-    "ArceeForCausalLM", "CwmForCausalLM", "Ernie4_5_MoeForCausalLM", "Ernie4_5ForCausalLM", "Exaone4ForCausalLM", "ExaoneForCausalLM",
-    "Glm4MoeForCausalLM", "GraniteMoeForCausalLM", "MiniCPMForCausalLM", "MiniMaxM2ForCausalLM", "NemotronForCausalLM",
-    "Olmo3ForCausalLM", "OlmoeForCausalLM", "OlmoForCausalLM", "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration", "SeedOssForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM",
+    "ApertusForCausalLM", "ArceeForCausalLM", "CwmForCausalLM", "Ernie4_5_MoeForCausalLM", "Ernie4_5ForCausalLM", "Exaone4ForCausalLM",
+    "ExaoneForCausalLM", "Glm4MoeForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM", "HunYuanDenseV1ForCausalLM",
+    "HunYuanMoEV1ForCausalLM", "Kimi_K25ForConditionalGeneration", "Llama4ForCausalLM", "Llama4ForConditionalGeneration",
+    "MiniCPMForCausalLM", "MiniMaxM2ForCausalLM", "Ministral3ForCausalLM", "MinistralForCausalLM", "Mistral3ForConditionalGeneration",
+    "NemotronForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM", "OlmoForCausalLM", "PhimoeForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM", "StableLmForCausalLM",
 )  # fmt: skip
 _VERSIONS = """
 ## Model versions in the settings of other systems

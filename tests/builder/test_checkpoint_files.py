@@ -103,6 +103,10 @@ def test_shards_without_an_index_are_named(tmp_path: Path) -> None:
         save_file({f"w{i}": torch.zeros(2)}, tmp_path / f"model-0000{i}-of-00002.safetensors")
     with pytest.raises(CheckpointError, match=r"has 2 safetensors files, such as model-00001-of-00002\.safetensors, and no index"):
         open_weights(tmp_path)
+    (tmp_path / "bin").mkdir()
+    torch.save({"w": torch.zeros(2)}, tmp_path / "bin" / "pytorch_model-00001-of-00002.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model-00001-of-00002\.bin, and no index.*pytorch_model\.bin\.index\.json"):
+        open_weights(tmp_path / "bin")
 
 
 @pytest.mark.parametrize(

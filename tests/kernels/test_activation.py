@@ -6,6 +6,7 @@ import pytest
 import torch
 from oracle import TOLERANCE, relative_error
 
+from stoker.kernels.reference import activation as reference
 from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.triton import activation as kernels
 
@@ -41,3 +42,16 @@ def test_nothing_to_do() -> None:
 def test_refused() -> None:
     with pytest.raises(ValueError, match="activation 'swish' is none of silu"):
         kernels.activate(torch.zeros(1), "swish")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_xielu(dtype: torch.dtype) -> None:
+    """The definition in float64, near 0 included, where exp(x) - 1 loses digits."""
+    x = torch.cat((torch.randn(2000) * 4, torch.randn(200) * 1e-2, torch.tensor([-80.0, 0.0, -1e-9]))).to(dtype)
+    alpha_p, alpha_n, beta, eps = parameters = torch.tensor([0.8, 0.9, 0.5, -1e-6])
+    wide = x.double()
+    negative = alpha_n.double() * (torch.expm1(wide.clamp(max=eps.double())) - wide)
+    expected = torch.where(wide > 0, alpha_p.double() * wide.square(), negative) + beta.double() * wide
+    for module in (kernels, reference):
+        assert relative_error(module.xielu(x, parameters), expected) < TOLERANCE[dtype]
+    assert kernels.xielu(x[:0], parameters).shape == (0,)

@@ -21,6 +21,7 @@ ROUTINGS = [
     (8, RoutingParams(2)),
     (8, RoutingParams(2, score="softmax_topk")),
     (60, RoutingParams(4, renormalize=False)),
+    (6, RoutingParams(2, score="sparsemixer", jitter=0.3, renormalize=False)),
     (16, RoutingParams(6, scale=2.5, num_groups=4, top_groups=2)),
     (40, RoutingParams(3, score="sigmoid", num_groups=4, top_groups=2, group_score="top2")),
 ]

@@ -92,6 +92,18 @@ def test_rotates_and_stores(
         assert (untouched(part, slots) == 99).all()
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rotates_heads_alone(dtype: torch.dtype, interleaved: bool) -> None:
+    """Heads of a view with other features after them, which are not touched."""
+    row = torch.randn(3, 7 * 20 + 6).to(dtype)
+    x, before, positions = row[:, :140].view(3, 7, 20), row.clone(), torch.tensor([0, 39, 7], dtype=torch.int32)
+    want = expected_rotation(x, positions, table(12), interleaved)
+    assert relative_error(reference.rotate_heads(x, positions, table(12), interleaved), want) < TOLERANCE[dtype]
+    assert relative_error(kernels.rotate_heads(x, positions, table(12), interleaved), want) < TOLERANCE[dtype]
+    assert torch.equal(row[:, 140:], before[:, 140:])
+
+
 @pytest.mark.parametrize("tokens", [3, 70])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_quantizes_with_a_scale_per_head(dtype: torch.dtype, tokens: int) -> None:

@@ -64,7 +64,8 @@ def published(
         (path / "config.json").write_text(json.dumps(config))
         save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path / "model.safetensors")
 
-    return Reference(save, logits, config.get("padded_vocab_size") or config["vocab_size"], positions)
+    vocab = config.get("padded_vocab_size") or config.get("vocab_size") or config["text_config"]["vocab_size"]
+    return Reference(save, logits, vocab, positions)
 
 
 def converted(config: dict[str, Any], model: Any, rename: Callable[[Tensors], Tensors]) -> Reference:
@@ -356,9 +357,69 @@ def qwen_vl(name: str, **text: Any) -> Reference:
     vision: dict[str, Any] = {
         "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 48,
     }  # fmt: skip
-    vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]} if name == "Qwen3VL" else {"fullatt_block_indexes": [0]}
+    vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]} if name != "Qwen2_5_VL" else {"fullatt_block_indexes": [0]}
     model = hf_model(name, multimodal=True, text_config=GROUPED | text, vision_config=vision, image_token_id=98, video_token_id=97)
     return Reference(lambda path: model.save_pretrained(path), hf_logits(model), VOCAB, POSITIONS)
+
+
+def multimodal(name: str, text: dict[str, Any], vision: dict[str, Any], **more: Any) -> Reference:
+    """A multimodal model as transformers saves it, of which the engine contains the language model."""
+    small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
+    model = hf_model(name, multimodal=True, text_config=text, vision_config=small | vision, **more)
+    return Reference(lambda path: model.save_pretrained(path), hf_logits(model), VOCAB, POSITIONS)
+
+
+def kimi_k25(**text: Any) -> Reference:
+    positions = {"pos_emb_height": 4, "pos_emb_width": 4, "patch_size": 4}
+    return multimodal("Kimi_K25", MLA | {"n_group": 1, "topk_group": 1} | text, positions, projection_hidden_size=16)
+
+
+def kimi_k25_published() -> Reference:
+    """The names of tensors and keys in the publisher's files."""
+    sizes = MLA | {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+    model = hf_model("DeepseekV3", seed=1, **sizes, rope_parameters=_DEEP_YARN)
+    tensors = {f"language_model.{name}": tensor for name, tensor in split_experts(dict(model.state_dict()), 8).items()}
+    tensors |= {"vision_tower.patch_embed.proj.weight": torch.ones(3), "mm_projector.proj.0.weight": torch.ones(3)}
+    text = sizes | {"model_type": "kimi_k2", "rope_theta": _DEEP_YARN["rope_theta"]}
+    text |= {"rope_scaling": {"type": "yarn"} | {k: v for k, v in _DEEP_YARN.items() if k not in ("rope_theta", "rope_type")}}
+    config = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": text}
+    return published(config | {"tie_word_embeddings": False, "media_placeholder_token_id": 98}, tensors, hf_logits(model))
+
+
+def split_experts(tensors: Tensors, count: int) -> Tensors:
+    """The tensors with stacked experts as one linear each, as transformers saves them."""
+    out: Tensors = {}
+    for name, tensor in tensors.items():
+        for e in range(count) if "mlp.experts." in name else ():
+            stem = name.replace("gate_up_proj", f"{e}").replace("down_proj", f"{e}")
+            parts = zip(("gate_proj", "up_proj"), tensor[e].chunk(2), strict=True) if "gate_up" in name else (("down_proj", tensor[e]),)
+            out |= {f"{stem}.{part}.weight": rows for part, rows in parts}
+        if "mlp.experts." not in name:
+            out[name] = tensor
+    return out
+
+
+def mistral3(kind: str, tied: bool, **text: Any) -> Reference:
+    vision = {"model_type": "pixtral", "head_dim": 8, "image_size": 16}
+    return multimodal("Mistral3", GROUPED | {"model_type": kind, **_HEAD} | text, vision, tie_word_embeddings=tied)
+
+
+def llama4(**text: Any) -> Reference:
+    vision = {"image_size": 16, "projector_input_dim": 16, "projector_output_dim": 16, "vision_output_dim": 16}
+    return multimodal("Llama4", _LLAMA4 | text, vision)
+
+
+def qwen3_vl_moe_published() -> Reference:
+    """Experts [experts, in, out], as in the published files."""
+    model = hf_model("Qwen3Moe", **MOE, num_experts=6, norm_topk_prob=True, head_dim=12)
+    tensors: Tensors = {"model.visual.merger.norm.weight": torch.ones(3)}
+    for name, tensor in model.state_dict().items():
+        stacked = "mlp.experts." in name
+        tensors[name.replace("model.", "model.language_model.", 1)] = tensor.transpose(1, 2) if stacked else tensor
+    text = MOE | {"model_type": "qwen3_vl_moe_text", "num_experts": 6, "head_dim": 12, "norm_topk_prob": True, "rope_theta": 10000.0}
+    text |= {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [2, 2, 2], "rope_type": "default"}}
+    config = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe", "text_config": text}
+    return published(config | {"tie_word_embeddings": False}, tensors, hf_logits(model))
 
 
 def gemma3_multimodal() -> Reference:
@@ -415,6 +476,18 @@ _BLOOM = {
 _MPT = {"vocab_size": VOCAB, "d_model": 48, "n_layers": 3, "max_seq_len": POSITIONS, "bos_token_id": 1, "eos_token_id": 2}
 _HEAD = {"head_dim": 8}
 _ERNIE_MOE = {"moe_intermediate_size": 24, "moe_num_experts": 6, "moe_k": 3, "moe_num_shared_experts": 2}
+MOE_ONLY = {"moe_intermediate_size": 24, "num_experts_per_tok": 3}
+_MULTIPLIERS = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.6, "attention_multiplier": 0.2}
+_LLAMA4 = GROUPED | {
+    **_HEAD, "intermediate_size_mlp": 80, "num_local_experts": 5, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3,
+    "attention_chunk_size": 16, "floor_scale": 16,
+}  # fmt: skip
+_MINISTRAL3 = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4, "original_max_position_embeddings": 32}
+_LONG_MSCALE = {
+    "rope_type": "longrope", "short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [2.0, 4.0, 4.0, 8.0], "short_mscale": 1.3,
+    "long_mscale": 1.2, "rope_theta": 10000.0, "original_max_position_embeddings": POSITIONS,
+}  # fmt: skip
+_NTK_ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 _LAST_FULL = ["sliding_attention", "sliding_attention", "full_attention"]
 
 # (row of the table, what is special about this checkpoint) → a function that creates its reference.
@@ -673,6 +746,89 @@ CASES: dict[tuple[str, str], Callable[[], Reference]] = {
         head_dim=12,
         attention_bias=True,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]},
+    ),
+    ("Qwen3VLMoeForConditionalGeneration", "text"): partial(
+        qwen_vl, "Qwen3VLMoe", **MOE_ONLY, num_experts=6, head_dim=8, tie_word_embeddings=False
+    ),
+    ("Qwen3VLMoeForConditionalGeneration", "a dense layer, biased"): partial(
+        qwen_vl, "Qwen3VLMoe", **MOE_ONLY, num_experts=4, mlp_only_layers=[1], attention_bias=True, rope_parameters=_LLAMA3
+    ),
+    ("Qwen3VLMoeForConditionalGeneration", "as published"): qwen3_vl_moe_published,
+    ("ApertusForCausalLM", "plain"): partial(native, "Apertus", **GROUPED),
+    ("ApertusForCausalLM", "biased, linear"): partial(
+        native, "Apertus", **LLAMA, attention_bias=True, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    ),
+    ("ApertusForCausalLM", "tied, yarn"): partial(native, "Apertus", **GROUPED, tie_word_embeddings=True, rope_parameters=YARN),
+    ("HunYuanDenseV1ForCausalLM", "plain"): partial(native, "HunYuanDenseV1", **GROUPED, **_HEAD),
+    ("HunYuanDenseV1ForCausalLM", "alpha, tied"): partial(
+        native, "HunYuanDenseV1", **GROUPED, head_dim=12, tie_word_embeddings=True, rope_parameters=_NTK_ALPHA | {"rope_theta": 1e4}
+    ),
+    ("HunYuanDenseV1ForCausalLM", "biased, yarn"): partial(
+        native, "HunYuanDenseV1", **LLAMA, **_HEAD, attention_bias=True, rope_parameters=YARN
+    ),
+    ("HunYuanMoEV1ForCausalLM", "plain"): partial(native, "HunYuanMoEV1", **GROUPED, **_HEAD, num_experts=5, moe_topk=2),
+    ("HunYuanMoEV1ForCausalLM", "experts by layer, alpha"): partial(
+        native,
+        "HunYuanMoEV1",
+        **GROUPED,
+        head_dim=12,
+        num_experts=4,
+        moe_topk=[1, 2, 3],
+        rope_parameters=_NTK_ALPHA | {"rope_theta": 1e4},
+    ),
+    ("HunYuanMoEV1ForCausalLM", "tied, biased"): partial(
+        native, "HunYuanMoEV1", **LLAMA, **_HEAD, num_experts=3, moe_topk=3, tie_word_embeddings=True, attention_bias=True
+    ),
+    ("PhimoeForCausalLM", "two experts"): partial(native, "Phimoe", **GROUPED, num_local_experts=2, router_jitter_noise=0.5),
+    ("PhimoeForCausalLM", "plain"): partial(native, "Phimoe", **GROUPED, num_local_experts=5),
+    ("PhimoeForCausalLM", "all biases, window"): partial(
+        native,
+        "Phimoe",
+        **GROUPED,
+        num_local_experts=4,
+        attention_bias=True,
+        lm_head_bias=True,
+        sliding_window=11,
+        router_jitter_noise=0.2,
+    ),
+    ("PhimoeForCausalLM", "longrope"): partial(native, "Phimoe", **GROUPED, num_local_experts=6, rope_parameters=_LONG_MSCALE),
+    ("Llama4ForCausalLM", "plain"): partial(native, "Llama4Text", **_LLAMA4),
+    ("Llama4ForCausalLM", "layers listed, two experts, no norms"): partial(
+        native,
+        "Llama4Text",
+        **_LLAMA4 | {"head_dim": 12, "moe_layers": [0, 2], "no_rope_layers": [0, 1, 1], "num_experts_per_tok": 2, "use_qk_norm": False},
+        attention_bias=True,
+    ),
+    ("Llama4ForCausalLM", "yarn, tied"): partial(
+        native, "Llama4Text", **_LLAMA4, rope_parameters=YARN, tie_word_embeddings=True, attn_temperature_tuning=False
+    ),
+    ("Llama4ForConditionalGeneration", "scout"): partial(llama4, interleave_moe_layer_step=1, rope_parameters=_LLAMA3),
+    ("Llama4ForConditionalGeneration", "maverick"): partial(llama4, use_qk_norm=False),
+    ("MinistralForCausalLM", "layers listed"): partial(
+        native, "Ministral", **GROUPED, **_HEAD, sliding_window=9, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+    ),
+    ("MinistralForCausalLM", "tied, full attention"): partial(
+        native, "Ministral", **LLAMA, **_HEAD, sliding_window=9, layer_types=["full_attention"] * 3, tie_word_embeddings=True
+    ),
+    ("MinistralForCausalLM", "window, wide heads"): partial(native, "Ministral", **GROUPED, head_dim=12, sliding_window=13),
+    ("Ministral3ForCausalLM", "plain"): partial(native, "Ministral3", **GROUPED, **_HEAD, rope_parameters=_MINISTRAL3),
+    ("Ministral3ForCausalLM", "window, tied"): partial(
+        native, "Ministral3", **GROUPED, head_dim=12, rope_parameters=_MINISTRAL3, sliding_window=9, tie_word_embeddings=True
+    ),
+    ("Ministral3ForCausalLM", "mscale"): partial(native, "Ministral3", **LLAMA, **_HEAD, rope_parameters=_MINISTRAL3 | {"mscale": 0.7}),
+    ("Mistral3ForConditionalGeneration", "3.1"): partial(mistral3, "mistral", False, sliding_window=None),
+    ("Mistral3ForConditionalGeneration", "ministral 3"): partial(mistral3, "ministral3", False, rope_parameters=_MINISTRAL3),
+    ("Mistral3ForConditionalGeneration", "tied, window"): partial(mistral3, "mistral", True, sliding_window=9),
+    ("Kimi_K25ForConditionalGeneration", "as published"): kimi_k25_published,
+    ("Kimi_K25ForConditionalGeneration", "yarn"): partial(kimi_k25, rope_parameters=_DEEP_YARN),
+    ("GraniteMoeSharedForCausalLM", "plain"): partial(
+        native, "GraniteMoeShared", **GROUPED, num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=20, **_MULTIPLIERS
+    ),
+    ("GraniteMoeSharedForCausalLM", "no shared expert, tied"): partial(
+        native, "GraniteMoeShared", **GROUPED, num_local_experts=4, shared_intermediate_size=0, tie_word_embeddings=True
+    ),
+    ("GraniteMoeSharedForCausalLM", "biased, yarn"): partial(
+        native, "GraniteMoeShared", **LLAMA, num_local_experts=4, shared_intermediate_size=88, attention_bias=True, rope_parameters=YARN
     ),
     ("CohereForCausalLM", "plain"): partial(native, "Cohere", **GROUPED, logit_scale=0.5),
     ("CohereForCausalLM", "q/k norms"): partial(native, "Cohere", **GROUPED, use_qk_norm=True),

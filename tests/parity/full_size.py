@@ -230,6 +230,85 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "MiniCPM-2B": (_as("MiniCPMForCausalLM", _llama(2304, 5760, 40, 36, vocab=122753), dim_model_base=256), 2_724_880_896),
     "Qwen2.5-VL-7B": (_as("Qwen2_5_VLForConditionalGeneration", _llama(3584, 18944, 28, 28, 4, 152064)), 7_615_616_512),
     "Qwen3-VL-8B": (_as("Qwen3VLForConditionalGeneration", _llama(4096, 12288, 36, 32, 8, 151936)), 8_190_735_360),
+    "Qwen3-VL-30B-A3B": (
+        {
+            "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+            "text_config": _llama(2048, 6144, 48, 32, 4, 151936, head_dim=128, moe_intermediate_size=768, num_experts=128),
+        },
+        30_532_122_624,
+    ),
+    "Apertus-8B": (_as("ApertusForCausalLM", _llama(4096, 21504, 32, 32, 8, 131072)), 8_053_338_240),
+    "Apertus-70B": (_as("ApertusForCausalLM", _llama(8192, 43008, 80, 64, 8, 131072)), 70_599_864_640),
+    "Hunyuan-7B": (
+        _as("HunYuanDenseV1ForCausalLM", _llama(4096, 14336, 32, 32, 8, 128167), head_dim=128, tie_word_embeddings=True),
+        7_504_568_320,
+    ),
+    "Hunyuan-A13B": (
+        _as(
+            "HunYuanMoEV1ForCausalLM",
+            _llama(4096, 3072, 32, 32, 8, 128167),
+            attention_head_dim=128,
+            num_experts=64,
+            moe_topk=[8] * 32,
+            num_shared_expert=[1] * 32,
+            moe_intermediate_size=[3072] * 32,
+            tie_word_embeddings=True,
+        ),
+        80_393_183_232,
+    ),
+    "Phi-3.5-MoE": (
+        _as("PhiMoEForCausalLM", _llama(4096, 6400, 32, 32, 8, 32064), attention_bias=True, lm_head_bias=True),
+        41_873_153_344,
+    ),
+    "Llama-4-Scout": ({"architectures": ["Llama4ForConditionalGeneration"], "text_config": {}}, 107_769_861_120),
+    "Llama-4-Scout, text model": ({"architectures": ["Llama4ForCausalLM"]}, 107_769_861_120),
+    "Llama-4-Maverick": (
+        {
+            "architectures": ["Llama4ForConditionalGeneration"],
+            "text_config": {"num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False},
+        },
+        400_711_848_960,
+    ),
+    "Ministral-8B": (_as("MinistralForCausalLM", _llama(4096, 12288, 36, 32, 8, 131072), head_dim=128), 8_019_808_256),
+    "Ministral-3-8B": ({"architectures": ["Ministral3ForCausalLM"]}, 8_489_553_920),
+    "Mistral-Small-3.1-24B": (
+        {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {}, "tie_word_embeddings": False},
+        23_572_403_200,
+    ),
+    "Ministral-3-3B": (
+        {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "text_config": _llama(3072, 9216, 26, 32, 8, 131072, head_dim=128, model_type="ministral3"),
+            "tie_word_embeddings": True,
+        },
+        3_429_006_336,
+    ),
+    "Kimi-K2.5": (
+        {
+            "architectures": ["KimiK25ForConditionalGeneration"],
+            "text_config": {
+                "vocab_size": 163840,
+                "num_attention_heads": 64,
+                "n_routed_experts": 384,
+                "n_group": 1,
+                "topk_group": 1,
+                "first_k_dense_replace": 1,
+            },
+            "tie_word_embeddings": False,
+        },
+        1_026_408_232_448,
+    ),
+    "granite-3B-A800M with a shared expert": (
+        _as(
+            "GraniteMoeSharedForCausalLM",
+            _llama(1536, 512, 32, 24, 8, 49152),
+            num_local_experts=40,
+            num_experts_per_tok=8,
+            shared_intermediate_size=1024,
+            tie_word_embeddings=True,
+        ),
+        3_449_783_808,
+    ),
     "Command-R": (_as("CohereForCausalLM", _llama(8192, 22528, 40, 64, vocab=256000)), 34_980_831_232),
     "Command-R+": (_as("CohereForCausalLM", _llama(12288, 33792, 64, 96, 8, 256000), use_qk_norm=True), 103_810_674_688),
     "Command-R7B": (_as("Cohere2ForCausalLM", _llama(4096, 14336, 32, 32, 8, 256000)), 8_028_033_024),

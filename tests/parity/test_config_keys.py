@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from harness import Harness, prefill_logits
 from oracles import random_like
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from stoker.base.config import Limits
 from stoker.base.errors import StokerError
@@ -30,12 +31,7 @@ from stoker.builder.config import BuildConfig
 from stoker.models import all_architectures, resolve_architecture
 from stoker.models.config_reader import read_model_config
 
-WITHOUT_CLASS = (  # transformers has no text model for these files
-    "GLMModel",
-    "Gemma3ForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
-)
+WITHOUT_CLASS = ("GLMModel", "Gemma3ForConditionalGeneration")  # transformers has no model for these files
 NATIVE = [
     row.name
     for row in all_architectures()
@@ -56,7 +52,7 @@ EXTRA: dict[str, list[Any]] = {
 }
 
 # Keys that transformers ignores and the publisher's code uses.
-PUBLISHED_MEANING = {("MptForCausalLM", "attn_config.alibi_bias_max")}
+PUBLISHED_MEANING = {("MptForCausalLM", "attn_config.alibi_bias_max"), ("StableLmForCausalLM", "norm_eps")}
 
 
 def candidates(value: Any) -> list[Any]:
@@ -77,7 +73,7 @@ def candidates(value: Any) -> list[Any]:
 def changed(config: dict[str, Any], added: dict[str, list[Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """(key, configs in which it has another value) for each key of `config`, nested ones included, and each key of `added`."""
     for key, value in config.items():
-        if key in IDENTITY:
+        if key in IDENTITY or key == "vision_config":
             continue
         if isinstance(value, dict):
             for inner, nested in changed(value, {}):
@@ -114,13 +110,13 @@ class Oracle:
     def __init__(self, hf: dict[str, Any]) -> None:
         config = CONFIG_MAPPING[hf["model_type"]].from_dict(copy.deepcopy(hf))
         attention = "sdpa" if hf.get("alibi") else "eager"  # the eager attention of Falcon adds ALiBi twice
-        self.model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config, attn_implementation=attention).eval().float()
-        generator = torch.Generator().manual_seed(0)
+        models = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if "text_config" in hf else MODEL_FOR_CAUSAL_LM_MAPPING
+        self.model = models[type(config)]._from_config(config, attn_implementation=attention).eval().float()
         stored = set(self.model.state_dict())
         with torch.no_grad():
             for key, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
                 if key in stored:
-                    tensor.copy_(random_like(key, tensor, generator))
+                    tensor.copy_(random_like(key, tensor, torch.Generator().manual_seed(crc32(key.encode()))))
             self.logits: Tensor = self.model(input_ids=torch.tensor([PROMPT]), use_cache=False).logits[0].float()
         assert torch.isfinite(self.logits).all()
 

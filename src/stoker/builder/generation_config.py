@@ -26,23 +26,23 @@ def _generation_config(checkpoint: Checkpoint, tokenizer: Path) -> dict[str, Any
 
     Ids come from the checkpoint's generation_config.json, else from config.json, else from the tokenizer's end token, as in transformers.
     """
-    given, config = checkpoint.read_json(_FILE), checkpoint.config
-    vocab_size = config["vocab_size"] if type(config.get("vocab_size")) is int else _MAX_ID
+    given, vocab_size = checkpoint.read_json(_FILE), checkpoint.setting("vocab_size")
+    vocab_size = vocab_size if type(vocab_size) is int else _MAX_ID
     data = {name: value for name, value in given.items() if not name.startswith("_") and name != "transformers_version"}
     for name in ("bos_token_id", "pad_token_id"):
         ids = _token_ids(checkpoint, _FILE, name, data.pop(name, None))
-        first = ids[0] if ids else config.get(name)
+        first = ids[0] if ids else checkpoint.setting(name)
         if type(first) is int and 0 <= first < vocab_size:  # some files have -1 for none
             data[name] = first
     end_ids = (
         _token_ids(checkpoint, _FILE, "eos_token_id", given.get("eos_token_id"))
-        or _token_ids(checkpoint, "config.json", "eos_token_id", config.get("eos_token_id"))
+        or _token_ids(checkpoint, "config.json", "eos_token_id", checkpoint.setting("eos_token_id"))
         or _id_of_special_token(tokenizer, "eos_token")
     )
     for end_id in end_ids:
         if not 0 <= end_id < vocab_size:
             raise CheckpointError(
-                f"{checkpoint.name}: eos_token_id {end_id} is outside the vocabulary of {config.get('vocab_size')}.",
+                f"{checkpoint.name}: eos_token_id {end_id} is outside the vocabulary of {vocab_size}.",
                 cure="Correct generation_config.json.",
             )
     return data | {"eos_token_id": end_ids}

@@ -106,7 +106,7 @@ def _apply_rotary_settings(model: ModelConfig, settings: BuildConfig) -> ModelCo
 
 def _quantization_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
     """The quantization_config of config.json. Raises CheckpointError when it is not an object: the weights would be misread."""
-    value = checkpoint.config.get("quantization_config")
+    value = checkpoint.setting("quantization_config")
     if value is not None and not isinstance(value, dict):
         raise CheckpointError(
             f"{checkpoint.name}: config.json: quantization_config={str(value)[:60]!r} is not an object.", cure="Correct config.json."
@@ -116,7 +116,7 @@ def _quantization_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 def _checkpoint_dtype(checkpoint: Checkpoint) -> str:
     """The dtype that config.json names, or else the dtype of the largest part of the weights."""
-    named = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "").removeprefix("torch.")
+    named = str(checkpoint.setting("dtype") or checkpoint.setting("torch_dtype") or "").removeprefix("torch.")
     if named in _DTYPES:
         return named
     num_bytes = dict.fromkeys(_DTYPES, 0)

@@ -98,7 +98,7 @@ def _described_recipe(config: EngineConfig, checkpoint: Checkpoint, architecture
 
     Logs a warning for other methods, because sizes and speed are then those of unquantized weights.
     """
-    quantization = checkpoint.config.get("quantization_config")
+    quantization = checkpoint.setting("quantization_config")
     if quantization is None:
         return None
     block = quantization.get("weight_block_size")

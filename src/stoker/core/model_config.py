@@ -44,7 +44,17 @@ class RopeConfig(Frozen, frozen=True, kw_only=True):
     truncate: bool = True  # yarn: round the correction range to whole dimensions
     short_factor: tuple[float, ...] = ()  # longrope: divisor of each frequency, within the original context
     long_factor: tuple[float, ...] = ()  # longrope: the same beyond the original context
+    short_mscale: float | None = None  # longrope in Phi-3.5-MoE: multiplies cos and sin within the original context
+    long_mscale: float | None = None  # longrope in Phi-3.5-MoE: the same beyond the original context
     two_axes: bool = False  # ChatGLM 1: rotate one half of the features by the position, the other by the block position
+
+
+class QueryScaleConfig(Frozen, frozen=True, kw_only=True):
+    """Queries at later positions are multiplied by 1 + beta × log(1 + floor((position + offset) / interval)) (arXiv 2501.19399)."""
+
+    interval: int
+    beta: float
+    offset: int = 0
 
 
 class AttentionConfig(Frozen, frozen=True, kw_only=True, tag="attention"):
@@ -64,11 +74,18 @@ class AttentionConfig(Frozen, frozen=True, kw_only=True, tag="attention"):
     alibi_max: float = 8.0  # slopes are from 2 ** (-alibi_max / heads) to 2 ** -alibi_max
     alibi_scale: float = 1.0  # multiplies the slopes; Falcon scales biases like scores
     qk_norm: NormConfig | None = None  # of queries and keys, before the rotary embedding
+    qk_norm_after_rope: bool = False  # normalize after the rotary embedding (Hunyuan)
     qk_norm_full: bool = False  # normalize all heads together (OLMo 2) instead of each head
     qk_norm_heads: bool = False  # each head has its own norm weight (Command-R+)
     sinks: bool = False  # a learned logit per head takes part in the softmax (gpt-oss)
     clip_qkv: float | None = None  # clamp q, k and v to this absolute value
     logn_length: int | None = None  # Qwen 1: beyond this position, queries are multiplied by log(position) / log(logn_length)
+    query_scale: QueryScaleConfig | None = None  # Llama 4, Ministral 3
+
+    @property
+    def cached_rope(self) -> RopeConfig | None:
+        """The rotary embedding that is applied as keys are stored. None if there is none, or if norms follow it."""
+        return None if self.qk_norm_after_rope else self.rope
 
 
 class MLAConfig(Frozen, frozen=True, kw_only=True, tag="mla"):
@@ -87,12 +104,17 @@ class MLAConfig(Frozen, frozen=True, kw_only=True, tag="mla"):
     down_bias: bool = False
     out_bias: bool = False
 
+    @property
+    def cached_rope(self) -> RopeConfig:
+        """The rotary embedding that is applied as keys are stored."""
+        return self.rope
+
 
 class MLPConfig(Frozen, frozen=True, kw_only=True, tag="mlp"):
     """down(act(gate(x)) × up(x)) when gated, otherwise down(act(up(x)))."""
 
     size: int
-    activation: str = "silu"  # silu, gelu, gelu_tanh, gelu_quick, relu or relu2
+    activation: str = "silu"  # silu, gelu, gelu_tanh, gelu_quick, relu, relu2, or xielu, which has weights and cannot be gated
     gated: bool = True
     up_bias: bool = False  # of gate and up
     down_bias: bool = False
@@ -104,7 +126,10 @@ class MoEConfig(Frozen, frozen=True, kw_only=True, tag="moe"):
     num_experts: int
     top_k: int
     expert: MLPConfig
-    score: str = "softmax"  # softmax, sigmoid, or softmax_topk (softmax over the chosen experts only)
+    # softmax, sigmoid, softmax_topk (softmax over the chosen experts only) or sparsemixer (Phi-3.5-MoE, arXiv 2409.12136)
+    score: str = "softmax"
+    jitter: float = 0.01  # sparsemixer: half of the relative distance to the best score beyond which an expert has no weight
+    scale_input: bool = False  # multiply the input of an expert by its weight instead of its output (Llama 4)
     renormalize: bool = True  # make the weights of the chosen experts sum to 1
     scale: float = 1.0  # multiplies the weights (routed_scaling_factor)
     router_bias: bool = False

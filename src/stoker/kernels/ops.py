@@ -171,6 +171,14 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return _pick(x, activation_ref).activate(x, activation)
 
 
+def xielu(x: Tensor, parameters: Tensor) -> Tensor:
+    """xIELU (arXiv 2411.13010) of each element of x, in float32. `parameters` float32 [4]: alpha_p, alpha_n, beta and eps.
+
+    alpha_p x² + beta x for x > 0, otherwise alpha_n (exp(min(x, eps)) - 1 - x) + beta x.
+    """
+    return _pick(x, activation_ref).xielu(x, parameters)
+
+
 def resolve(token_ids: Tensor, last_ids: Tensor) -> Tensor:
     """int32 token_ids [T] in which every negative id -1 - r is replaced by last_ids[r].
 
@@ -282,6 +290,14 @@ def fused_layer(x: Tensor, residual: Tensor, layer: FusedLayer) -> tuple[Tensor,
     """
     module = _pick(x, fused_layer_ref) if _observer is None else fused_layer_ref
     return module.fused_layer(x, residual, layer)
+
+
+def rotate_heads(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
+    """x [T, heads, D] rotated by rotary position embedding, for models that normalize heads after it. May overwrite x.
+
+    The last axis of x has unit stride. The other arguments are those of `rope_store`.
+    """
+    return _pick(x, rope_ref).rotate_heads(x, positions, cos_sin, interleaved)
 
 
 def rope_store(

@@ -12,11 +12,14 @@ class RoutingParams:
     """How experts are chosen from router logits."""
 
     top_k: int
-    score: str = "softmax"  # softmax or sigmoid of all logits; softmax_topk: softmax of the chosen logits
+    # softmax or sigmoid of all logits; softmax_topk: softmax of the chosen logits. sparsemixer (arXiv 2409.12136): the weight of the i-th
+    # expert is its softmax over the experts that were not chosen before it and whose logits are near its own, as `jitter` says.
+    score: str = "softmax"
     renormalize: bool = True  # divide the chosen weights by their sum
     scale: float = 1.0  # multiplies the weights after that
     num_groups: int = 1  # experts are chosen from the `top_groups` best of this number of equal groups
     top_groups: int = 1
+    jitter: float = 0.01  # sparsemixer: near are logits x with (best - x) / max(|x|, best) of at most 2 × jitter
     group_score: str = "max"  # the score of a group: of its best expert (max), or the sum of its two best (top2)
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from stoker.core.forward_batch import ForwardBatch, KVCache
-from stoker.core.model_config import AttentionConfig
+from stoker.core.model_config import AttentionConfig, QueryScaleConfig
 from stoker.core.specs import LinearSpec, Spec, TensorSpec
+from stoker.kernels import ops
 from stoker.kernels.types import PLAIN, AttentionParams, Rotary
 from stoker.layers.linear import linear_all_reduce
 from stoker.layers.loader import Loader
@@ -93,13 +94,19 @@ class Attention:
             qkv = qkv.clamp(-config.clip_qkv, config.clip_qkv)
         heads = qkv.view(qkv.shape[0], -1, size)
         q, k, v = heads.split_with_sizes((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        positions, cos_sin = batch.positions, self.cos_sin
+        if config.qk_norm_after_rope and cos_sin is not None:
+            rotated = ops.rotate_heads(heads[:, : self.num_heads + self.num_kv_heads], positions, cos_sin, self.interleaved)
+            q, k = rotated.split_with_sizes((self.num_heads, self.num_kv_heads), dim=1)
+            cos_sin = None
         if self.qk_norm is not None:
             q, k = self._normalize(q, k)
-        positions, cos_sin = batch.positions, self.cos_sin
         if self.two_axes and cos_sin is not None:
             positions, cos_sin = step_table(cos_sin, batch)
         if config.logn_length is not None:
             q = q * _logn(batch.positions, config.logn_length).to(q.dtype)
+        if config.query_scale is not None:
+            q = q * _query_scale(batch.positions, config.query_scale).to(q.dtype)
         return self.attend(q, k, v, Rotary(positions, cos_sin, self.interleaved), cache, batch, params)
 
     def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,6 +121,12 @@ class Attention:
 def _logn(positions: Tensor, length: int) -> Tensor:
     """[T, 1, 1]: the factors of queries in Qwen 1, the logarithm of position + 1 to the base `length`, at least 1."""
     return (torch.log(positions.float() + 1) / math.log(length)).clamp(min=1.0)[:, None, None]
+
+
+def _query_scale(positions: Tensor, config: QueryScaleConfig) -> Tensor:
+    """float32 [T, 1, 1]: the factors of queries in Llama 4 and Ministral 3 (`QueryScaleConfig`)."""
+    intervals = torch.floor((positions.float() + config.offset) / config.interval)
+    return (1 + config.beta * torch.log1p(intervals))[:, None, None]
 
 
 def _alibi(config: AttentionConfig, loader: Loader) -> Tensor:

@@ -76,7 +76,7 @@ def load_cache_fields(config: ModelConfig, layer: int, loader: Loader, tables: R
         return {}
     fields, attention = loader.load(kv_cache_specs(config, layer, loader.recipe.kv_cache)), config.layers[layer].attention
     if isinstance(attention, AttentionConfig) and "key_mean" in fields:
-        fields["key_mean"] = stored_means(fields, attention, tables.get(attention.rope), tables.num_positions)
+        fields["key_mean"] = stored_means(fields, attention, tables.get(attention.cached_rope), tables.num_positions)
     return fields
 
 

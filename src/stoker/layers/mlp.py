@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from stoker.core.model_config import MLPConfig
-from stoker.core.specs import LinearSpec, Spec
+from stoker.core.specs import LinearSpec, Spec, TensorSpec
 from stoker.kernels import ops
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.linear import linear_all_reduce
@@ -14,12 +14,16 @@ from stoker.layers.norm import Norm
 
 
 class MLP:
-    """down(act(gate(x)) × up(x)), or down(act(up(x))). Gate and up are one fused linear."""
+    """down(act(gate(x)) × up(x)), or down(act(up(x))). Gate and up are one fused linear.
+
+    xielu has four parameters per layer, which `ops.xielu` describes.
+    """
 
     def __init__(self, config: MLPConfig, loader: Loader, name: str, hidden: int) -> None:
         weights = loader.load(self.specs(config, name, hidden))
         self.up = weights["up"]
         self.down = weights["down"]
+        self.activation_parameters: Tensor | None = weights.get("activation")
         self.activation = config.activation
         self.gated = config.gated
         self._gate = Fusion(gate=config.activation)
@@ -28,11 +32,13 @@ class MLP:
 
     @staticmethod
     def specs(config: MLPConfig, name: str, hidden: int) -> dict[str, Spec]:
-        """The specs of the block's two linears."""
+        """The specs of the block's two linears, and of the parameters of its activation function."""
         parts = (config.size, config.size) if config.gated else (config.size,)
         up = LinearSpec(name=f"{name}.up", in_features=hidden, parts=parts, bias=config.up_bias, split="column")
         down = LinearSpec(name=f"{name}.down", in_features=config.size, parts=(hidden,), bias=config.down_bias, split="row")
-        return {"up": up, "down": down}
+        if config.activation != "xielu":
+            return {"up": up, "down": down}
+        return {"up": up, "down": down, "activation": TensorSpec(name=f"{name}.activation", shape=(4,), dtype="float32")}
 
     all_specs = specs
 
@@ -48,6 +54,8 @@ class MLP:
     def _inner(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Fusion]:
         """(input of the `down` linear, fusion with which `down` must be called)."""
         up_fusion = PLAIN if norm is None else norm.fusion
+        if self.activation_parameters is not None:
+            return ops.xielu(self.up(x, up_fusion), self.activation_parameters), PLAIN
         if not self.gated:
             return ops.activate(self.up(x, up_fusion), self.activation), PLAIN
         if x.shape[0] >= self.down.min_input_gate_rows:

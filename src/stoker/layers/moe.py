@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,7 @@ class MoE:
             scale=config.scale,
             num_groups=config.num_groups,
             top_groups=config.top_groups,
+            jitter=config.jitter,
             group_score=config.group_score,
         )
 
@@ -79,7 +82,11 @@ class MoE:
         if self._offset_indices is not None:
             # Choices of other ranks' experts stay in the order; their rows are zeros on this rank.
             routing = Routing(routing.weights, routing.order, routing.offsets.index_select(0, self._offset_indices), is_whole=False)
-        out = self.down.down(self._activate(self.up.up(x, routing)), routing)
+        wide = self.up.up(x, routing)
+        if self.config.scale_input:  # the projection has no bias, so that its result can be scaled instead of its input
+            wide = wide * routing.weights.flatten()[routing.order.long(), None].to(wide.dtype)
+            routing = replace(routing, weights=torch.ones_like(routing.weights))
+        out = self.down.down(self._activate(wide), routing)
         if self.shared is not None:
             shared = self.shared.partial(x)
             out = out + (shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(x)))

@@ -118,7 +118,8 @@ def _longrope(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
     divisors = config.long_factor if num_positions > original else config.short_factor
     if len(divisors) != config.dim // 2:
         raise ConfigError(f"longrope has {len(divisors)} factors for {config.dim // 2} frequencies.", cure="Correct rope_scaling.")
-    factor = config.attention_factor
+    factor = config.long_mscale if num_positions > original else config.short_mscale
+    factor = config.attention_factor if factor is None else factor
     if factor is None:
         factor = math.sqrt(1 + math.log(config.factor) / math.log(original)) if config.factor > 1 else 1.0
     return _base_frequencies(config.theta, config.dim) / torch.tensor(divisors, dtype=torch.float64), factor

@@ -16,7 +16,16 @@ from stoker.models.config_fields import require_values
 
 MAX_LAYERS = 4096
 MAX_SIZE = 1 << 18  # of one width or count, so that the product of any three is a byte count that fits in 64 bits
-_POSITION_FIELDS = ("max_positions", "learned_positions", "block_positions", "original_max_positions", "logn_length", "window", "chunk")
+_POSITION_FIELDS = (
+    "max_positions",
+    "learned_positions",
+    "block_positions",
+    "original_max_positions",
+    "logn_length",
+    "window",
+    "chunk",
+    "interval",
+)
 _MAX_BY_FIELD = {"vocab_size": 1 << 24} | dict.fromkeys((*_POSITION_FIELDS, "start_id"), 1 << 31)
 _POSITIVE_FIELDS = ("softcap", "logit_softcap", "theta", "factor", "clip_qkv", "alibi_max")
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -109,7 +118,7 @@ def _check_heads(attention: AttentionConfig) -> None:
 
 def _check_experts(moe: MoEConfig) -> None:
     """Raise CheckpointError for inconsistent numbers of experts and groups."""
-    if moe.score not in ("softmax", "sigmoid", "softmax_topk"):
+    if moe.score not in ("softmax", "sigmoid", "softmax_topk", "sparsemixer"):
         raise _out_of_range("score", moe.score, "experts are scored by softmax or sigmoid")
     if moe.num_experts % moe.num_groups:
         raise _out_of_range("num_groups", moe.num_groups, f"it must divide the {moe.num_experts} experts")

@@ -31,6 +31,11 @@ def flatten(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     return tensors[0].flatten()
 
 
+def in_features_last(tensors: list[Tensor], config: ModelConfig) -> Tensor:
+    """Expert weights [experts, out, in] from [experts, in, out]; biases [experts, out] unchanged."""
+    return tensors[0].transpose(1, 2) if tensors[0].dim() == 3 else tensors[0]
+
+
 def ungroup_qkv(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     """All q rows, then all k rows, then all v rows, from rows that are fused in groups.
 

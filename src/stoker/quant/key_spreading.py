@@ -57,7 +57,8 @@ def stored_means(tensors: dict[str, Tensor], attention: AttentionConfig, table: 
 
 def rotation(attention: AttentionConfig) -> tuple[int, bool]:
     """(number of rotated features, whether neighbouring features are rotated together) of an attention block."""
-    return (attention.rope.dim, attention.rope.interleaved) if attention.rope else (0, False)
+    rope = attention.cached_rope
+    return (rope.dim, rope.interleaved) if rope else (0, False)
 
 
 class KeyStats:

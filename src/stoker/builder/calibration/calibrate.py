@@ -101,7 +101,7 @@ def _run_quantized_layer(plan: BuildPlan, model: LayerwiseModel, dense: Loader, 
         model.run_layer(Loader(TensorTable(stored), without_cache, dense.dtype, dense.device, SINGLE))
         return stored
     attention = config.layers[index].attention
-    stats = CacheStats(attention, recipe.kv_cache, model.rope_tables(dense.device).get(attention.rope))
+    stats = CacheStats(attention, recipe.kv_cache, model.rope_tables(dense.device).get(attention.cached_rope))
     model.run_layer(CacheRecordingLoader(TensorTable(stored), without_cache, dense.dtype, dense.device, stats))
     cache_tensors = stats.tensors()
     return stored | {spec.name: cache_tensors[key] for key, spec in kv_cache_specs(config, index, recipe.kv_cache).items()}

@@ -31,6 +31,12 @@ class Checkpoint:
         file = self.path / name
         return read_json_object(file) if self.gguf is None and file.is_file() else {}
 
+    def setting(self, key: str) -> Any:
+        """The value of a key of config.json, or of its text_config, where multimodal checkpoints have it; None when it is absent."""
+        text = self.config.get("text_config")
+        value = self.config.get(key)
+        return text.get(key) if value is None and isinstance(text, dict) else value
+
     @property
     def files(self) -> list[Path]:
         """All files that can influence the engine."""

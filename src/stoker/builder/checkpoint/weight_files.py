@@ -35,6 +35,12 @@ def open_weights(path: Path) -> CheckpointWeights:
             f"{path} has {len(others)} safetensors files, such as {others[0].name}, and no index that lists their tensors.",
             cure="Download model.safetensors.index.json of the checkpoint into the same directory.",
         )
+    pickles = sorted(path.glob("pytorch_model-*.bin"))
+    if pickles:
+        raise CheckpointError(
+            f"{path} has {len(pickles)} shards of pytorch_model.bin, such as {pickles[0].name}, and no index that lists their tensors.",
+            cure="Download pytorch_model.bin.index.json of the checkpoint into the same directory.",
+        )
     names = "model.safetensors, model.safetensors.index.json, pytorch_model.bin or its index"
     raise CheckpointError(f"{path} has no weights: none of {names}.", cure="Download them, or build with --dummy-weights.")
 

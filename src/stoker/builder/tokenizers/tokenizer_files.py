@@ -62,7 +62,7 @@ def _decoder_types(decoder: dict[str, Any]) -> set[str]:
 
 def _check_vocabulary_size(tokenizer: Tokenizer, checkpoint: Checkpoint) -> None:
     """Raise CheckpointError when the probe texts use ids beyond the model's embeddings. Unused ids may exceed them."""
-    rows = checkpoint.config.get("vocab_size")
+    rows = checkpoint.setting("vocab_size")
     highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     used = max((max(tokenizer.encode(text).ids, default=0) for text in PROBE_TEXTS), default=0)
     if isinstance(rows, int) and used >= rows:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from stoker.core.forward_batch import KVCache
 
 
+rotate_heads = reference.rotate_heads
+
+
 def rope_store(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor | None, interleaved: bool, cache: KVCache, slots: Tensor
 ) -> Tensor:

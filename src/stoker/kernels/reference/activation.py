@@ -27,3 +27,12 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     """act(gate) × up, of the two halves of gate_up (`ops.gated`)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate).mul_(up)
+
+
+def xielu(x: Tensor, parameters: Tensor) -> Tensor:
+    """xIELU with learned parameters (`ops.xielu`)."""
+    alpha_p, alpha_n, beta, eps = parameters
+    wide = x.float()
+    positive = alpha_p * wide.square() + beta * wide
+    negative = alpha_n * (torch.expm1(torch.minimum(wide, eps)) - wide) + beta * wide
+    return torch.where(wide > 0, positive, negative).to(x.dtype)

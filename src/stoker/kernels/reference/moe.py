@@ -26,12 +26,26 @@ def _choose(logits: Tensor, correction: Tensor | None, params: RoutingParams) ->
     if params.score == "softmax_topk":
         best, ids = logits.topk(params.top_k, dim=-1)
         return best.softmax(dim=-1), ids
+    if params.score == "sparsemixer":
+        return _sparse_mixer(logits, params)
     scores = logits.sigmoid() if params.score == "sigmoid" else logits.softmax(dim=-1)
     wanted = scores if correction is None else scores + correction
     if params.num_groups > 1:
         wanted = wanted.masked_fill(~_in_best_groups(wanted, params), float("-inf"))
     ids = wanted.topk(params.top_k, dim=-1).indices
     return scores.gather(1, ids), ids
+
+
+def _sparse_mixer(logits: Tensor, params: RoutingParams) -> tuple[Tensor, Tensor]:
+    """The weights and ids, both [T, k], of SparseMixer without sampling: experts are chosen one after the other by their logits."""
+    available, weights, ids = logits, [], []
+    for _ in range(params.top_k):
+        best, expert = available.max(dim=-1, keepdim=True)
+        is_far = (best - logits) / logits.abs().clamp(min=best) > 2 * params.jitter
+        weights.append(available.masked_fill(is_far, float("-inf")).softmax(dim=-1).gather(1, expert))
+        ids.append(expert)
+        available = available.scatter(1, expert, float("-inf"))
+    return torch.cat(weights, dim=1), torch.cat(ids, dim=1)
 
 
 def _in_best_groups(wanted: Tensor, params: RoutingParams) -> Tensor:

@@ -38,6 +38,11 @@ def rope_store(
     return q
 
 
+def rotate_heads(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
+    """x rotated by its positions (`ops.rotate_heads`)."""
+    return _rotate_by_rows(x, cos_sin.index_select(0, positions), interleaved)
+
+
 def _fused_view(q: Tensor, k: Tensor) -> Tensor | None:
     """A view [T, heads + kv_heads, D] over q and k if k's heads follow q's in memory, as in the output of a fused linear; else None."""
     follows = k.storage_offset() == q.storage_offset() + q.shape[1] * q.stride(1) and k.stride() == q.stride()

@@ -1,6 +1,7 @@
 """Activation functions, alone or gating a second projection, in float32.
 
     activate    out [..., size] = act(x [..., size])
+    xielu       the same with an activation that has learned parameters
     gated       out [..., size] = act(x[..., :size]) × x[..., size:]          x [..., 2 × size]: gate and up projection of an MLP
 
 Grid: rows × blocks of BLOCK results. Theoretical floor: one read and one write of each element at the speed of memory. Not measured by
@@ -66,6 +67,41 @@ def activation_kernel(
     if GATED:
         result = result * tl.load(source + SIZE, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * SIZE + cols, result.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def xielu_kernel(
+    x_ptr,  # [count]
+    parameters_ptr,  # float32 [4]: alpha_p, alpha_n, beta, eps
+    out_ptr,  # [count]
+    count,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """One CTA: BLOCK results of xIELU (`ops.xielu`)."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    alpha_p = tl.load(parameters_ptr)
+    alpha_n = tl.load(parameters_ptr + 1)
+    beta = tl.load(parameters_ptr + 2)
+    eps = tl.load(parameters_ptr + 3)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
+    x = tl.load(x_ptr + index, mask=index < count, other=0.0).to(tl.float32)
+    low = tl.minimum(x, eps)
+    # exp(low) - 1 by its series near 0, where the difference would lose most digits.
+    series = low * (1.0 + low * (0.5 + low * (0.16666667 + low * 0.041666668)))
+    expm1 = tl.where(low > -0.03, series, tl.exp(low) - 1.0)
+    result = tl.where(x > 0.0, alpha_p * x * x, alpha_n * (expm1 - x)) + beta * x
+    tl.store(out_ptr + index, result.to(out_ptr.dtype.element_ty), mask=index < count)
+
+
+def xielu(x: Tensor, parameters: Tensor) -> Tensor:
+    """xIELU with learned parameters (`ops.xielu`)."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if count := out.numel():
+        xielu_kernel[(triton.cdiv(count, BLOCK),)](x, parameters, out, count, BLOCK=BLOCK, num_warps=4, **pdl_launch_options(x))
+    return out
 
 
 def activate(x: Tensor, activation: str) -> Tensor:

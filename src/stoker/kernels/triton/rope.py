@@ -143,7 +143,7 @@ def load_rotated_pairs(source_ptr, offsets, cos_sin_row_ptr, inside, FEATURES: t
 
 
 @triton.jit
-def rotate_heads(source_ptr, source_offsets, target_ptr, target_offsets, scale, cos_sin_row_ptr, inside, FEATURES: tl.constexpr):
+def rotate_and_store(source_ptr, source_offsets, target_ptr, target_offsets, scale, cos_sin_row_ptr, inside, FEATURES: tl.constexpr):
     """Load the first 2 × half features of several heads from `source_ptr`, rotate them, and store them at `target_ptr`."""
     dtype: tl.constexpr = source_ptr.dtype.element_ty
     first, second = load_rotated_pairs(source_ptr, source_offsets, cos_sin_row_ptr, inside, FEATURES)
@@ -269,7 +269,7 @@ def rope_store_kernel(
             factors_ptr = key_balance_ptr + (kv_head * 2 + 1) * SIZE
             transform_heads(qkv.q_ptr, offsets, qkv.q_ptr, offsets, 1.0, factors_ptr, None, None, cos_sin_row_ptr, inside, FEATURES)
         elif HALF > 0:
-            rotate_heads(qkv.q_ptr, offsets, qkv.q_ptr, offsets, 1.0, cos_sin_row_ptr, inside, FEATURES)
+            rotate_and_store(qkv.q_ptr, offsets, qkv.q_ptr, offsets, 1.0, cos_sin_row_ptr, inside, FEATURES)
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
         block = slot // BLOCK_SIZE
@@ -293,7 +293,7 @@ def rope_store_kernel(
                 )
             else:
                 if HALF > 0:
-                    rotate_heads(qkv.k_ptr, source, cache.keys_ptr, target, scale, cos_sin_row_ptr, inside, FEATURES)
+                    rotate_and_store(qkv.k_ptr, source, cache.keys_ptr, target, scale, cos_sin_row_ptr, inside, FEATURES)
                 if SIZE > 2 * HALF:
                     copy_heads(qkv.k_ptr, source, cache.keys_ptr, target, scale, inside, 2 * HALF, SIZE, FEATURES.block_rest)
         else:
@@ -338,6 +338,47 @@ def rope_store(
         **pdl_launch_options(q),
     )
     return q
+
+
+@triton.jit
+def rotate_heads_kernel(
+    x_ptr,  # [T, num_heads, size], dense in the last axis
+    positions_ptr,  # int32 [T]
+    cos_sin_ptr,  # float32 [max_positions, 2 × half]
+    num_heads,
+    stride_token,
+    stride_head,
+    FEATURES: tl.constexpr,  # HeadFeatures
+    HEADS: tl.constexpr,  # heads of a CTA
+    USE_PDL: tl.constexpr,
+):
+    """Rotate HEADS heads of one token in place. Grid: tokens × tiles of heads."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
+    row_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * FEATURES.half)
+    offsets = token * stride_token + head * stride_head
+    rotate_and_store(x_ptr, offsets, x_ptr, offsets, 1.0, row_ptr, head < num_heads, FEATURES)
+
+
+def rotate_heads(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate x in place and return it (`ops.rotate_heads`)."""
+    tokens, heads, size = x.shape
+    if tokens:
+        rotate_heads_kernel[(tokens, triton.cdiv(heads, 4))](
+            x,
+            positions,
+            cos_sin,
+            heads,
+            x.stride(0),
+            x.stride(1),
+            FEATURES=_features(size, size, cos_sin.shape[1] // 2, interleaved),
+            HEADS=4,
+            num_warps=2,
+            **pdl_launch_options(x),
+        )
+    return x
 
 
 def _features(size: int, value_size: int, half: int, interleaved: bool) -> HeadFeatures:

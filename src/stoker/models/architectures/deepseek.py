@@ -14,8 +14,17 @@ from torch import Tensor
 from stoker.core.model_config import MLAConfig, MLPConfig, ModelConfig, MoEConfig, NormConfig
 from stoker.layers.rope import yarn_mscale
 from stoker.models.architecture import Architecture, TensorNames, Transformed
+from stoker.models.architectures.gemma import LANGUAGE_MODEL_PREFIXES
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
-from stoker.models.config_fields import read_activation, read_max_positions, read_rope, replace_fields, require_values, with_defaults
+from stoker.models.config_fields import (
+    read_activation,
+    read_max_positions,
+    read_rope,
+    replace_fields,
+    require_values,
+    value_or,
+    with_defaults,
+)
 
 
 def with_experts(config: ModelConfig, hf: dict[str, Any], **moe: Any) -> ModelConfig:
@@ -73,6 +82,14 @@ def deepseek2_config(hf: dict[str, Any]) -> ModelConfig:
 def deepseek3_config(hf: dict[str, Any]) -> ModelConfig:
     """The ModelConfig of a DeepSeek V3 or R1 checkpoint, from `hf`, the data of its config.json."""
     return with_corrected_experts(latent_attention_config(hf, "DeepseekV3ForCausalLM"), hf)
+
+
+def kimi_k25_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of the language model of Kimi K2.5: DeepSeek V3 in the text_config of a multimodal checkpoint."""
+    text = value_or(hf, "text_config", {})
+    config = deepseek3_config(text)
+    tied = bool(value_or(hf, "tie_word_embeddings", value_or(text, "tie_word_embeddings", True)))
+    return msgspec.structs.replace(config, architecture="Kimi_K25ForConditionalGeneration", tie_head=tied)
 
 
 def with_corrected_experts(config: ModelConfig, hf: dict[str, Any]) -> ModelConfig:
@@ -197,4 +214,21 @@ ARCHITECTURES = (
         tensor_parallel=_TENSOR_PARALLEL,
         ignored_keys=("num_nextn_predict_layers", "qk_head_dim"),
     ),
-)
+    Architecture(
+        name="Kimi_K25ForConditionalGeneration",
+        read_config=kimi_k25_config,
+        tensor_names=latent_attention_names,
+        family="Kimi K2.5 (text)",
+        oracle="transformers",
+        model_types=("kimi_k25",),
+        aliases=("KimiK25ForConditionalGeneration",),
+        ignored_tensors=(*IGNORED, "*vision_tower.*", "*mm_projector.*", "model.layers.61.*"),
+        tensor_renames=(*LANGUAGE_MODEL_PREFIXES, (r"^model\.blocks\.", "model.layers.")),  # transformers 5 writes blocks
+        tensor_parallel=_TENSOR_PARALLEL,
+        ignored_keys=(
+            "num_nextn_predict_layers", "qk_head_dim", "vision_config*", "projection_hidden_size", "projection_layer_norm_eps",
+            "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "media_placeholder_token_id",
+            "use_unified_vision_chunk", "video_placeholder",
+        ),
+    ),
+)  # fmt: skip

@@ -118,7 +118,7 @@ def _with_one_plus_norms(names: TensorNames) -> TensorNames:
 
 
 # The prefixes with which transformers 4 and 5 save the language model.
-_LANGUAGE_MODEL_PREFIXES = (
+LANGUAGE_MODEL_PREFIXES = (
     (r"^language_model\.model\.", "model."),
     (r"^model\.language_model\.", "model."),
     (r"^language_model\.lm_head", "lm_head"),
@@ -162,7 +162,7 @@ ARCHITECTURES = (
         oracle="transformers",
         model_types=("gemma3",),
         ignored_tensors=("*vision_tower.*", "*multi_modal_projector.*"),
-        tensor_renames=_LANGUAGE_MODEL_PREFIXES,
+        tensor_renames=LANGUAGE_MODEL_PREFIXES,
         ignored_keys=(
             "image_token_id",
             "boi_token_id",

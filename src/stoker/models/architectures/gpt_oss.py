@@ -11,6 +11,7 @@ from stoker.core.model_config import MLPConfig, ModelConfig, MoEConfig
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
 from stoker.models.config_fields import replace_fields, value_or, with_defaults
+from stoker.models.tensor_transforms import in_features_last
 
 _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096, "rope_theta": 150000.0}
 
@@ -46,14 +47,9 @@ def gpt_oss_names(config: ModelConfig) -> TensorNames:
         "layers.{i}.mlp.router": f"{layer}.mlp.router",
         "layers.{i}.mlp.experts.up.weight": Transformed((f"{experts}.gate_up_proj",), _gates_then_ups),
         "layers.{i}.mlp.experts.up.bias": Transformed((f"{experts}.gate_up_proj_bias",), _gates_then_ups),
-        "layers.{i}.mlp.experts.down.weight": Transformed((f"{experts}.down_proj",), _in_features_last),
+        "layers.{i}.mlp.experts.down.weight": Transformed((f"{experts}.down_proj",), in_features_last),
         "layers.{i}.mlp.experts.down.bias": f"{experts}.down_proj_bias",
     }
-
-
-def _in_features_last(tensors: list[Tensor], config: ModelConfig) -> Tensor:
-    """Weights [experts, out, in] from [experts, in, out]; biases [experts, out] unchanged."""
-    return tensors[0].transpose(1, 2) if tensors[0].dim() == 3 else tensors[0]
 
 
 def _gates_then_ups(tensors: list[Tensor], config: ModelConfig) -> Tensor:
@@ -61,7 +57,7 @@ def _gates_then_ups(tensors: list[Tensor], config: ModelConfig) -> Tensor:
 
     The checkpoint has weights [experts, in, out], and their outputs in the order gate, up, gate, up, …
     """
-    rows = _in_features_last(tensors, config)
+    rows = in_features_last(tensors, config)
     return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from stoker.core.model_config import ModelConfig, NormConfig
-from stoker.models.architecture import Architecture
+from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
-from stoker.models.architectures.qwen2 import WINDOW_KEYS, with_sliding_window
-from stoker.models.config_fields import read_head_size, read_rope, value_or, with_defaults
+from stoker.models.architectures.qwen2 import WINDOW_KEYS, with_experts, with_sliding_window
+from stoker.models.config_fields import read_head_size, read_rope, require_values, value_or, with_defaults
 
 
 @with_defaults(
@@ -32,6 +34,20 @@ def _qwen3_text_config(text: dict[str, Any]) -> ModelConfig:
     return llama_config(text, architecture="Qwen3VLForConditionalGeneration", qk_norm=norm, rope=rope)
 
 
+@with_defaults(
+    aliases={"num_local_experts": "num_experts"}, vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=24,
+    num_attention_heads=16, num_key_value_heads=16, max_position_embeddings=128000, moe_intermediate_size=1408, num_experts_per_tok=4,
+    num_experts=60,
+)  # fmt: skip
+def _qwen3_moe_text_config(text: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of the language model of Qwen3-VL with experts, from the data of its text_config."""
+    require_values(text, norm_topk_prob=True, mlp_bias=False)
+    norm = NormConfig(eps=text.get("rms_norm_eps", 1e-6))
+    rope = read_rope(text, dim=read_head_size(text), theta=500000.0)
+    config = llama_config(text, architecture="Qwen3VLMoeForConditionalGeneration", qk_norm=norm, rope=rope)
+    return with_experts(config, text | {"norm_topk_prob": True}, num_experts=text["num_experts"])
+
+
 def qwen25_vl_config(hf: dict[str, Any]) -> ModelConfig:
     """The ModelConfig of a Qwen2.5-VL checkpoint, from `hf`, the data of its config.json."""
     return _qwen25_text_config(_text_data(hf))
@@ -40,6 +56,31 @@ def qwen25_vl_config(hf: dict[str, Any]) -> ModelConfig:
 def qwen3_vl_config(hf: dict[str, Any]) -> ModelConfig:
     """The ModelConfig of a Qwen3-VL checkpoint, from `hf`, the data of its config.json."""
     return _qwen3_text_config(_text_data(hf))
+
+
+def qwen3_vl_moe_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a Qwen3-VL checkpoint with experts, from `hf`, the data of its config.json."""
+    return _qwen3_moe_text_config(_text_data(hf) | {"tie_word_embeddings": bool(hf.get("tie_word_embeddings"))})
+
+
+def qwen3_vl_moe_names(config: ModelConfig) -> TensorNames:
+    """The checkpoint modules of Qwen3-VL with experts that make each engine module, by engine name; see `TensorNames`."""
+    experts = ("model.layers.{i}.mlp.experts.gate_up_proj", "model.layers.{i}.mlp.experts.down_proj")
+    return llama_names(config) | {
+        "layers.{i}.mlp.router": "model.layers.{i}.mlp.gate",
+        "layers.{i}.mlp.experts.up.weight": Transformed(experts, _expert_up),
+        "layers.{i}.mlp.experts.down.weight": Transformed(experts, _expert_down),
+    }
+
+
+def _expert_up(tensors: list[Tensor], config: ModelConfig) -> Tensor:
+    """Gate and up weights [experts, out, in]. The published files have [experts, in, out], and transformers 5 saves [experts, out, in]."""
+    return tensors[0] if tensors[1].shape[1] == config.hidden_size else tensors[0].transpose(1, 2)
+
+
+def _expert_down(tensors: list[Tensor], config: ModelConfig) -> Tensor:
+    """Down weights [experts, out, in], from either layout of `_expert_up`."""
+    return tensors[1] if tensors[1].shape[1] == config.hidden_size else tensors[1].transpose(1, 2)
 
 
 def _text_data(hf: dict[str, Any]) -> dict[str, Any]:
@@ -78,6 +119,17 @@ ARCHITECTURES = (
         family="Qwen3-VL (text, dense)",
         oracle="transformers",
         model_types=("qwen3_vl",),
+        ignored_tensors=_IGNORED_TENSORS,
+        tensor_renames=_RENAMES,
+        ignored_keys=_IGNORED_KEYS,
+    ),
+    Architecture(
+        name="Qwen3VLMoeForConditionalGeneration",
+        read_config=qwen3_vl_moe_config,
+        tensor_names=qwen3_vl_moe_names,
+        family="Qwen3-VL (text, experts)",
+        oracle="transformers",
+        model_types=("qwen3_vl_moe",),
         ignored_tensors=_IGNORED_TENSORS,
         tensor_renames=_RENAMES,
         ignored_keys=_IGNORED_KEYS,

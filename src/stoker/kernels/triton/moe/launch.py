@@ -57,6 +57,7 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
             params.score,
             params.renormalize,
             params.scale,
+            params.jitter,
             NUM_EXPERTS=experts,
             NUM_GROUPS=params.num_groups,
             TOP_GROUPS=params.top_groups,

@@ -57,9 +57,10 @@ def choose_experts_kernel(
     weights_ptr,  # float32 [tokens, TOP_K]
     ids_ptr,  # int32 [tokens, TOP_K]
     # Constants and the scale of the weights
-    SCORE: tl.constexpr,  # "softmax", "sigmoid" or "softmax_topk"
+    SCORE: tl.constexpr,  # "softmax", "sigmoid", "softmax_topk" or "sparsemixer"
     RENORMALIZE: tl.constexpr,
     scale,
+    jitter,  # sparsemixer: see `RoutingParams`
     NUM_EXPERTS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
@@ -89,7 +90,7 @@ def choose_experts_kernel(
         scores = x
     choice_scores = scores
     if correction_ptr is not None:  # noqa: SIM102 - a pointer that is None, then a constant
-        if SCORE != "softmax_topk":
+        if SCORE != "softmax_topk" and SCORE != "sparsemixer":
             choice_scores = choice_scores + tl.load(correction_ptr + expert_index, mask=inside, other=0.0)
     choice_scores = tl.where(inside, choice_scores, float("-inf"))
     if NUM_GROUPS > 1:
@@ -104,6 +105,10 @@ def choose_experts_kernel(
         best, expert = largest_and_index(candidates, tl.where(available, expert_index, 1 << 30))
         expert = tl.minimum(expert, NUM_EXPERTS - 1)
         weight = tl.sum(tl.sum(tl.where(expert_index == expert, scores, 0.0), 1), 0)
+        if SCORE == "sparsemixer":  # the softmax of the best of the available logits that are near it
+            distance = (best - scores) / tl.maximum(tl.abs(scores), best)
+            near = tl.where(distance > 2.0 * jitter, float("-inf"), candidates)
+            weight = 1.0 / tl.sum(tl.sum(tl.exp(near - best), 1), 0)
         weight = tl.where(best == best, weight, best)  # NaN stays NaN
         ids = tl.where(slot == i, expert, ids)
         weights = tl.where(slot == i, weight, weights)
