@@ -21,8 +21,10 @@ from stoker.base.config import Limits
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.router.core.prefix import token_prefix
+from stoker.router.core.settings import RoutingSettings
 from stoker.router.proxy.application import RouterApplication
 from stoker.router.settings import RouterSettings
+from stoker.runtime.transfer.ticket import make_tickets
 from stoker.server.settings import ServerSettings
 
 SERVE = """
@@ -30,9 +32,11 @@ import json, sys
 from stoker.base.config import RuntimeConfig
 from stoker.server.processes.supervisor import serve
 from stoker.server.settings import ServerSettings
-runtime = RuntimeConfig(device="cpu", kv_cache_tokens=2048, num_threads=1, kv_events="tcp://127.0.0.1:*", kv_events_replay="tcp://127.0.0.1:*")
+runtime = RuntimeConfig(device="cpu", kv_cache_tokens=2048, num_threads=1, kv_events="tcp://127.0.0.1:*", kv_events_replay="tcp://127.0.0.1:*",
+    transfer="127.0.0.1:0", transfer_backend="tcp")
 serve(sys.argv[1], runtime, ServerSettings(http_port=0, model_name="tiny"), lambda line: print(line, flush=True))
 """
+SECRET = "a shared secret of these tests"
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
 PROMPTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "The quick brown fox jumps over the lazy dog. " * 4}),
@@ -61,9 +65,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def servers(engine: Path) -> Iterator[list[str]]:
     """The URLs of two servers."""
     command = [sys.executable, "-c", SERVE, str(engine)]
-    started = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env.child_environment(STOKER_LOG="warning")) for _ in range(2)
-    ]
+    variables = env.child_environment(STOKER_LOG="warning", STOKER_CLUSTER_TOKEN=SECRET)
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) for _ in range(2)]
     try:
         urls = []
         for process in started:
@@ -120,3 +123,55 @@ async def _until(condition: Any) -> None:
     async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": [3 + i * 7 % 300 for i in range(200)], "max_tokens": 8, "temperature": 0.8, "seed": 5, "n": 2}),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "Two servers share this prompt. " * 5}], "max_tokens": 8, "temperature": 0},
+    ),
+    ("/v1/messages", {"model": "tiny", "messages": [{"role": "user", "content": "Another prompt of two servers. " * 5}], "max_tokens": 8}),
+]
+
+
+async def test_one_server_computes_prompts_and_another_one_answers(
+    servers: list[str], engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers equal those of one server, and each prompt was transferred once. Tickets that the router did not sign are refused."""
+    monkeypatch.setenv("STOKER_CLUSTER_TOKEN", SECRET)
+    settings = RouterSettings(
+        replicas=tuple(servers), tokenizer=str(engine), tokenize_timeout_s=30.0, routing=RoutingSettings(disaggregate_tokens=64)
+    )
+    router = RouterApplication(settings)
+    await router.open()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(router.close)
+        port = await stack.enter_async_context(live_app(router, ServerSettings()))
+        client = await stack.enter_async_context(httpx.AsyncClient(timeout=60))
+        answers = [(await client.post(f"http://127.0.0.1:{port}{path}", json=body)).json() for path, body in REQUESTS]
+        streamed = await client.post(
+            f"http://127.0.0.1:{port}/v1/completions", json={"prompt": list(range(9, 209)), "max_tokens": 4, "stream": True}
+        )
+        assert streamed.status_code == 200 and streamed.text.endswith("data: [DONE]\n\n")
+        counts = [await metrics_of(client, url) for url in servers]
+        assert sum(count["stoker_kv_imports_total"] for count in counts) == 4
+        assert sum(count["stoker_kv_exports_total"] for count in counts) == 4
+        assert sum(count["stoker_kv_failed_imports_total"] + count["stoker_kv_failed_exports_total"] for count in counts) == 0
+        assert sum(count["stoker_kv_imported_bytes_total"] for count in counts) > 4 * 64 * 384
+        alone = [(await client.post(f"{servers[0]}{path}", json={**body, "cache_salt": "alone"})).json() for path, body in REQUESTS[:2]]
+        for answer, expected in zip(answers, alone, strict=False):
+            assert [choice.get("text") or choice["message"] for choice in answer["choices"]] == [
+                choice.get("text") or choice["message"] for choice in expected["choices"]
+            ]
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
+        assert answers[2]["content"][0]["type"] == "text"
+        forged = make_tickets("127.0.0.1", 9, b"another key")[1]
+        refused = await client.post(f"{servers[0]}/v1/completions", json={"prompt": "a"}, headers={"x-stoker-transfer": forged})
+        assert refused.status_code == 400 and "signature" in refused.text
+
+
+async def metrics_of(client: httpx.AsyncClient, url: str) -> dict[str, float]:
+    """The values of a server's metrics, without labels."""
+    lines = (await client.get(f"{url}/metrics")).text.splitlines()
+    return {line.split("{")[0].split()[0]: float(line.split()[-1]) for line in lines if line.startswith("stoker_kv")}

@@ -16,6 +16,8 @@ DEVICES = ("cpu", "cuda")
 TOKENS_PER_BLOCK = (16, 32, 64, 128)
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static")  # modules of runtime.schedule.policies
 _EVENT_ADDRESS = re.compile(r"tcp://[^\s/]+:(\d{1,5}|\*)|ipc://\S{1,107}")
+ROLES = ("both", "prefill", "decode")
+TRANSFER_BACKENDS = ("auto", "nixl", "tcp")
 PROPOSERS = ("none", "ngram", "request")  # draft proposers without a drafter, of runtime.schedule.proposers
 MAX_DRAFT_TOKENS = 32
 _NOUNS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", tuple: "a list of whole numbers"}
@@ -193,6 +195,19 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_events_topic: str = ""
     """Topic of the events: the first frame of each message."""
 
+    transfer: str | None = None
+    """HOST:PORT at which other executors read KV cache blocks, such as 0.0.0.0:5600. None: no transfers."""
+
+    role: str = "both"
+    """What routers use this executor for, if it has a transfer address: `prefill` computes prompts for others, `decode` continues with
+    prompts that others computed, `both` does both."""
+
+    transfer_backend: str = "auto"
+    """How blocks are copied: `nixl`, `tcp`, or `auto`: with NIXL if it is installed and both caches have the same format, else over TCP."""
+
+    transfer_timeout_s: float = 10.0
+    """Seconds after which a transfer without progress has failed, and after which unread blocks are released."""
+
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):
             typed_value(field.name, getattr(self, field.name), field.type)
@@ -219,6 +234,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"step_timeout_s={self.step_timeout_s} is refused.", cure="Use seconds, from 1 to 86400.")
         self._check_targets()
         self._check_events()
+        self._check_transfers()
 
     def _check_targets(self) -> None:
         """Raise ConfigError for latency targets that are out of range, or that cannot have an effect."""
@@ -244,6 +260,19 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("kv_events needs prefix_reuse: without it there are no events.", cure="Leave out one of them.")
         if len(self.kv_events_topic) > 256:
             raise ConfigError("kv_events_topic is longer than 256 characters.", cure="Shorten it.")
+
+    def _check_transfers(self) -> None:
+        """Raise ConfigError for settings of transfers that are out of range, or that have no effect."""
+        check_choice("role", self.role, ROLES)
+        check_choice("transfer_backend", self.transfer_backend, TRANSFER_BACKENDS)
+        if self.transfer is None:
+            for name, default in (("role", "both"), ("transfer_backend", "auto")):
+                if getattr(self, name) != default:
+                    raise ConfigError(f"{name}={getattr(self, name)} has no effect without transfer.", cure="Set transfer: HOST:PORT.")
+        elif not self.prefix_reuse:
+            raise ConfigError("transfer needs prefix_reuse: transferred blocks are cached blocks.", cure="Leave out one of them.")
+        if not 0.1 <= self.transfer_timeout_s <= 3600.0:
+            raise ConfigError(f"transfer_timeout_s={self.transfer_timeout_s} is refused.", cure="Use seconds, from 0.1 to 3600.")
 
 
 class RuntimeSettings(TypedDict, total=False):
@@ -277,6 +306,10 @@ class RuntimeSettings(TypedDict, total=False):
     kv_events: str | None
     kv_events_replay: str | None
     kv_events_topic: str
+    transfer: str | None
+    role: str
+    transfer_backend: str
+    transfer_timeout_s: float
 
 
 def check_within_limits(limits: Limits, runtime: RuntimeConfig) -> None:

@@ -31,7 +31,11 @@ VARIABLES = {
         Variable("STOKER_THREADS", "OMP_NUM_THREADS", "CPU threads for computation."),
         Variable("STOKER_NATIVE", "1", "0 disables the C kernels for the CPU; PyTorch computes instead."),
         Variable("STOKER_API_KEY", "", "API key that servers require, and that Stoker's clients send. It is never printed."),
-        Variable("STOKER_CLUSTER_TOKEN", "", "Shared secret of the nodes of an engine, at least 16 bytes. It is never printed."),
+        Variable(
+            "STOKER_CLUSTER_TOKEN",
+            "",
+            "Shared secret of the nodes of an engine, and of servers with KV transfers; 16 bytes or more. Never printed.",
+        ),
         Variable("STOKER_RENDEZVOUS", "", "HOST:PORT at which node 0 of an engine on several nodes listens."),
         Variable("STOKER_ADMIN_KEY", "", "Key of the routes for diagnosis, /debug. It is never printed."),
         Variable("STOKER_PYTHON", "this interpreter", "Python interpreter of the executor that a Triton or Truss server starts."),

@@ -50,6 +50,10 @@ RUNTIME_HELP = {
     "kv_events": "ZeroMQ address for events about KV cache blocks, such as tcp://*:5557, which routers read. They contain prompts.",
     "kv_events_replay": "ZeroMQ address for requests to repeat those events, such as tcp://*:5558.",
     "kv_events_topic": "Topic of those events. Default: empty.",
+    "transfer": "HOST:PORT for transfers of KV cache blocks between servers, such as 0.0.0.0:5600. Needs STOKER_CLUSTER_TOKEN.",
+    "role": "What routers use a server with --transfer for: prefill, decode or both.",
+    "transfer_backend": "How blocks are copied: auto, nixl or tcp. auto uses NIXL if it is installed.",
+    "transfer_timeout_s": "Seconds after which a transfer without progress fails, and unread blocks are released.",
     "num_threads": "Number of CPU threads for computation. Default: all cores.",
 }
 # Field of SamplingParams: help text of its option.

@@ -21,6 +21,7 @@ from stoker.frontend.aggregation import Aggregator
 from stoker.frontend.bad_words import bad_word_ids
 from stoker.frontend.beam_search import BeamDriver, check_beams
 from stoker.frontend.executor_errors import raise_refusal
+from stoker.frontend.prompt_transfer import with_ticket
 from stoker.frontend.prompts import INLINE_CHARS, truncate_prompt
 from stoker.frontend.rendering.renderer import ChatRenderer
 from stoker.frontend.retry import Retry
@@ -169,7 +170,7 @@ class GenerationService(Service):
         check_prompt(prompt_ids, request.params, self.info)
         stopwatch.prepared()
         left_s = None if request.timeout_s is None else max(0.0, request.timeout_s - (time.monotonic() - stopwatch.started))
-        return TokenRequest(
+        task = TokenRequest(
             request_id=request.request_id,
             prompt_ids=prompt_ids,
             params=request.params,
@@ -181,6 +182,7 @@ class GenerationService(Service):
             draft_ids=await self._prediction_ids(request),
             traced=request.traced,
         )
+        return await with_ticket(task, self._client)
 
     def _with_bad_word_ids(self, request: GenerationRequest) -> GenerationRequest:
         """The request, in which bad words that are strings are replaced by their token ids."""

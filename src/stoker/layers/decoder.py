@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -158,6 +158,7 @@ class Decoder:
         tables, indices = RopeTables(num_positions, loader.device), stage.layers(config.num_layers)
         self.layers = [make_layer(config.layers[i], loader, f"layers.{i}", hidden, tables) for i in indices]
         self.fused_layers = FusedLayers.for_layers(self.layers)
+        self.after_layer: Callable[[], None] | None = None  # called after each layer of a step without fused layers
         self.adapters = loader.adapters
         self.norm = Norm(config.norm, loader, "norm", hidden) if config.norm is not None and stage.is_last else None
         self._cache_fields = [load_cache_fields(config, i, loader, tables) for i in indices]
@@ -192,6 +193,8 @@ class Decoder:
         else:
             for layer, cache in zip(self.layers, caches, strict=True):
                 x = layer(x, batch, cache)
+                if self.after_layer is not None:
+                    self.after_layer()
         if not stage.is_last:
             stage.send(x)
             return x.new_empty(0, self.config.vocab_size)

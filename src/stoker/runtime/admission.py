@@ -1,9 +1,10 @@
-"""Admission of requests: checks them, creates their sequences, and holds these until their grammar is compiled."""
+"""Admission of requests: checks them, creates their sequences, and holds these while a grammar or a prompt is awaited."""
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -48,17 +49,19 @@ class Admission:
         self.max_queue_size = max_queue_size
         self.prepare_timeout_s = QUEUE_TIMEOUT_S + guide_timeout_s
         self.waits_for_ids = waits_for_ids  # set Sequence.waits_for_ids of every sequence
+        self.on_begin: Callable[[Sequence], None] = lambda seq: None  # called before a sequence is queued
         self._seq_ids = itertools.count()
-        self._preparing: dict[str, tuple[Future[Any], float, list[Sequence]]] = {}  # by request: result, start time, sequences
+        # By request: the grammar, if it has a guide, the import of its prompt, if there is one, the start time, and its sequences.
+        self._preparing: dict[str, tuple[Future[Any] | None, Future[None] | None, float, list[Sequence]]] = {}
 
     @property
     def num_preparing(self) -> int:
-        """The number of sequences whose grammar is not compiled yet."""
-        return sum(len(sequences) for _, _, sequences in self._preparing.values())
+        """The number of sequences whose grammar is not compiled, or whose prompt is not imported yet."""
+        return sum(len(sequences) for *_, sequences in self._preparing.values())
 
     def preparing(self) -> list[Sequence]:
-        """The sequences whose grammar is not compiled yet."""
-        return [seq for _, _, sequences in self._preparing.values() for seq in sequences]
+        """The sequences whose grammar is not compiled, or whose prompt is not imported yet."""
+        return [seq for *_, sequences in self._preparing.values() for seq in sequences]
 
     @property
     def num_waiting(self) -> int:
@@ -69,8 +72,8 @@ class Admission:
         """The ids of all requests that have not ended."""
         return [*self._preparing, *self.scheduler.request_ids()]
 
-    def admit(self, request: TokenRequest) -> None:
-        """Queue the sequences of the request, now or when they are prepared.
+    def admit(self, request: TokenRequest, begin_import: Callable[[TokenRequest], Future[None] | None] = lambda request: None) -> None:
+        """Queue the sequences of the request, now or when they are prepared. `begin_import` may start to read its prompt.
 
         Raises RequestError for a duplicate id or an unsupported request, and QueueFullError; the request leaves no state then.
         """
@@ -82,10 +85,11 @@ class Admission:
         self.scheduler.check(request)
         future = self.runner.prepare(request)
         sequences = [Sequence(next(self._seq_ids), request, index, now) for index in range(request.params.n)]
-        if future is None:
+        imported = begin_import(request)
+        if future is None and imported is None:
             self._begin(sequences)
         else:
-            self._preparing[request.request_id] = (future, now, sequences)
+            self._preparing[request.request_id] = (future, imported, now, sequences)
 
     def advance(self) -> list[tuple[Sequence, Exception]]:
         """Queue the sequences whose preparation is complete.
@@ -93,8 +97,10 @@ class Admission:
         Returns (sequence, error) for those whose preparation failed or took too long.
         """
         failed: list[tuple[Sequence, Exception]] = []
-        for request_id, (future, since, sequences) in list(self._preparing.items()):
-            if not future.done() and time.monotonic() - since <= self.prepare_timeout_s:
+        for request_id, (future, imported, since, sequences) in list(self._preparing.items()):
+            if imported is not None and not imported.done():  # it ends by itself, after a failure as well
+                continue
+            if future is not None and not future.done() and time.monotonic() - since <= self.prepare_timeout_s:
                 continue
             del self._preparing[request_id]
             try:
@@ -110,20 +116,20 @@ class Admission:
     def expire(self, now: float) -> list[Sequence]:
         """End the sequences whose deadline is at or before `now` (monotonic seconds). Returns them."""
         ended = self.scheduler.expire(now)
-        for request_id, (_, _, sequences) in list(self._preparing.items()):
+        for request_id, (*_, sequences) in list(self._preparing.items()):
             if (deadline := sequences[0].deadline) is not None and deadline <= now:
                 ended += self._drop(request_id, None, FinishReason.DEADLINE)
         return ended
 
-    def _begin_prepared(self, sequences: list[Sequence], future: Future[Any]) -> None:
+    def _begin_prepared(self, sequences: list[Sequence], future: Future[Any] | None) -> None:
         """Queue sequences with the grammar in `future`. Raises UnavailableError if it is not complete: the time-out has passed."""
-        if not future.done():
+        if future is not None and not future.done():
             future.cancel()
             raise UnavailableError(
                 f"the grammar waited {self.prepare_timeout_s:.0f} s, mostly for the compilation of others.", cure="Retry later."
             )
         for seq in sequences:
-            seq.grammar = future.result()
+            seq.grammar = future.result() if future is not None else None
         self._begin(sequences)
 
     def _begin(self, sequences: list[Sequence]) -> None:
@@ -139,18 +145,21 @@ class Admission:
             raise
         for seq in sequences:
             seq.waits_for_ids = seq.waits_for_ids or self.waits_for_ids
+            self.on_begin(seq)
             self.scheduler.add(seq)
 
     def _drop(self, request_id: str, index: int | None, reason: FinishReason = FinishReason.CANCELLED) -> list[Sequence]:
         """End sequences of a request that is being prepared. Returns those that were ended."""
         if request_id not in self._preparing:
             return []
-        future, _, sequences = self._preparing[request_id]
+        future, imported, _, sequences = self._preparing[request_id]
         dropped = [seq for seq in sequences if index is None or seq.index == index]
         for seq in dropped:
             sequences.remove(_end(seq, reason))
         if not sequences:
-            future.cancel()
+            for each in (future, imported):
+                if each is not None:
+                    each.cancel()
             del self._preparing[request_id]
         return dropped
 

@@ -17,6 +17,7 @@ from stoker.base.profile_query import ProfileQuery, ProfileResult
 from stoker.runtime.kv.events.wire import EventAddress
 from stoker.runtime.live_state import LiveQuery, LiveState
 from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
+from stoker.runtime.transfer.address import TransferAddress
 
 
 class ExecutorInfo(msgspec.Struct, kw_only=True):
@@ -32,6 +33,7 @@ class ExecutorInfo(msgspec.Struct, kw_only=True):
     speculate: str = "none"  # the draft proposer
     step_timeout_s: float = 120.0  # a loop that does not answer for this time counts as hung
     kv_events: EventAddress | None = None  # where events about KV cache blocks are published
+    transfer: TransferAddress | None = None  # where other executors read KV cache blocks
 
 
 class Submit(msgspec.Struct, tag=True, array_like=True):

@@ -23,6 +23,7 @@ from stoker.runtime.schedule.plan import StepOutcome, StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.step_history import StepHistory
 from stoker.runtime.step_profiler import StepProfiler
+from stoker.runtime.transfer.transfers import Transfers
 from stoker.runtime.watchdog import Watchdog
 from stoker.runtime.worker.step_handle import StepResult
 
@@ -80,7 +81,7 @@ class Executor:
 
     def __init__(
         self, runner: Runner, scheduler: Scheduler, mailbox: Mailbox, info: ExecutorInfo, config: RuntimeConfig,
-        ranks: FollowerRanks | None = None, events: EventPublisher | None = None,
+        ranks: FollowerRanks | None = None, events: EventPublisher | None = None, transfers: Transfers | None = None,
     ) -> None:  # fmt: skip
         self.runner = runner
         self.scheduler = scheduler
@@ -94,6 +95,7 @@ class Executor:
         )
         self._ranks = ranks
         self._events = events
+        self._transfers = transfers
         self._num_stages = ranks.num_stages if ranks is not None else 1
         overlapped = 2 if config.overlap and info.device != "cpu" else 1
         self._depth = self._num_stages if self._num_stages > 1 else overlapped
@@ -101,6 +103,8 @@ class Executor:
         self.admission = Admission(
             runner, scheduler, config.max_queue_size, guide_timeout_s=config.guide_timeout_s, waits_for_ids=self._num_stages > 1
         )
+        if transfers is not None:
+            self.admission.on_begin = transfers.begin_export
         self.watchdog = Watchdog(info.step_timeout_s)
         self.step_history = StepHistory()
         self.ended = EndedSequences()
@@ -116,7 +120,7 @@ class Executor:
         reason, failure = "the executor stopped", ""
         self.watchdog.start()
         try:
-            while self._shutdown is None or (self._shutdown.drain and (self.scheduler.has_work or self.admission.num_preparing)):
+            while self._shutdown is None or (self._shutdown.drain and (self.scheduler.has_work or self._is_preparing)):
                 self.turn(_IDLE_POLL_S)
         except BaseException as error:
             failure = str(error) or repr(error)
@@ -134,6 +138,8 @@ class Executor:
         `failure`: the error of the step loop, which other nodes then log as the reason of their end.
         """
         self.runner.close()
+        if self._transfers is not None:
+            self._transfers.close()
         if self._profile is not None:
             self._profile.discard()
         if self._events is not None:
@@ -144,7 +150,12 @@ class Executor:
     @property
     def is_busy(self) -> bool:
         """Whether a sequence is waiting, running or being prepared."""
-        return bool(self._in_flight) or self.scheduler.has_work or bool(self.admission.num_preparing)
+        return bool(self._in_flight) or self.scheduler.has_work or self._is_preparing
+
+    @property
+    def _is_preparing(self) -> bool:
+        """Whether other threads or processes work for sequences of this executor, or read its blocks."""
+        return bool(self.admission.num_preparing) or (self._transfers is not None and self._transfers.is_busy)
 
     def turn(self, timeout_s: float) -> None:
         """One iteration of the loop: receive messages, launch at most one step, and commit at most one.
@@ -163,10 +174,12 @@ class Executor:
         if self._ranks is not None:
             self._ranks.check()
         busy = bool(self._in_flight) or self.scheduler.has_work
-        idle_s = min(timeout_s, _PREPARING_POLL_S) if self.admission.num_preparing else timeout_s
+        idle_s = min(timeout_s, _PREPARING_POLL_S) if self._is_preparing else timeout_s
         for message in self.mailbox.poll(0.0 if busy else idle_s):
             self._receive(message)
         now = time.monotonic()
+        if self._transfers is not None:
+            self._transfers.advance()
         for seq, error in self.admission.advance():
             self.stats.num_costly_guides += isinstance(error, GuideCostError)
             self._finish(seq, _info(error))
@@ -238,8 +251,13 @@ class Executor:
         try:
             if self._shutdown is not None:
                 raise UnavailableError("the server is draining.", cure="Send the request to another replica.")
-            self.admission.admit(request)
+            if self._transfers is None:
+                self.admission.admit(request)
+            else:
+                self.admission.admit(request, self._transfers.begin_import)
         except Exception as error:
+            if self._transfers is not None:
+                self._transfers.refuse(request)
             self.stats.num_failed += 1
             info = _info(error)
             self._outputs += [
@@ -275,6 +293,8 @@ class Executor:
             return
         self._launched = True
         self._in_flight.append((plan, handle, started))
+        if self._transfers is not None:
+            self._transfers.on_launch(plan)
         self._count(plan)
 
     def _commit(self) -> None:
@@ -293,7 +313,10 @@ class Executor:
         if result.drafts:
             for seq, drafts in zip(result.sequences, result.drafts, strict=True):
                 seq.proposal = drafts
-        outcome = self.scheduler.commit(plan, self._tokens(plan, result))
+        tokens = self._tokens(plan, result)
+        if self._transfers is not None:
+            self._transfers.on_commit(plan)
+        outcome = self.scheduler.commit(plan, tokens)
         self._emit(outcome, result)
         self.step_history.record(plan)
         for seq in outcome.finished:
@@ -367,6 +390,8 @@ class Executor:
     def _forget(self, seq: Sequence) -> None:
         """Remove the state of an ended sequence, and count it."""
         self.runner.remove(seq)
+        if self._transfers is not None:
+            self._transfers.on_end(seq)
         self._announced.discard(seq.seq_id)
         self.ended.add(seq)
         match seq.finish_reason:
@@ -402,6 +427,8 @@ class Executor:
         stats.busy_time_s = self.step_history.total_s
         stats.num_preemptions = scheduler.num_preemptions
         stats.token_limit = scheduler.budget.limit
+        if self._transfers is not None:
+            self._transfers.count(stats)
         drafts = scheduler.draft_length
         stats.num_draft_steps, stats.num_draft_tokens = drafts.num_steps, drafts.num_drafts
         stats.num_accepted_draft_tokens = drafts.num_accepted

@@ -19,6 +19,7 @@ from stoker.runtime.executor import Executor
 from stoker.runtime.kv.events.log import BlockEventLog
 from stoker.runtime.kv.events.publisher import EventPublisher
 from stoker.runtime.schedule.scheduler import Scheduler
+from stoker.runtime.transfer.transfers import RankTransfers, Transfers, check_transfers, transfer_address
 from stoker.runtime.worker.devices import rank_devices
 from stoker.runtime.worker.draft_sources import check_drafter, uses_drafter
 from stoker.runtime.worker.rank import Capacity, captures_steps, draft_task, load_rank, use_device
@@ -42,14 +43,19 @@ def load_executor(
     engine = Engine.open(path)
     devices = check_start(engine, config, nodes)
     capacity = Capacity.of(engine.config.limits, engine.config.model.max_positions, config)
-    events = _open_events(engine, config)
+    events, transfers = _open_events(engine, config), None
     ranks = None
     try:
+        if config.transfer is not None:
+            first = leader(engine.config.mapping)
+            transfers = RankTransfers(config, engine.config, first, first)
         ranks = WorkerGroup(engine, config, capacity, devices, nodes) if engine.world_size > 1 else None
-        executor = _load(engine, config, devices[leader(engine.config.mapping)], ranks, events, make_mailbox)
+        executor = _load(engine, config, devices[leader(engine.config.mapping)], ranks, events, transfers, make_mailbox)
     except BaseException as error:
         if events is not None:
             events.close()
+        if transfers is not None:
+            transfers.close()
         if ranks is not None:
             _close_after_error(ranks, error)
         raise
@@ -82,6 +88,7 @@ def check_start(engine: Engine, config: RuntimeConfig, nodes: NodeSettings = ONE
     for device in devices.values():
         engine.check_device(device)
     _check(engine, config, list(devices))
+    check_transfers(config, engine.config.model.requires_whole_prompt, nodes.num_nodes)
     capacity = Capacity.of(engine.config.limits, engine.config.model.max_positions, config)
     if uses_drafter(config):
         check_drafter(draft_task(engine, config, next(iter(devices.values())), capacity))
@@ -127,6 +134,7 @@ def _load(
     device: torch.device,
     ranks: WorkerGroup | None,
     events: EventPublisher | None,
+    rank_transfers: RankTransfers | None,
     make_mailbox: Callable[[ExecutorInfo], Mailbox],
 ) -> Executor:
     """Load this rank's weights, allocate the KV cache, and create the executor."""
@@ -165,6 +173,8 @@ def _load(
     budget = loaded.budget(num_blocks, runner.warm_up())
     log.info("%s", budget.table())
     _log_kernels(device)
+    if rank_transfers is not None:
+        rank_transfers.attach(runner)
     world.everyone.smallest(0)  # wait until all ranks are ready
     info = ExecutorInfo(
         limits=limits,
@@ -177,8 +187,13 @@ def _load(
         speculate=config.speculate,
         step_timeout_s=config.step_timeout_s or STEP_TIMEOUT_S[device.type],
         kv_events=events.address if events is not None else None,
+        transfer=transfer_address(config, rank_transfers) if rank_transfers is not None else None,
     )
-    executor = Executor(runner, scheduler, make_mailbox(info), info, config, ranks, events)
+    transfers = None
+    if rank_transfers is not None:
+        others = ranks.transfer_layouts() if ranks is not None else []
+        transfers = Transfers(rank_transfers, others, scheduler, engine.config)
+    executor = Executor(runner, scheduler, make_mailbox(info), info, config, ranks, events, transfers)
     executor.stats.weight_bytes, executor.stats.kv_bytes = loaded.weights, budget.kv
     return executor
 

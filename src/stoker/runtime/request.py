@@ -10,6 +10,7 @@ import msgspec
 
 from stoker.base.types import AdmissionRecord, FinishReason, PrefillChunk, SamplingParams, TokenLogprobs
 from stoker.core.prefix_lm import BidirectionalPrefix
+from stoker.runtime.transfer.ticket import Ticket
 
 NO_ADAPTER = -1
 
@@ -28,6 +29,7 @@ class TokenRequest(msgspec.Struct, kw_only=True):
     max_drafts: int | None = None  # largest number of drafts per step; None: that of the executor
     draft_ids: list[int] = []  # what the answer is expected to contain, which the proposers `request` and `ngram` use
     traced: bool = False  # whether the first outputs report when the prompt was computed
+    transfer: Ticket | None = None  # the prompt is computed for another executor, or by one
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
@@ -90,6 +92,14 @@ class ExecutorStats(msgspec.Struct, kw_only=True):
     last_step_time_s: float = 0.0
     busy_time_s: float = 0.0  # time spent inside steps
     row_steps: int = 0  # sum of rows over steps; row_steps / num_steps is the mean batch size
+    num_imports: int = 0  # prompts whose blocks were read from another executor
+    num_failed_imports: int = 0  # that were computed here after a failure
+    num_running_imports: int = 0
+    imported_bytes: int = 0
+    import_time_s: float = 0.0  # from the request to the last block, summed over imports
+    num_exports: int = 0  # prompts that another executor has read
+    num_failed_exports: int = 0  # whose blocks were released without that
+    num_held_exports: int = 0
     weight_bytes: int = 0
     kv_bytes: int = 0
     heartbeat_s: float = 0.0  # monotonic time at which the last iteration of the step loop ended

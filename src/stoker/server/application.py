@@ -9,11 +9,13 @@ from starlette.middleware.cors import CORSMiddleware
 
 from stoker.base.errors import StokerError, UnavailableError
 from stoker.base.logging import get_logger
+from stoker.runtime.transfer.ticket import HEADER
 from stoker.server.documentation.protocol import Documentation
 from stoker.server.errors import RouteError, describe
 from stoker.server.http.origin import check_site
 from stoker.server.http.request_context import RequestContext
 from stoker.server.http.routing import Routes
+from stoker.server.prompt_export import handle_with_ticket
 from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.registry import PROTOCOLS
 from stoker.server.settings import ServerSettings
@@ -116,7 +118,10 @@ class Application:
             check_site(http, self._context.settings, has_keys=self._keys.required)
             if not endpoint.open:
                 self._authenticate(http)
-            await endpoint.handler(http)
+            if HEADER in http.headers:
+                await handle_with_ticket(endpoint, http, self._context.settings.max_request_bytes)
+            else:
+                await endpoint.handler(http)
         except ConnectionResetError:
             http.disconnected = True
         except asyncio.CancelledError:  # the drain time is over, which was logged; a stream that has started is cut

@@ -22,6 +22,8 @@ ROUTING_HELP = {
     "session_bonus": "Prompt tokens by which the replica of a session is preferred.",
     "adapter_bonus": "Prompt tokens by which replicas are preferred that served the adapter of the request before.",
     "max_in_flight": "Requests of this router on one replica; further ones wait in fair order. Default: twice the replica's batch size.",
+    "disaggregate_tokens": "Uncached prompt tokens from which on another replica computes a prompt, if replicas have --transfer; 0: never.",
+    "max_prefill_load": "Load of a prefill replica in tokens, above which prompts are computed where the answer is generated.",
     "max_queue_size": "Requests that wait in the router; further ones are refused with status 429.",
     "queue_timeout_s": "Seconds after which a request that waits in the router is refused with status 503.",
     "max_retries": "Further replicas that get a request if one fails before it has answered.",

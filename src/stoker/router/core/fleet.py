@@ -10,6 +10,7 @@ from stoker.router.core.consistent_hash import ConsistentHash
 from stoker.router.core.load_table import LoadTable
 from stoker.router.core.replica import Replica, ReplicaState
 from stoker.router.core.settings import RoutingSettings
+from stoker.runtime.transfer.address import TransferAddress
 
 RECENT_S = 10.0  # a block that a prompt creates is assumed to exist for this time, until events report it
 MAX_PREDICTED_BLOCKS = 1 << 18
@@ -29,6 +30,8 @@ class Fleet:
         self.all = 0
         self.available = 0
         self.full = 0  # replicas with max_in_flight requests
+        self.prefill_only = 0  # replicas that compute prompts for others
+        self.exporting = 0  # those, and others that also do so
         self._replicas: dict[int, Replica] = {}
         self._slots: dict[str, int] = {}
         self._serving: dict[str, int] = {}  # model → replicas
@@ -79,7 +82,7 @@ class Fleet:
         self.set_models(replica, ())
         self.loads.remove(replica.slot)
         self.hashing.remove(replica.slot)
-        for mask in ("all", "available", "full"):
+        for mask in ("all", "available", "full", "prefill_only", "exporting"):
             setattr(self, mask, getattr(self, mask) & ~(1 << replica.slot))
         del self._replicas[replica.slot], self._slots[replica.name]
 
@@ -93,6 +96,13 @@ class Fleet:
         for model in wanted:
             self._serving[model] = self._serving.get(model, 0) | bit
         replica.models = wanted
+
+    def set_transfer(self, replica: Replica, transfer: TransferAddress | None) -> None:
+        """The role of the replica, and the address from which others read its blocks."""
+        bit, role = 1 << replica.slot, transfer.role if transfer is not None else ""
+        self.prefill_only = self.prefill_only | bit if role == "prefill" else self.prefill_only & ~bit
+        self.exporting = self.exporting | bit if role in ("prefill", "both") else self.exporting & ~bit
+        replica.transfer = transfer
 
     def set_health(self, replica: Replica, health: ReplicaState, now_s: float, reason: str = "") -> None:
         """Set the result of a health check. A replica that is unreachable may have been restarted, and holds no blocks then."""

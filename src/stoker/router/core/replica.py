@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 
 from stoker.router.core.breaker import Breaker
+from stoker.runtime.transfer.address import TransferAddress
 
 
 class ReplicaState(enum.StrEnum):
@@ -28,6 +29,7 @@ class Replica:
         self.draining = False  # gets no new requests
         self.models: frozenset[str] = frozenset()  # that it serves
         self.publishes_events = False
+        self.transfer: TransferAddress | None = None  # of KV cache blocks, and its role
         self.tokens_per_block = 0
         self.max_in_flight = 1 << 20  # requests of this router
         self.num_in_flight = 0  # requests of this router

@@ -102,6 +102,28 @@ class Router:
         self.fleet.refresh_load(replica, now)
         return Lease(self, replica, decision.num_cached, prefill_tokens)
 
+    def choose_prefill(self, route: Route, decision: Decision) -> Decision | None:
+        """The replica that computes the prompt of a request for the chosen one; None if the chosen one should compute it itself.
+
+        That is the case for prompts with fewer than disaggregate_tokens uncached tokens, and while too many tokens wait on all replicas
+        that could compute them.
+        """
+        settings, fleet, prefix = self.settings, self.fleet, route.prefix
+        chosen, missing = decision.replica, prefix.num_tokens - decision.num_cached
+        if not settings.disaggregate_tokens or missing < settings.disaggregate_tokens:
+            return None
+        if chosen.transfer is None or chosen.transfer.role == "prefill":
+            return None
+        candidates = fleet.available & fleet.serving(route.model) & fleet.exporting & ~fleet.full & ~(1 << chosen.slot)
+        candidates = candidates & fleet.prefill_only or candidates
+        if not candidates:
+            return None
+        found = self._policy.choose(route, candidates)
+        limit = settings.max_prefill_load
+        if not fleet.prefill_only >> found.replica.slot & 1:  # it generates answers, too
+            limit = min(limit, fleet.loads.get(chosen.slot) - 1)
+        return found if fleet.loads.get(found.replica.slot) <= limit else None
+
     async def acquire(self, route: Route, excluded: Iterable[Replica] = ()) -> Lease:
         """Choose a replica and count the request as sent. Waits while no replica has room.
 
@@ -159,8 +181,9 @@ class Router:
         self.serve_waiting()
 
     def _candidates(self, model: str | None, excluded: Iterable[Replica]) -> int:
-        """The available replicas that serve the model."""
-        return self.fleet.available & self.fleet.serving(model) & ~self._mask(excluded)
+        """The available replicas that serve the model; those that only compute prompts for others if there is none else."""
+        candidates = self.fleet.available & self.fleet.serving(model) & ~self._mask(excluded)
+        return candidates & ~self.fleet.prefill_only or candidates
 
     def _mask(self, replicas: Iterable[Replica]) -> int:
         """The mask of those replicas that are still in the fleet."""

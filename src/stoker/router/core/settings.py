@@ -39,6 +39,13 @@ class RoutingSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_failures: int = 3
     """Failures in a row after which the circuit breaker of a replica opens."""
 
+    disaggregate_tokens: int = 512
+    """Prompt tokens that are not cached, from which on another replica computes a prompt and transfers its KV cache blocks. It applies to
+    replicas with a transfer address. 0: replicas compute all prompts themselves."""
+
+    max_prefill_load: int = 65536
+    """Load of a prefill replica, in tokens, above which the prompt is computed by the replica that generates the answer."""
+
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ConfigError(f"policy={self.policy!r} is refused.", cure=f"Use one of: {', '.join(POLICIES)}.")
@@ -46,6 +53,8 @@ class RoutingSettings(msgspec.Struct, frozen=True, kw_only=True):
             check_range(name, getattr(self, name), 0, 1 << 20)
         if self.max_in_flight is not None:
             check_range("max_in_flight", self.max_in_flight, 1, 1 << 20)
+        check_range("disaggregate_tokens", self.disaggregate_tokens, 0, 1 << 24)
+        check_range("max_prefill_load", self.max_prefill_load, 0, 1 << 40)
         check_range("max_queue_size", self.max_queue_size, 0, 1 << 20)
         check_range("max_retries", self.max_retries, 0, 100)
         check_range("max_failures", self.max_failures, 1, 1000)

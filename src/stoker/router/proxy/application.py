@@ -20,7 +20,8 @@ from stoker.router.core.router import Router
 from stoker.router.proxy import paths, prompts
 from stoker.router.proxy.admin import Admin
 from stoker.router.proxy.failures import Formats
-from stoker.router.proxy.forward import Forwarded, Forwarder
+from stoker.router.proxy.forward import Forwarder
+from stoker.router.proxy.forwarded import Forwarded
 from stoker.router.proxy.health import HealthChecker
 from stoker.router.proxy.metrics import RouterMetrics
 from stoker.router.proxy.owners import Owners
@@ -212,6 +213,7 @@ class RouterApplication:
         line = {
             "method": forwarded.http.method, "path": forwarded.path, "status": status, "request_id": forwarded.http.request_id,
             "replica": forwarded.replica.name if forwarded.replica is not None else None, "attempts": forwarded.num_attempts,
+            "prefill": forwarded.prefill.name if forwarded.prefill is not None else None,
             "model": forwarded.route.model, "session": forwarded.route.session or None, "tenant": forwarded.route.tenant or None,
             "prompt_tokens": forwarded.route.prefix.num_tokens, "cached_tokens": forwarded.num_cached, "bytes": forwarded.num_bytes,
             "first_byte_ms": None if forwarded.first_byte_s is None else round(1000 * forwarded.first_byte_s, 2),

@@ -15,11 +15,12 @@ from stoker.router.core.policy import Decision, Route
 from stoker.router.core.replica import Replica
 from stoker.router.core.router import Lease, Router
 from stoker.router.proxy.failures import Formats, whole_parts
+from stoker.router.proxy.forwarded import Forwarded
 from stoker.router.proxy.health import HealthChecker
 from stoker.router.proxy.metrics import RouterMetrics
 from stoker.router.proxy.owners import Owners
+from stoker.router.proxy.prefills import Prefills
 from stoker.router.proxy.upstream import Upstream, UpstreamClient
-from stoker.server.http.request_context import RequestContext
 
 log = get_logger(__name__)
 
@@ -33,21 +34,6 @@ class ReplicaFailedError(UnavailableError):
     code = "replica_failed"
 
 
-class Forwarded:
-    """One request of a client. The attributes are for the access log."""
-
-    def __init__(self, http: RequestContext, path: str, target: str, body: bytes) -> None:
-        self.http, self.path, self.target, self.body = http, path, target, body
-        self.started_s = time.monotonic()
-        self.route = Route()
-        self.replica: Replica | None = None  # the last one that the request was sent to
-        self.num_attempts = 0
-        self.num_cached = 0
-        self.first_byte_s: float | None = None
-        self.num_bytes = 0
-        self.error = ""
-
-
 class Forwarder:
     """Forwards requests to the replicas of a router."""
 
@@ -56,6 +42,7 @@ class Forwarder:
     ) -> None:
         self._router, self._client, self._checker = router, client, checker
         self._formats, self._metrics, self._owners = formats, metrics, owners
+        self._prefills = Prefills(router, client, metrics, checker)
 
     async def forward(self, forwarded: Forwarded, *, only: Replica | None = None, repeatable: bool = True) -> None:
         """Forward a request and its response. It goes to the replica `only` if that is given.
@@ -81,8 +68,10 @@ class Forwarder:
             forwarded.replica, forwarded.num_cached = lease.replica, lease.num_cached
             forwarded.num_attempts += 1
             tried.append(lease.replica)
+            prefill = self._prefills.begin(forwarded, lease) if only is None else None
             try:
-                upstream = await self._client.send(lease.replica, forwarded.http, forwarded.target, forwarded.body)
+                ticket = prefill.ticket if prefill is not None else ""
+                upstream = await self._client.send(lease.replica, forwarded.http, forwarded.target, forwarded.body, ticket)
             except (aiohttp.ClientError, TimeoutError) as error:
                 self._fail(lease)
                 was_sent = not isinstance(error, aiohttp.ClientConnectorError)
@@ -95,6 +84,9 @@ class Forwarder:
             except BaseException:
                 self._cancel(lease)
                 raise
+            finally:  # the first part of the answer, or a failure: the prompt is not needed any more
+                if prefill is not None:
+                    prefill.end()
             if upstream.status == BUSY or upstream.status in FAILED:
                 self._cancel(lease) if upstream.status == BUSY else self._fail(lease)
                 if len(tried) <= num_retries:

@@ -117,6 +117,7 @@ class HealthChecker:
         replica.num_others = max(0, report.num_running + report.num_waiting - replica.num_in_flight)
         if self._router.settings.max_in_flight is None and report.max_batch_size:
             replica.max_in_flight = 2 * report.max_batch_size
+        fleet.set_transfer(replica, report.info.transfer if report.info is not None else None)
         await self._subscribe(replica, report)
         self._set_health(
             replica, ReplicaState.READY if report.models else ReplicaState.NOT_READY, "" if report.models else "no model is ready"

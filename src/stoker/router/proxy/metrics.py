@@ -30,6 +30,10 @@ class RouterMetrics:
         self.cached_tokens = Counter(
             "stoker_router_cached_tokens_total", "Prompt tokens that the chosen replicas were expected to hold.", registry=registry
         )
+        self.prefills = Counter(
+            "stoker_router_prefills_total", "Prompts that another replica computes, by outcome: ok, failed, cancelled.",
+            ("replica", "outcome"), registry=registry,
+        )  # fmt: skip
         self.choice = Histogram(
             "stoker_router_choice_seconds", "Time to tokenize a request, choose its replica and wait for room.", registry=registry,
             buckets=DECISION_S,

@@ -28,6 +28,7 @@ from stoker.runtime.client import ExecutorClient, ExecutorInfo
 from stoker.runtime.live_state import LiveState
 from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
 from stoker.server.application import make_app
+from stoker.server.http.internal_request import drop, receiver
 from stoker.server.metrics.frontend import FrontendMetrics
 from stoker.server.protocol import Context
 from stoker.server.replica_report import ReplicaReport
@@ -121,7 +122,7 @@ class PromptReader:
         }  # fmt: skip
         future: asyncio.Future[TokenRequest] = asyncio.get_running_loop().create_future()
         _captured.set(future)
-        task = asyncio.create_task(self._app(scope, _receiver(body), _drop))
+        task = asyncio.create_task(self._app(scope, receiver(body), drop))
         try:
             await asyncio.wait({task, future}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -202,23 +203,6 @@ def _loader(service: Service) -> Any:
 
 async def _unload(service: Service) -> None:
     """Does nothing: `PromptReader.close` closes the services."""
-
-
-def _receiver(body: bytes) -> Any:
-    """The `receive` of ASGI for a request whose whole body is known, and whose client does not disconnect."""
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Any:
-        """The body, and after it nothing."""
-        if messages:
-            return messages.pop()
-        return await asyncio.Event().wait()
-
-    return receive
-
-
-async def _drop(message: Any) -> None:
-    """The `send` of ASGI: the response is not needed."""
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:

@@ -8,6 +8,7 @@ import aiohttp
 
 from stoker.router.core.replica import Replica
 from stoker.router.settings import RouterSettings
+from stoker.runtime.transfer.ticket import HEADER
 from stoker.server.http.request_context import RequestContext
 
 # Headers that concern one connection only, or that are written anew.
@@ -15,6 +16,7 @@ _HOP_BY_HOP = {
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"transfer-encoding", b"upgrade",
     b"content-length", b"host", b"expect",
 }  # fmt: skip
+_NOT_FORWARDED = _HOP_BY_HOP | {HEADER}
 _OWN = {b"date", b"server", b"content-type", b"x-request-id"}  # of responses; the router writes them
 WHOLE_BYTES = 4 << 20  # a response of known length up to this size is read completely before it is passed on
 READ_BYTES = 1 << 20
@@ -56,9 +58,14 @@ class UpstreamClient:
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_timeout_s)
         self._key = settings.replica_api_key if settings.api_keys else None
 
-    async def send(self, replica: Replica, http: RequestContext, target: str, body: bytes) -> Upstream:
-        """Send the client's request, and wait for the first part of the body. Raises aiohttp.ClientError and TimeoutError."""
-        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in http.headers.items() if name not in _HOP_BY_HOP]
+    async def send(self, replica: Replica, http: RequestContext, target: str, body: bytes, ticket: str = "") -> Upstream:
+        """Send the client's request, and wait for the first part of the body. Raises aiohttp.ClientError and TimeoutError.
+
+        `ticket`: of a transfer of the prompt; empty for none.
+        """
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in http.headers.items() if name not in _NOT_FORWARDED]
+        if ticket:
+            headers.append((HEADER.decode(), ticket))
         if self._key is not None:
             headers = [header for header in headers if header[0] not in ("authorization", "x-api-key")]
             headers.append(("authorization", f"Bearer {self._key}"))

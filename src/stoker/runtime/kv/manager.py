@@ -186,13 +186,50 @@ class KVCacheManager:
         self._withdraw_announcement(seq)
 
     def release(self, seq: Sequence) -> None:
-        """Release all blocks of `seq`, the last ones first, so that a prefix is evicted from its end."""
+        """Release all blocks of `seq`."""
+        self.release_blocks(seq.blocks)
+        seq.blocks = []
+
+    def release_blocks(self, blocks: Seq[int]) -> None:
+        """Release one reference to each of the blocks of a prefix, the last ones first, so that a prefix is evicted from its end."""
         release = self.pool.release
-        for block in reversed(seq.blocks):
+        for block in reversed(blocks):
             release(block)
         if self._poisoned_in_use:
-            self._collect_poisoned(seq.blocks)
-        seq.blocks = []
+            self._collect_poisoned(blocks)
+
+    def num_cached_prefix(self, root: PrefixRoot, token_ids: Seq[int]) -> int:
+        """The number of leading full blocks of a prompt that the device holds."""
+        size, count = self.tokens_per_block, 0
+        parent: PrefixNode | PrefixRoot = root
+        for start in range(0, (len(token_ids) - 1) // size * size, size):
+            if self.index is None or (entry := self.index.find((parent, pack(token_ids[start : start + size])))) is None:
+                break
+            parent, count = entry, count + 1
+        return count
+
+    def allocate_imported(self, count: int) -> list[int] | None:
+        """Blocks for contents that another engine has computed; None if running sequences may need them."""
+        if self.pool.num_free - self.num_reserved < count:
+            return None
+        return [self.pool.allocate() for _ in range(count)]
+
+    def adopt(self, root: PrefixRoot, token_ids: Seq[int], first: int, blocks: Seq[int]) -> None:
+        """Add imported blocks to the prefix index: those of a prompt from its block `first` on. Releases the blocks."""
+        assert self.index is not None
+        size = self.tokens_per_block
+        parent: PrefixNode | PrefixRoot = root
+        for i in range(first + len(blocks)):
+            key = (parent, pack(token_ids[i * size : (i + 1) * size]))
+            entry = self.index.find(key) if i < first else self.index.add(key, blocks[i - first])
+            if entry is None:  # a block before the imported ones was evicted
+                break
+            if i >= first and entry.block == blocks[i - first]:
+                self.pool.mark_reusable(entry.block)
+                if self.event_log is not None:
+                    self.event_log.store(entry)
+            parent = entry
+        self.release_blocks(blocks)
 
     def poison(self, blocks: list[int]) -> None:
         """Mark blocks in use that may contain NaN. No other sequence shares them, and `pop_poisoned` returns them once they are free."""

@@ -218,6 +218,10 @@ class Scheduler:
         self._paused = paused
         self._running_set.admission_blocked = False
 
+    def on_free_blocks(self) -> None:
+        """Blocks were released that belonged to no sequence, so that the first waiting sequence may fit now."""
+        self._running_set.admission_blocked = False
+
     # Steps.
 
     def plan(self, now: float) -> StepPlan:

@@ -25,6 +25,7 @@ from stoker.runtime.sampling.prompt_logprobs import PromptScores, prompt_chunks
 from stoker.runtime.sampling.sampler import DraftedRows, Sampler
 from stoker.runtime.sampling.verification import StepDrafts, Verified, verify
 from stoker.runtime.schedule.plan import StepPlan
+from stoker.runtime.transfer.progress import StepProgress
 from stoker.runtime.worker.cuda_graphs import Graphs, PlainStep
 from stoker.runtime.worker.drafter import Drafter, DraftInputs
 from stoker.runtime.worker.dummy_step import Bounds, allocate_dummy_step, pack_dummy_step
@@ -72,6 +73,7 @@ class ModelRunner:
         self._broadcasts_ids = device.type != "cpu" and num_stages == 1 and world.size > 1
         # On a CPU, the last stage computes in `wait`, so that later steps are published to the other stages before.
         self._is_lazy = device.type == "cpu" and num_stages > 1
+        self.progress: StepProgress | None = None  # of the layers, if other engines read them
         self.graphs: Graphs | None = None
         if use_graphs and device.type != "cpu":
             self.graphs = Graphs(
@@ -131,13 +133,15 @@ class ModelRunner:
         all_greedy = table.all_greedy(plan.sequences)
         if self.publisher is not None:
             self.publisher.publish_step(packed, all_greedy)
+        if self.progress is not None:
+            self.progress.num_planned += 1
         return LazyHandle(lambda: self._start(plan, packed, all_greedy)) if self._is_lazy else self._start(plan, packed, all_greedy)
 
     def _start(self, plan: StepPlan, packed: PackedStep, all_greedy: bool) -> StepHandle:
         """Launch the model and the sampler, or replay the graph."""
         if packed.is_padded:
             assert self.graphs is not None
-            with self._fatal_error(self.world.size > 1):
+            with self._fatal_error(self.world.size > 1), self._observed():
                 yielded, drafted = self.graphs.run(packed, all_greedy)
             if isinstance(yielded, Tensor):
                 return StepHandle(packed.sampled, yielded[: len(packed.sampled)], drafts=drafted)
@@ -145,7 +149,8 @@ class ModelRunner:
         with self._fatal_error(self.world.size > 1):
             inputs = self.inputs.unpack(packed)
             batch = self._resolve(inputs.batch)
-            logits = self.model(batch, self.caches)
+            with self._observed():
+                logits = self.model(batch, self.caches)
         prompt = prompt_chunks(plan) if packed.num_extra else []
         drafts = DraftedRows(packed.draft_ids, drafts_of(inputs, batch, packed.max_drafts)) if packed.max_drafts else None
         with self._fatal_error(self._broadcasts_ids):
@@ -162,6 +167,17 @@ class ModelRunner:
             [1 + len(ids) for ids in packed.draft_ids],
             drafted,
         )
+
+    @contextlib.contextmanager
+    def _observed(self) -> Iterator[None]:
+        """Report the layers of the step that the block runs, for transfers."""
+        if self.progress is None:
+            yield
+            return
+        self.progress.begin_step()
+        self.model.after_layer = self.progress.end_layer
+        yield
+        self.progress.end_step()
 
     @contextlib.contextmanager
     def _fatal_error(self, is_fatal: bool) -> Iterator[None]:
@@ -181,12 +197,16 @@ class ModelRunner:
     @torch.inference_mode()
     def follow(self, packed: PackedStep, all_greedy: bool) -> None:
         """Run a step that the leader published, without using its results."""
+        if self.progress is not None:
+            self.progress.num_planned += 1
         if packed.is_padded:
             assert self.graphs is not None
-            self.graphs.run(packed, all_greedy)
+            with self._observed():
+                self.graphs.run(packed, all_greedy)
             return
         inputs = self.inputs.unpack(packed)
-        self._logits(inputs.batch)
+        with self._observed():
+            self._logits(inputs.batch)
         self._store_last_ids(inputs.newest_rows, torch.zeros_like(inputs.newest_rows))
 
     @torch.inference_mode()

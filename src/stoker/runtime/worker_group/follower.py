@@ -18,6 +18,10 @@ from stoker.runtime.worker_group.channels.channel import PlanReader
 from stoker.runtime.worker_group.channels.shared_memory import ChannelAddress, SharedMemoryReader
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from stoker.engine.config import EngineConfig
+    from stoker.runtime.transfer.transfers import RankTransfers
     from stoker.runtime.worker.model_runner import ModelRunner
 
 log = get_logger(__name__)
@@ -79,9 +83,24 @@ def follow(task: FollowTask) -> None:
     os.write(task.status_fd, LOADED)
     runner = loaded.runner(world.everyone.smallest(loaded.num_blocks()))
     runner.warm_up()
+    transfers = _serve_transfers(task, engine.config, runner, store) if task.config.transfer is not None else None
     freeze_objects()
     world.everyone.smallest(0)
     _run_steps(channel, runner, SPIN_S[device.type], task)
+    if transfers is not None:
+        transfers.close()
+
+
+def _serve_transfers(task: FollowTask, engine: EngineConfig, runner: ModelRunner, store: Store) -> RankTransfers:
+    """Let other engines read this rank's blocks, and report the layout to the leader."""
+    from stoker.base.nodes import leader
+    from stoker.runtime.transfer.transfers import RankTransfers
+
+    transfers = RankTransfers(task.config, engine, task.rank, leader(engine.mapping))
+    transfers.attach(runner)
+    transfers.start()
+    store.set(f"transfer{task.rank}", msgspec.json.encode(transfers.layout).decode())
+    return transfers
 
 
 def _run_steps(channel: PlanReader, runner: ModelRunner, spin_s: float, task: FollowTask) -> None:

@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from stoker.base.logging import get_logger
 from stoker.base.nodes import NodeSettings, describe_placement, leader, place_ranks
 from stoker.distributed.world import LOCAL_HOST, World, address_of, join
 from stoker.engine.reader import Engine
+from stoker.runtime.transfer.address import WILDCARDS, parse_transfer
+from stoker.runtime.transfer.layout import RankLayout
 from stoker.runtime.worker.inputs import PackedStep
 from stoker.runtime.worker.rank import Capacity
 from stoker.runtime.worker_group.channels.channel import Numbers
@@ -108,6 +111,13 @@ class WorkerGroup:
             self._store, self._leader, self._engine.config.mapping, self._device, hosts=self._hosts,
             custom_all_reduce=self._config.custom_all_reduce, check=self.check,
         )  # fmt: skip
+
+    def transfer_layouts(self) -> list[RankLayout]:
+        """Of each follower that serves transfers: where it listens, and what it holds. All ranks are on this host."""
+        ranks = (rank for rank in range(self._engine.config.mapping.world_size) if rank != self._leader)
+        layouts = (msgspec.json.decode(self._store.get(f"transfer{rank}"), type=RankLayout) for rank in ranks)
+        host = parse_transfer(self._config.transfer or "")[0]
+        return [msgspec.structs.replace(layout, host=LOCAL_HOST if host in WILDCARDS else host) for layout in layouts]
 
     def wait(self) -> None:
         """Wait until every follower has reported its next state. Raises RankError if one ends before."""

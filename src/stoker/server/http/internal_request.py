@@ -1,7 +1,8 @@
-"""A request that the server makes to one of its own handlers, without a connection."""
+"""Requests to the server's own handlers, without a connection."""
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -33,3 +34,20 @@ class InternalRequest(RequestContext):
     def on_disconnect(self, callback: Callable[[], object]) -> Callable[[], object]:
         """Does nothing, because there is no client that can disconnect."""
         return lambda: None
+
+
+def receiver(body: bytes) -> Any:
+    """The `receive` of ASGI for a request whose whole body is known, and whose client does not disconnect."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        """The body, and after it nothing."""
+        if messages:
+            return messages.pop()
+        return await asyncio.Event().wait()
+
+    return receive
+
+
+async def drop(message: Any) -> None:
+    """The `send` of ASGI for a response that is not needed."""

@@ -1,0 +1,282 @@
+"""The prompts that another engine computes for this one: their blocks are read before the sequences of a request are queued.
+
+The sequences then find the blocks in the prefix index, as after any earlier request with the same prompt. If a transfer fails, they do
+not find them, and this engine computes the prompt itself. The step loop allocates, adopts and releases blocks; a thread per import reads.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import msgspec
+
+from stoker.base.logging import get_logger
+from stoker.runtime.kv.manager import KVCacheManager
+from stoker.runtime.request import PrefixRoot, TokenRequest
+from stoker.runtime.transfer.exports import prompt_digest
+from stoker.runtime.transfer.layout import EngineLayout, RankLayout
+from stoker.runtime.transfer.messages import (
+    BEGIN,
+    DECLINE,
+    DONE,
+    NEXT,
+    OK,
+    OPEN,
+    OPENED,
+    PULL,
+    PULLED,
+    SEGMENTS,
+    Begin,
+    Next,
+    Open,
+    Opened,
+    Pull,
+    Pulled,
+    Segment,
+    Segments,
+    connect,
+    decode,
+    receive,
+    request,
+)  # fmt: skip
+from stoker.runtime.transfer.puller import Puller, Rank
+from stoker.runtime.transfer.ticket import Ticket
+from stoker.runtime.worker_group.hosts.link import Link, LinkError
+
+log = get_logger(__name__)
+
+MAX_THREADS = 16  # imports at the same time; further ones wait
+
+
+class CancelledError(LinkError):
+    """The request has ended."""
+
+
+class Import:
+    """A prompt that is read. `result` is set when its sequences can be queued."""
+
+    def __init__(self, ticket: Ticket, root: PrefixRoot, token_ids: list[int], tokens_per_block: int) -> None:
+        self.ticket, self.root, self.token_ids = ticket, root, token_ids
+        self.num_blocks, self.digest = prompt_digest(root, token_ids, tokens_per_block)
+        self.result: Future[None] = Future()
+        self.started = time.monotonic()
+        self.first = 0  # blocks before it are cached here
+        self.targets: list[int] | None = None  # the blocks that are written
+        self.wants_blocks = False
+        self.has_blocks = threading.Event()
+        self.num_bytes = 0
+        self.failure = ""
+
+    def check(self) -> None:
+        """Raise CancelledError if the request has ended."""
+        if self.result.cancelled():
+            raise CancelledError("was cancelled")
+
+
+class Imports:
+    """All imports of an executor."""
+
+    def __init__(self, kv_cache: KVCacheManager, layout: EngineLayout, rank: Rank, others: list[RankLayout]) -> None:
+        """`rank`: this rank; `others`: the other ranks of this engine, which read on request."""
+        self._kv_cache, self._layout, self._rank, self._others = kv_cache, layout, rank, others
+        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="kv import")
+        self._imports: list[Import] = []
+        self._ended: queue.SimpleQueue[Import] = queue.SimpleQueue()
+        self.num_completed = 0
+        self.num_failed = 0
+        self.num_cancelled = 0
+        self.num_bytes = 0
+        self.time_s = 0.0
+
+    @property
+    def num_running(self) -> int:
+        """The number of prompts that are read."""
+        return len(self._imports)
+
+    # The step loop.
+
+    def begin(self, ticket: Ticket, token_request: TokenRequest) -> Future[None] | None:
+        """Start to read the prompt of a request. None if all its blocks are here. Cancelling the future ends the import."""
+        root = token_request.cache_salt if token_request.adapter < 0 else (token_request.adapter, token_request.cache_salt)
+        each = Import(ticket, root, token_request.prompt_ids, self._kv_cache.tokens_per_block)
+        if self._kv_cache.num_cached_prefix(root, each.token_ids) == each.num_blocks:
+            if each.num_blocks:
+                self._threads.submit(self._decline, each)
+            return None
+        self._imports.append(each)
+        self._threads.submit(self._run, each)
+        return each.result
+
+    def advance(self) -> None:
+        """Allocate blocks for imports that need them, in order, and end those that are complete or have failed."""
+        while not self._ended.empty():
+            self._end(self._ended.get())
+        for each in self._imports:
+            if not each.wants_blocks:
+                continue
+            each.first = self._kv_cache.num_cached_prefix(each.root, each.token_ids)
+            targets = self._kv_cache.allocate_imported(each.num_blocks - each.first)
+            if targets is None:
+                return
+            each.targets, each.wants_blocks = targets, False
+            each.has_blocks.set()
+
+    def close(self) -> None:
+        """End all imports, and wait until nothing is written to the cache any more."""
+        for each in self._imports:
+            each.result.cancel()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _end(self, each: Import) -> None:
+        """An import's thread has ended: adopt its blocks, or discard them."""
+        self._imports.remove(each)
+        self.num_bytes += each.num_bytes
+        self.time_s += time.monotonic() - each.started
+        blocks, each.targets = each.targets or [], None
+        if each.failure:
+            self._kv_cache.poison(blocks)  # they may contain anything, and are zeroed before they are used
+            self._kv_cache.release_blocks(blocks)
+        else:
+            self._kv_cache.adopt(each.root, each.token_ids, each.first, blocks)
+        if each.result.cancelled():
+            self.num_cancelled += 1
+            return
+        if each.failure:
+            self.num_failed += 1
+            log.warning(
+                "the transfer %s of %d tokens failed, and the prompt is computed here: %s:%d %s",
+                each.ticket.transfer_id, len(each.token_ids), each.ticket.host, each.ticket.port, each.failure,
+            )  # fmt: skip
+        else:
+            self.num_completed += 1
+        each.result.set_result(None)
+
+    # The threads.
+
+    def _decline(self, each: Import) -> None:
+        """Let the other engine release the blocks of a prompt that is not read."""
+        try:
+            link = connect(each.ticket.host, each.ticket.port, self._rank.key, self._rank.timeout_s)
+            try:
+                request(link, DECLINE, Open(each.ticket.transfer_id), OK, 2 * self._rank.timeout_s, each.check)
+            finally:
+                link.close()
+        except LinkError as error:
+            log.debug("the transfer %s could not be declined: it %s", each.ticket.transfer_id, error)
+
+    def _run(self, each: Import) -> None:
+        """Read one prompt. Whatever fails becomes `failure`."""
+        try:
+            each.check()
+            link = connect(each.ticket.host, each.ticket.port, self._rank.key, self._rank.timeout_s)
+            try:
+                self._read(each, link)
+            finally:
+                link.close()
+        except LinkError as error:
+            each.failure = str(error)
+        except Exception as error:
+            log.exception("the transfer %s failed", each.ticket.transfer_id)
+            each.failure = repr(error)
+        self._ended.put(each)
+
+    def _read(self, each: Import, link: Link) -> None:
+        """Read all blocks that are not here, and confirm it to the exporting engine, which has held them until then."""
+        timeout_s = self._rank.timeout_s
+        opened = decode(request(link, OPEN, Open(each.ticket.transfer_id), OPENED, 2 * timeout_s, each.check), Opened)
+        source = _with_host(opened.layout, each.ticket.host)
+        self._check_source(source, opened, each)
+        each.wants_blocks = True
+        deadline = time.monotonic() + timeout_s
+        while not each.has_blocks.wait(0.05):
+            each.check()
+            if time.monotonic() > deadline:
+                each.wants_blocks = False
+                if not each.has_blocks.is_set():
+                    raise LinkError(f"was not read: no {each.num_blocks} blocks were free here within {timeout_s:g} s")
+        ranks = _RankGroup(self._rank, self._others, source)
+        try:
+            known = 0
+            while known < each.num_blocks:
+                body = request(link, NEXT, Next(known), SEGMENTS, 2 * timeout_s, each.check)
+                for segment in decode(body, Segments).segments:
+                    each.check()
+                    self._pull(each, ranks, segment, known)
+                    known += len(segment.blocks)
+        finally:
+            ranks.close()
+        link.send(DONE)
+        receive(link, OK, 2 * timeout_s)
+
+    def _pull(self, each: Import, ranks: _RankGroup, segment: Segment, start: int) -> None:
+        """Read a segment that begins at block `start` of the prompt, without the blocks that are here."""
+        if not segment.blocks or start + len(segment.blocks) > each.num_blocks:
+            raise LinkError("sent a segment of a wrong length")
+        assert each.targets is not None
+        skip = max(0, each.first - start)
+        blocks, first = segment.blocks[skip:], start + skip
+        if blocks:
+            targets = each.targets[first - each.first : first - each.first + len(blocks)]
+            each.num_bytes += ranks.pull(Pull(segment.step, first, blocks, targets))
+
+    def _check_source(self, source: EngineLayout, opened: Opened, each: Import) -> None:
+        """Raise LinkError if blocks of the other engine cannot be used here."""
+        own = self._layout
+        for name in ("checkpoint", "num_layers", "tokens_per_block"):
+            if getattr(source, name) != getattr(own, name):
+                raise LinkError(f"has another engine: {name} is {getattr(source, name)}, here {getattr(own, name)}")
+        if (opened.num_blocks, opened.digest) != (each.num_blocks, each.digest):
+            raise LinkError("computes another prompt")
+
+
+class _RankGroup:
+    """The readers of all ranks of this engine, for one import."""
+
+    def __init__(self, rank: Rank, others: list[RankLayout], source: EngineLayout) -> None:
+        self._timeout_s = rank.timeout_s
+        self._links: list[Link] = []
+        self._puller: Puller | None = None
+        try:
+            for other in others:
+                link = connect(other.host, other.port, rank.key, rank.timeout_s)
+                self._links.append(link)
+                request(link, BEGIN, Begin(source), OK, 2 * rank.timeout_s)
+            self._puller = Puller(rank, source)
+        except BaseException:
+            self.close()
+            raise
+
+    def pull(self, pull: Pull) -> int:
+        """Read a segment on all ranks, and return the number of bytes. When it raises LinkError, no rank writes any more."""
+        assert self._puller is not None
+        failure: LinkError | None = None
+        num_bytes, body = 0, msgspec.msgpack.encode(pull)
+        for link in self._links:
+            link.send(PULL, body)
+        try:
+            num_bytes += self._puller.pull(pull.step, pull.first_block, pull.blocks, pull.targets)
+        except LinkError as error:
+            failure = error
+        for link in self._links:
+            try:  # each rank ends a read by itself when its source is silent for its time-out
+                num_bytes += decode(receive(link, PULLED, 100 * self._timeout_s), Pulled).num_bytes
+            except LinkError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return num_bytes
+
+    def close(self) -> None:
+        """Close all connections."""
+        if self._puller is not None:
+            self._puller.close()
+        for link in self._links:
+            link.close()
+
+
+def _with_host(layout: EngineLayout, host: str) -> EngineLayout:
+    """The layout, in which ranks without a host have that of the transfer address."""
+    return msgspec.structs.replace(layout, ranks=[each if each.host else msgspec.structs.replace(each, host=host) for each in layout.ranks])

@@ -1,0 +1,172 @@
+"""Copies pages between the caches of two engines with NIXL: directly between GPUs, over RDMA or NVLink, or between host memories.
+
+An agent registers the pages of one rank. The reader of another rank copies with one-sided reads, so that the rank that is read does
+nothing. https://github.com/ai-dynamo/nixl
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+import uuid
+from typing import Any
+
+import torch
+
+from stoker.base.errors import DependencyError
+from stoker.base.logging import get_logger
+from stoker.core.forward_batch import KVCache
+from stoker.runtime.transfer.layout import LayerRead, RankLayout
+from stoker.runtime.worker_group.hosts.link import LinkError
+
+log = get_logger(__name__)
+
+POLL_S = 0.0005
+
+
+def has_nixl() -> bool:
+    """Whether the package is installed."""
+    return importlib.util.find_spec("nixl") is not None
+
+
+class NixlAgent:
+    """The agent of one rank. Several threads may use it."""
+
+    def __init__(self, caches: list[KVCache], device: torch.device) -> None:
+        """Register the pages of all layers. Raises DependencyError without NIXL."""
+        if not has_nixl():
+            raise DependencyError("nixl", "transfer_backend=nixl", "nixl")
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        self.caches = caches
+        self.device = torch.cuda.current_device() if device.type == "cuda" else -1
+        self._lock = threading.Lock()
+        self._agent: Any = nixl_agent(f"stoker-{uuid.uuid4().hex}", nixl_agent_config(backends=["UCX"]))
+        self.pages = [
+            (cache.keys.data_ptr(), cache.values.data_ptr() if cache.values is not None else 0) for cache in caches
+        ]  # fmt: skip
+        regions = [
+            (tensor.data_ptr(), tensor.numel() * tensor.itemsize, max(self.device, 0), "")
+            for cache in caches
+            for tensor in (cache.keys, cache.values)
+            if tensor is not None
+        ]
+        self._registered = self._agent.register_memory(regions, memory_type(self.device))
+        self.metadata: bytes = self._agent.get_agent_metadata()
+
+    def open_reader(self, own: RankLayout, other: RankLayout) -> NixlReader:
+        """A reader of another rank's pages. Raises LinkError if its agent cannot be used."""
+        if len(other.pages) != len(other.layers):
+            raise LinkError("has a NIXL agent without addresses of its pages")
+        try:
+            with self._lock:
+                name = self._agent.add_remote_agent(other.nixl)
+        except Exception as error:
+            raise LinkError(f"has a NIXL agent that cannot be reached ({error})") from None
+        return NixlReader(self, name, own, other)
+
+    def start_read(self, name: str, local: list[tuple[int, int, int]], remote: list[tuple[int, int, int]], remote_device: int) -> Any:
+        """Start to copy the regions `remote`, (address, bytes, device), of the agent `name` to the regions `local`. Returns a handle."""
+        agent = self._agent
+        with self._lock:
+            handle = agent.initialize_xfer(
+                "READ",
+                agent.get_xfer_descs(local, memory_type(self.device)),
+                agent.get_xfer_descs(remote, memory_type(remote_device)),
+                name,
+            )
+            agent.transfer(handle)
+        return handle
+
+    def state(self, handle: Any) -> str:
+        """DONE, PROC or ERR."""
+        with self._lock:
+            state: str = self._agent.check_xfer_state(handle)
+        return state
+
+    def release(self, handle: Any) -> None:
+        """Forget a transfer. One that is not complete is aborted first."""
+        with self._lock:
+            self._agent.release_xfer_handle(handle)
+
+    def forget(self, name: str) -> None:
+        """Disconnect from another agent."""
+        with self._lock:
+            self._agent.remove_remote_agent(name)
+
+    def close(self) -> None:
+        """Unregister the pages, and end the threads of the agent. They must not outlive the memory of the caches."""
+        with self._lock:
+            self._agent.deregister_memory(self._registered)
+            self._agent = self._registered = None
+
+
+class NixlReader:
+    """Copies pages of one rank of another engine. The caches have the same dtype and calibration."""
+
+    def __init__(self, agent: NixlAgent, name: str, own: RankLayout, other: RankLayout) -> None:
+        self._agent, self._name, self._own, self._other = agent, name, own, other
+        self._handles: list[Any] = []
+
+    def copy(self, read: LayerRead, blocks: list[int], targets: list[int]) -> int:
+        """Start to copy heads of a layer from `blocks` of the other rank to `targets` of this one. Returns the number of bytes."""
+        local: list[tuple[int, int, int]] = []
+        remote: list[tuple[int, int, int]] = []
+        num_heads = len(self._other.layers[read.layer].heads)
+        cache = self._agent.caches[read.own_layer]
+        addresses = zip((cache.keys, cache.values), self._agent.pages[read.own_layer], self._other.pages[read.layer], strict=True)
+        for pages, own_address, other_address in addresses:
+            if pages is None:
+                continue
+            size = pages.shape[2] * pages.shape[3] * pages.itemsize  # of one head in one block
+            for source, own, count in _runs(read.heads, read.own_heads):
+                for block, target in zip(blocks, targets, strict=True):
+                    remote.append((other_address + (block * num_heads + source) * size, count * size, max(self._other.device, 0)))
+                    local.append((own_address + (target * pages.shape[1] + own) * size, count * size, max(self._agent.device, 0)))
+        try:
+            self._handles.append(self._agent.start_read(self._name, local, remote, self._other.device))
+        except Exception as error:
+            raise LinkError(f"cannot be read with NIXL ({error})") from None
+        return sum(size for _, size, _ in local)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all copies are complete. Raises LinkError if one fails or takes longer."""
+        deadline = time.monotonic() + timeout_s
+        while self._handles:
+            state = self._agent.state(self._handles[-1])
+            if state == "DONE":
+                self._agent.release(self._handles.pop())
+            elif state != "PROC" or time.monotonic() > deadline:
+                raise LinkError(f"is not read with NIXL: the state is {state} after at most {timeout_s:g} s")
+            else:
+                time.sleep(POLL_S)
+
+    def close(self) -> None:
+        """Abort copies that are not complete, and disconnect."""
+        for handle in self._handles:
+            try:
+                self._agent.release(handle)
+            except Exception as error:
+                log.warning("a NIXL transfer could not be aborted: %s", error)
+        self._handles.clear()
+        try:
+            self._agent.forget(self._name)
+        except Exception as error:
+            log.debug("a NIXL agent could not be forgotten: %s", error)
+
+
+def memory_type(device: int) -> str:
+    """NIXL's name of the memory of a GPU, or of the host (-1)."""
+    return "VRAM" if device >= 0 else "DRAM"
+
+
+def _runs(sources: list[int], targets: list[int]) -> list[tuple[int, int, int]]:
+    """(source, target, count) for runs of heads that follow each other on both sides."""
+    runs: list[tuple[int, int, int]] = []
+    for source, target in zip(sources, targets, strict=True):
+        if runs and (source, target) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((source, target, 1))
+    return runs

@@ -1,0 +1,113 @@
+"""Reads the blocks of a prompt from the ranks of another engine into the cache of one rank."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from stoker.runtime.transfer.layout import EngineLayout, LayerRead, RankLayout, ReadPlan, plan_reads
+from stoker.runtime.transfer.messages import LAYER, MAX_BLOCKS, MAX_LAYER_BYTES, READ, Read, connect, receive
+from stoker.runtime.transfer.nixl_agent import NixlAgent, NixlReader
+from stoker.runtime.transfer.pages import RankPages
+from stoker.runtime.worker_group.hosts.link import Link, LinkError
+
+
+class Rank:
+    """What transfers need of one rank of this engine. `dtype` is that of the cache."""
+
+    def __init__(
+        self, pages: RankPages, layout: RankLayout, dtype: torch.dtype, key: bytes, timeout_s: float, nixl: NixlAgent | None
+    ) -> None:
+        self.pages, self.layout, self.dtype, self.key, self.timeout_s, self.nixl = pages, layout, dtype, key, timeout_s, nixl
+
+
+class Puller:
+    """The connections of one transfer to the ranks that one rank reads from. Used by one thread."""
+
+    def __init__(self, rank: Rank, source: EngineLayout) -> None:
+        """Connect to the ranks of `source`. Raises LinkError if one cannot be reached or the caches do not match."""
+        self._rank = rank
+        self._links: dict[int, Link] = {}
+        self._readers: dict[int, NixlReader] = {}
+        try:
+            self._plan: ReadPlan = plan_reads(rank.layout, _name(rank.dtype), source)
+            self._dtype = None if self._plan.is_raw else _plain_dtype(source.plain_dtype)
+            for number in self._plan.reads:
+                other = source.ranks[number]
+                self._links[number] = connect(other.host, other.port, rank.key, rank.timeout_s)
+                if rank.nixl is not None and self._plan.is_raw and other.nixl:
+                    self._readers[number] = rank.nixl.open_reader(rank.layout, other)
+        except ValueError as error:
+            self.close()
+            raise LinkError(f"has another KV cache: {error}") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def pull(self, step: int, first_block: int, blocks: list[int], targets: list[int]) -> int:
+        """Read `blocks` of the other engine, which `step` computes, into the blocks `targets`. Returns the number of bytes.
+
+        Layers are read as soon as the step has computed them. Raises LinkError; the contents of the targets are then undefined.
+        """
+        if len(blocks) != len(targets) or any(target >= self._rank.pages.num_blocks for target in targets):
+            raise LinkError("names blocks outside the KV cache")
+        num_bytes, size = 0, self._blocks_per_read()
+        for start in range(0, len(blocks), size):
+            part = slice(start, start + size)
+            num_bytes += self._pull_part(step, first_block + start, blocks[part], targets[part])
+        return num_bytes
+
+    def close(self) -> None:
+        """Close the connections."""
+        for reader in self._readers.values():
+            reader.close()
+        for link in self._links.values():
+            link.close()
+
+    def _pull_part(self, step: int, first_block: int, blocks: list[int], targets: list[int]) -> int:
+        """`pull` for blocks whose layers fit into one frame each."""
+        num_bytes = 0
+        for number, reads in self._plan.reads.items():
+            layers = [(read.layer, read.heads) for read in reads]
+            message = Read(step, first_block, blocks, layers, self._plan.is_raw, number not in self._readers)
+            self._links[number].send(READ, msgspec.msgpack.encode(message))
+        for number, reads in self._plan.reads.items():
+            for read in reads:
+                num_bytes += self._receive(number, read, first_block, blocks, targets)
+            if (reader := self._readers.get(number)) is not None:
+                reader.wait(self._rank.timeout_s)
+        return num_bytes
+
+    def _receive(self, number: int, read: LayerRead, first_block: int, blocks: list[int], targets: list[int]) -> int:
+        """Receive one layer from a rank, and store it."""
+        data = receive(self._links[number], LAYER, self._rank.timeout_s)
+        if (reader := self._readers.get(number)) is not None:
+            return reader.copy(read, blocks, targets)
+        try:
+            self._rank.pages.write(read.own_layer, read.own_heads, targets, first_block, memoryview(bytearray(data)), self._dtype)
+        except ValueError as error:
+            raise LinkError(f"sent {error}") from None
+        return len(data)
+
+    def _blocks_per_read(self) -> int:
+        """The number of blocks of which a layer fits into a frame."""
+        if self._readers:
+            return MAX_BLOCKS
+        pages = self._rank.pages
+        largest = max(
+            pages.block_bytes(each.own_layer, len(each.heads), self._dtype) for reads in self._plan.reads.values() for each in reads
+        )
+        return max(1, MAX_LAYER_BYTES // largest)
+
+
+def _name(dtype: torch.dtype) -> str:
+    """The name of a dtype, such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _plain_dtype(name: str) -> torch.dtype:
+    """The dtype of converted values. Raises ValueError for an unknown one."""
+    if name not in ("float32", "float16", "bfloat16"):
+        raise ValueError(f"values of {name[:32]}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
