@@ -7,7 +7,9 @@ import torch
 
 from stoker.builder.checkpoint.checkpoint import Checkpoint
 from stoker.builder.config import BuildConfig
+from stoker.builder.conversion.canonical_names import CanonicalWeights
 from stoker.builder.conversion.convert import Converter, PrecomputedTensors
+from stoker.builder.conversion.stored_cache import StoredCacheTensors
 from stoker.builder.conversion.tensor_plan import TensorPlan
 from stoker.engine.config import EngineConfig
 
@@ -34,3 +36,10 @@ class BuildPlan(msgspec.Struct, frozen=True, kw_only=True):
     def converter(self, device: torch.device | None = None, calibrated: PrecomputedTensors | None = None) -> Converter:
         """The converter of the checkpoint's tensors. `calibrated`: tensors that calibration has already quantized."""
         return Converter(self.config, self.tensor_plans, self.checkpoint.weights, device or self.device, calibrated)
+
+    def stored_cache(self) -> StoredCacheTensors | None:
+        """The tensors of the KV cache made of scales that the checkpoint stores; None if the recipe does not use them."""
+        weights = self.checkpoint.weights
+        if self.config.recipe.kv_scales != "stored" or not isinstance(weights, CanonicalWeights):
+            return None
+        return StoredCacheTensors(self.config, weights)

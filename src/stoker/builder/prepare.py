@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -41,10 +40,10 @@ def prepare(source: str | Path, settings: BuildConfig, name: str | None = None) 
     """
     check_recipe(settings.quantization, settings.quantization_settings, settings.kv_cache_dtype)
     path, name = locate_checkpoint(source, name)
-    checkpoint = open_checkpoint(path, name, weights=not settings.dummy_weights)
+    checkpoint = _with_quantization(open_checkpoint(path, name, weights=not settings.dummy_weights))
     architecture, model = read_model(checkpoint, settings.versions, settings.ignored_config_keys)
     model = _apply_rotary_settings(model, settings)
-    quantization = _quantization_config(checkpoint)
+    quantization = checkpoint.setting("quantization_config")
     checkpoint = dataclasses.replace(checkpoint, weights=CanonicalWeights(checkpoint.weights, architecture, quantization))
     model = untie_different_head(architecture, model, checkpoint.weights)
     target = _choose_target(settings)
@@ -104,14 +103,20 @@ def _apply_rotary_settings(model: ModelConfig, settings: BuildConfig) -> ModelCo
     return override_rotary(model, base=settings.rotary_base, scaling=settings.rotary_scaling_type, factor=settings.rotary_scaling_factor)
 
 
-def _quantization_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """The quantization_config of config.json. Raises CheckpointError when it is not an object: the weights would be misread."""
-    value = checkpoint.setting("quantization_config")
+def _with_quantization(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint whose config contains the settings of hf_quant_config.json, which ModelOpt writes, in quantization_config.
+
+    Raises CheckpointError when quantization_config is not an object: the weights would be misread.
+    """
+    value, extra = checkpoint.setting("quantization_config"), checkpoint.read_json("hf_quant_config.json")
     if value is not None and not isinstance(value, dict):
         raise CheckpointError(
             f"{checkpoint.name}: config.json: quantization_config={str(value)[:60]!r} is not an object.", cure="Correct config.json."
         )
-    return value
+    if not extra or (value or {}).get("quant_method", "modelopt") != "modelopt":
+        return checkpoint
+    merged = {"quant_method": "modelopt"} | extra | (value or {})
+    return dataclasses.replace(checkpoint, config=checkpoint.config | {"quantization_config": merged})
 
 
 def _checkpoint_dtype(checkpoint: Checkpoint) -> str:

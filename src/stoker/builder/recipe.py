@@ -12,11 +12,14 @@ from stoker.base.errors import ConfigError
 from stoker.base.logging import get_logger
 from stoker.builder.checkpoint.checkpoint import Checkpoint
 from stoker.builder.config import BuildConfig
+from stoker.builder.conversion.canonical_names import CanonicalWeights
 from stoker.builder.conversion.import_linear import import_format
 from stoker.builder.conversion.shard_plan import fit_recipe_to_shards
 from stoker.builder.conversion.tensor_plan import TensorPlan, is_transformed
+from stoker.builder.prequantized.cache_scales import KV_CACHE
 from stoker.builder.prequantized.fp8 import block_size
-from stoker.core.model_config import ModelConfig
+from stoker.builder.prequantized.modelopt import kv_cache_algorithm, modelopt_settings
+from stoker.core.model_config import AttentionConfig, ModelConfig
 from stoker.core.specs import LinearSpec
 from stoker.engine.config import EngineConfig
 from stoker.layers.decoder import declare, layer_specs
@@ -59,7 +62,7 @@ def is_quantized(recipe: Recipe) -> bool:
 def is_calibrated(model: ModelConfig, recipe: Recipe) -> bool:
     """Whether a part of the recipe, such as a format or the KV cache, needs calibration."""
     if recipe.name == AS_STORED:  # scales of activations are stored in the checkpoint as well
-        return recipe.kv_cache is not None
+        return recipe.kv_cache is not None and recipe.kv_scales == "measured"
     linears = [spec for i in range(model.num_layers) for spec in layer_specs(model, i).values() if isinstance(spec, LinearSpec)]
     return recipe.kv_cache is not None or any(recipe.format_for(spec).needs_calibration for spec in linears)
 
@@ -76,7 +79,34 @@ def _requested_or_stored(
     stored = _stored_recipe(config, plans, checkpoint) if plans else _described_recipe(config, checkpoint, architecture)
     if stored is None and requested is not None:
         raise ConfigError(f"{checkpoint.name} has no pre-quantized weights that can be imported.", cure="Name a quantization.")
-    return unquantized if stored is None else msgspec.structs.replace(stored, kv_cache=unquantized.kv_cache)
+    if stored is None:
+        return unquantized
+    if settings.kv_cache_dtype is None and _has_cache_scales(config.model, checkpoint):
+        return msgspec.structs.replace(stored, kv_cache=KV_CACHE, kv_scales="stored")
+    return msgspec.structs.replace(stored, kv_cache=unquantized.kv_cache)
+
+
+def _has_cache_scales(model: ModelConfig, checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint stores the scales of an FP8 KV cache. Logs a warning for another format of the cache, or missing scales."""
+    if not isinstance(checkpoint.weights, CanonicalWeights):
+        return False
+    scales, algorithm = checkpoint.weights.cache_scales, _cache_algorithm(checkpoint)
+    if algorithm in (None, "FP8") and not scales.sources:
+        return False
+    if algorithm in (None, "FP8") and scales.covers(model.num_layers):
+        return all(isinstance(layer.attention, AttentionConfig) for layer in model.layers)
+    log.warning(
+        "%s: the %s scales of its KV cache are not used, and the cache is not quantized. --kv-cache-dtype measures scales.",
+        checkpoint.name,
+        algorithm or "incomplete",
+    )
+    return False
+
+
+def _cache_algorithm(checkpoint: Checkpoint) -> str | None:
+    """The algorithm by which a ModelOpt checkpoint quantizes the KV cache; None for none, and for other methods."""
+    quantization = checkpoint.setting("quantization_config") or {}
+    return kv_cache_algorithm(modelopt_settings(quantization)) if quantization.get("quant_method") == "modelopt" else None
 
 
 def _stored_recipe(config: EngineConfig, plans: dict[str, TensorPlan], checkpoint: Checkpoint) -> Recipe | None:

@@ -49,7 +49,7 @@ def _write_weights(plan: BuildPlan, work: Path, progress: Progress) -> dict[str,
     config = plan.config
     shards = {rank_file_name(rank): ShardPlan(config, rank) for rank in range(config.mapping.world_size)}
     specs = specs_in_file_order(config)
-    converter = plan.converter(calibrated=calibrate_layers(plan, work, progress))
+    converter = plan.converter(calibrated=calibrate_layers(plan, work, progress) or plan.stored_cache())
     layouts = [layout for spec in specs for layout in stored_layouts(spec, config.recipe, plan.dtype).values()]
     total, done = sum(num_bytes(layout.shape, layout.dtype) for layout in layouts), 0
     with ExitStack() as stack:

@@ -6,7 +6,7 @@ import fnmatch
 import math
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -26,6 +26,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     default: Format = Dense()
     overrides: dict[str, Format] = {}  # fnmatch pattern of a linear's name → format; the first match applies
     kv_cache: str | None = None  # one of KV_DTYPES; None: the engine's dtype
+    kv_scales: Literal["measured", "stored"] = "measured"  # by calibration, or read from the checkpoint
     name: str = "NO_QUANT"  # the requested name
     calibration: dict[str, Any] = {}  # data, size and seq_len of the calibration; empty without one
 
@@ -45,8 +46,11 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_recipe(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as JSON data."""
-    return msgspec.to_builtins(recipe)
+    """The recipe as JSON data. Fields that earlier versions did not have are left out by default, so that engines keep their identity."""
+    data: dict[str, Any] = msgspec.to_builtins(recipe)
+    if recipe.kv_scales == "measured":
+        del data["kv_scales"]
+    return data
 
 
 def decode_recipe(data: dict[str, Any]) -> Recipe:
@@ -54,5 +58,5 @@ def decode_recipe(data: dict[str, Any]) -> Recipe:
     union: Any = reduce(or_, (FORMATS.get(name) for name in FORMATS))
     formats = msgspec.convert(data.get("overrides", {}), dict[str, union])
     default = msgspec.convert(data.get("default", {"format": "dense"}), union)
-    plain = {key: data[key] for key in ("kv_cache", "name", "calibration") if key in data}
+    plain = {key: data[key] for key in ("kv_cache", "kv_scales", "name", "calibration") if key in data}
     return Recipe(default=default, overrides=formats, **plain)

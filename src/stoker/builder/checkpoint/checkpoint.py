@@ -9,6 +9,8 @@ from typing import Any
 from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.gguf.weights import GGUFWeights
 from stoker.builder.checkpoint.json_file import read_json_object
+from stoker.builder.checkpoint.tensorrt_llm.config import hugging_face_config, is_tensorrt_llm_checkpoint
+from stoker.builder.checkpoint.tensorrt_llm.weights import TensorRTLLMWeights
 from stoker.builder.checkpoint.weight_files import open_weights
 from stoker.builder.checkpoint.weights import CheckpointWeights, NoWeights
 
@@ -60,21 +62,24 @@ def open_checkpoint(path: Path, name: str | None = None, *, weights: bool = True
         )
     extra_files = {f for pattern in _EXTRA_FILES for f in path.glob(pattern) if f.is_file()} if path.is_dir() else {config}
     data = read_json_object(config)
-    _reject_tensorrt_llm(config, data)
+    _reject_engine_of_tensorrt(config, data)
+    if is_tensorrt_llm_checkpoint(data):
+        converted = hugging_face_config(data, str(config.parent))
+        merged = TensorRTLLMWeights(config.parent, data, converted) if weights else NoWeights()
+        return Checkpoint(config.parent, name, converted, merged, extra_files=sorted(extra_files))
     return Checkpoint(config.parent, name, data, open_weights(path) if weights else NoWeights(), extra_files=sorted(extra_files))
 
 
-def _reject_tensorrt_llm(file: Path, data: dict[str, Any]) -> None:
-    """Raise CheckpointError for the config.json of a TensorRT-LLM checkpoint or engine."""
-    if "architectures" in data or "model_type" in data:
+def _reject_engine_of_tensorrt(file: Path, data: dict[str, Any]) -> None:
+    """Raise CheckpointError for the config.json of a TensorRT engine."""
+    if "pretrained_config" not in data or "build_config" not in data or "architectures" in data:
         return
-    if "pretrained_config" in data and "build_config" in data:
-        what = "a TensorRT engine, which holds compiled code instead of weights"
-    elif isinstance(data.get("architecture"), str) and ("mapping" in data or "producer" in data):
-        what = "a checkpoint in the format of TensorRT-LLM"
-    else:
-        return
-    raise CheckpointError(f"{file.parent} is {what}.", cure="Build from the Hugging Face checkpoint that it was converted from.")
+    pretrained = data["pretrained_config"]
+    name = pretrained.get("architecture", "its model") if isinstance(pretrained, dict) else "its model"
+    raise CheckpointError(
+        f"{file.parent} is a TensorRT engine of {str(name)[:60]}: compiled code for one kind of GPU, from which weights cannot be read.",
+        cure="Build from the checkpoint that trtllm-build read (its --checkpoint_dir), or from the Hugging Face checkpoint.",
+    )
 
 
 def _find_gguf(path: Path) -> Path | None:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.weights import CheckpointWeights, TensorInfo
+from stoker.builder.prequantized.cache_scales import CacheScales
 from stoker.builder.prequantized.dequantize import dequantize
-from stoker.builder.prequantized.methods import find_dequantized, find_prequantized
+from stoker.builder.prequantized.methods import read_quantized
 from stoker.builder.prequantized.weight import DequantizedWeight, PrequantizedWeight
 from stoker.models import Architecture
 
@@ -20,21 +21,21 @@ class CanonicalWeights(CheckpointWeights):
     """The tensors of `inner` with the canonical names of `architecture`.
 
     `quantization` is the quantization_config of config.json, if any. A weight of a pre-quantized checkpoint appears once, under the name of
-    the plain weight: as a float32 tensor in `tensors`, and, where a format can hold it without a change, in `prequantized`.
+    the plain weight: as a float32 tensor in `tensors`, and, where a format can hold it without a change, in `prequantized`. Scales of the
+    KV cache are in `cache_scales` instead.
     """
 
     def __init__(self, inner: CheckpointWeights, architecture: Architecture, quantization: dict[str, Any] | None = None) -> None:
         self.inner = inner
         self.files = inner.files
         canonical = architecture.canonical_name
-        prequantized = find_prequantized(inner.tensors, quantization) if isinstance(quantization, dict) else {}
-        if prequantized is None:
-            dequantized = find_dequantized(inner.tensors, quantization or {})
-        else:
-            dequantized = {name: _dequantized(weight) for name, weight in prequantized.items()}
-        self._prequantized = {canonical(name): weight for name, weight in (prequantized or {}).items()}
+        quantized = read_quantized(inner.tensors, quantization) if isinstance(quantization, dict) else {}
+        unchanged = {name: weight for name, weight in quantized.items() if isinstance(weight, PrequantizedWeight)}
+        dequantized = {name: _dequantized(weight) for name, weight in quantized.items()}
+        self._prequantized = {canonical(name): weight for name, weight in unchanged.items()}
         self._dequantized = {canonical(name): weight for name, weight in dequantized.items()}
-        packed = {source for weight in dequantized.values() for source in weight.sources}
+        self.cache_scales = CacheScales(inner.tensors if quantized else {})
+        packed = {source for weight in dequantized.values() for source in weight.sources} | {*self.cache_scales.sources.values()}
         plain = [name for name in inner.tensors if name not in packed]
         self._plain = {canonical(name): name for name in plain}
         if len(self._plain) < len(plain):
@@ -77,7 +78,9 @@ class CanonicalWeights(CheckpointWeights):
         return self.inner.location(self._dequantized[name].sources[0] if name in self._dequantized else self._plain[name])
 
 
-def _dequantized(weight: PrequantizedWeight) -> DequantizedWeight:
-    """The weight in float32, for builds that store it in another format than the checkpoint."""
+def _dequantized(weight: PrequantizedWeight | DequantizedWeight) -> DequantizedWeight:
+    """The weight in plain numbers. One that a format can hold is float32, for builds that store it in another format."""
+    if isinstance(weight, DequantizedWeight):
+        return weight
     info = TensorInfo(weight.shape, torch.float32)
     return DequantizedWeight(weight.sources, info, lambda tensors: dequantize(weight.format, weight.repack(tensors)))

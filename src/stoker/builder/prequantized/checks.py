@@ -39,6 +39,16 @@ def read_section(settings: dict[str, Any], key: str) -> dict[str, Any]:
     return section or {}
 
 
+def check_known_keys(settings: dict[str, Any], known: tuple[str, ...]) -> None:
+    """Raise CheckpointError for a key of `settings` that is not in `known`: it might change the meaning of the weights."""
+    unknown = sorted(str(key) for key in settings if key not in known)
+    if unknown:
+        raise CheckpointError(
+            f"quantization_config: {unknown[0]}={str(settings[unknown[0]])[:60]!r} is not known.",
+            cure="Remove the key if it has no effect on the weights.",
+        )
+
+
 def modules_with(tensors: Mapping[str, TensorInfo], suffix: str, required: tuple[str, ...]) -> list[str]:
     """The names of all modules that have a tensor `suffix`. Raises CheckpointError when one of them lacks a `required` tensor."""
     modules = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]

@@ -12,18 +12,16 @@ from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
 from stoker.builder.checkpoint.weights import TensorInfo
 from stoker.builder.prequantized.checks import dtype_name
-from stoker.builder.prequantized.weight import DequantizedWeight
-
-# The values of FP4 e2m1 by their four bits (OCP Microscaling Formats 1.0, table 5).
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+from stoker.builder.prequantized.fp4 import FP4_VALUES, unpack_nibbles
+from stoker.builder.prequantized.weight import DequantizedWeight, ReadWeights
 
 
-def read_mxfp4(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -> dict[str, DequantizedWeight]:
+def read_mxfp4(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -> ReadWeights:
     """The weights [experts, in, out] that a checkpoint stores as `x_blocks` and `x_scales` in place of `x`, by name.
 
     Blocks are uint8 [experts, out, blocks, 16], and scales uint8 [experts, out, blocks]. Raises CheckpointError when they do not fit.
     """
-    found: dict[str, DequantizedWeight] = {}
+    found: ReadWeights = {}
     for name, info in tensors.items():
         if not name.endswith("_blocks"):
             continue
@@ -46,7 +44,7 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     The low nibble of a byte comes first; the values of a block are multiplied by 2 ** (scale - 127).
     """
     table = torch.tensor(FP4_VALUES, dtype=torch.bfloat16)
-    nibbles = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    nibbles = unpack_nibbles(blocks)
     exponent = scales.to(torch.int32)[..., None] - 127
     values = torch.ldexp(table[nibbles.long()].float(), exponent).to(torch.bfloat16)
     return values.flatten(-2).transpose(1, 2)

@@ -28,3 +28,6 @@ class DequantizedWeight:
     sources: tuple[str, ...]
     info: TensorInfo  # shape and dtype after the conversion
     dequantize: Callable[[list[Tensor]], Tensor]  # tensors of `sources` → the weight
+
+
+ReadWeights = dict[str, PrequantizedWeight | DequantizedWeight]  # the quantized weights of a checkpoint by name
