@@ -109,16 +109,10 @@ def test_shards_without_an_index_are_named(tmp_path: Path) -> None:
         open_weights(tmp_path / "bin")
 
 
-@pytest.mark.parametrize(
-    ("config", "what"),
-    [
-        ({"architecture": "LlamaForCausalLM", "mapping": {"world_size": 1}}, "a checkpoint in the format of TensorRT-LLM"),
-        ({"version": "0.9.0", "pretrained_config": {}, "build_config": {}}, "a TensorRT engine"),
-    ],
-)
-def test_files_of_tensorrt_llm_are_recognized(tmp_path: Path, config: dict, what: str) -> None:
+def test_engines_of_tensorrt_are_rejected_with_a_way_to_migrate(tmp_path: Path) -> None:
+    config = {"version": "0.9.0", "pretrained_config": {"architecture": "LlamaForCausalLM"}, "build_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=f"is {what}.*Build from the Hugging Face checkpoint"):
+    with pytest.raises(CheckpointError, match=r"is a TensorRT engine of LlamaForCausalLM: compiled code.*--checkpoint_dir"):
         open_checkpoint(tmp_path)
 
 

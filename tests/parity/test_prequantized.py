@@ -17,7 +17,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from stoker.base.errors import CheckpointError
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
-from stoker.builder.prequantized.mxfp4 import FP4_VALUES, dequantize_mxfp4
+from stoker.builder.prequantized.fp4 import FP4_VALUES
+from stoker.builder.prequantized.mxfp4 import dequantize_mxfp4
 
 PROMPT = list(range(3, 40))
 BLOCK = (16, 8)  # the sizes of the tiny model are not multiples of it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,16 @@ def test_values_do_not_change(case: str, tmp_path: Path) -> None:
     formats = {engine.config.recipe.default, *engine.config.recipe.overrides.values()}
     assert chosen in formats or (isinstance(chosen, BlockFp8) and any(isinstance(one, BlockFp8) for one in formats))
     check_weights(engine, weights)
+
+
+def test_the_memory_cost_of_a_format_without_kernels_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source, _ = checkpoint_of(tmp_path / "hf", "NVFP4")
+    with caplog.at_level("WARNING", logger="stoker"):
+        prepare(source, BuildConfig(device="cpu"))
+    assert re.search(r"hf: 21 weights are stored as int8 in groups of 16 .*, 0\.\d+ MiB instead of 0\.\d+ MiB", caplog.text)
+    caplog.clear()
+    prepare(checkpoint_of(tmp_path / "fp8", "FP8")[0], BuildConfig(device="cpu"))
+    assert "instead of" not in caplog.text
 
 
 def test_the_stored_scales_of_the_cache_are_used_without_calibration(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from stoker.builder.checkpoint.fingerprint import fingerprint
 from stoker.builder.checkpoint.location import locate_checkpoint
 from stoker.builder.config import BuildConfig, fit_limits
 from stoker.builder.conversion.canonical_names import CanonicalWeights
+from stoker.builder.conversion.memory_cost import report_memory_cost
 from stoker.builder.conversion.shard_plan import check_shards
 from stoker.builder.conversion.tensor_plan import plan_tensors
 from stoker.builder.conversion.tied_head import untie_different_head
@@ -28,6 +29,7 @@ from stoker.engine.config import CheckpointOrigin, EngineConfig, Target
 from stoker.models import Architecture, check_version, resolve_architecture
 from stoker.models.config_reader import read_model_config
 from stoker.models.rotary_override import override_rotary
+from stoker.quant.recipe import AS_STORED
 
 _DTYPES = ("float32", "float16", "bfloat16")
 
@@ -43,8 +45,8 @@ def prepare(source: str | Path, settings: BuildConfig, name: str | None = None) 
     checkpoint = _with_quantization(open_checkpoint(path, name, weights=not settings.dummy_weights))
     architecture, model = read_model(checkpoint, settings.versions, settings.ignored_config_keys)
     model = _apply_rotary_settings(model, settings)
-    quantization = checkpoint.setting("quantization_config")
-    checkpoint = dataclasses.replace(checkpoint, weights=CanonicalWeights(checkpoint.weights, architecture, quantization))
+    weights = CanonicalWeights(checkpoint.weights, architecture, checkpoint.setting("quantization_config"))
+    checkpoint = dataclasses.replace(checkpoint, weights=weights)
     model = untie_different_head(architecture, model, checkpoint.weights)
     target = _choose_target(settings)
     _check_mapping(settings.mapping, model)
@@ -60,6 +62,8 @@ def prepare(source: str | Path, settings: BuildConfig, name: str | None = None) 
     )
     plans = {} if settings.dummy_weights else plan_tensors(architecture, model, checkpoint.weights)
     config = msgspec.structs.replace(config, recipe=choose_recipe(settings, config, plans, checkpoint, architecture))
+    if config.recipe.name in (AS_STORED, "NO_QUANT") and settings.quantization is None:
+        report_memory_cost(name, weights, getattr(torch, config.dtype))
     check_shards(config)
     return BuildPlan(checkpoint=checkpoint, settings=settings, config=config, tensor_plans=plans)
 

@@ -22,7 +22,7 @@ class CanonicalWeights(CheckpointWeights):
 
     `quantization` is the quantization_config of config.json, if any. A weight of a pre-quantized checkpoint appears once, under the name of
     the plain weight: as a float32 tensor in `tensors`, and, where a format can hold it without a change, in `prequantized`. Scales of the
-    KV cache are in `cache_scales` instead.
+    KV cache are in `cache_scales` instead. `quantized_sources` are the tensors of the checkpoint that make each quantized weight.
     """
 
     def __init__(self, inner: CheckpointWeights, architecture: Architecture, quantization: dict[str, Any] | None = None) -> None:
@@ -35,6 +35,7 @@ class CanonicalWeights(CheckpointWeights):
         self._prequantized = {canonical(name): weight for name, weight in unchanged.items()}
         self._dequantized = {canonical(name): weight for name, weight in dequantized.items()}
         self.cache_scales = CacheScales(inner.tensors if quantized else {})
+        self.quantized_sources = {canonical(name): weight.sources for name, weight in quantized.items()}
         packed = {source for weight in dequantized.values() for source in weight.sources} | {*self.cache_scales.sources.values()}
         plain = [name for name in inner.tensors if name not in packed]
         self._plain = {canonical(name): name for name in plain}

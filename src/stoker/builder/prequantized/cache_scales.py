@@ -1,4 +1,4 @@
-"""Scales of an FP8 KV cache that a checkpoint stores: `k_scale` and `v_scale` of each layer, by which stored keys and values are multiplied."""
+"""Scales of an FP8 KV cache that a checkpoint stores: `k_scale` and `v_scale` of each layer. They multiply stored keys and values."""
 
 from __future__ import annotations
 

@@ -17,7 +17,15 @@ from torch import Tensor
 from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
 from stoker.builder.checkpoint.weights import TensorInfo
-from stoker.builder.prequantized.checks import FLOATS, check_known_keys, check_scales, check_tensor, matrix_shape, modules_with, read_section
+from stoker.builder.prequantized.checks import (
+    FLOATS,
+    check_known_keys,
+    check_scales,
+    check_tensor,
+    matrix_shape,
+    modules_with,
+    read_section,
+)
 from stoker.builder.prequantized.dequantize import dequantize
 from stoker.builder.prequantized.fp4 import E8M0, doubled_fp4, e8m0_values, unpack_nibbles
 from stoker.builder.prequantized.fp8 import repack_row_scales

@@ -9,6 +9,7 @@ from stoker.base.errors import CheckpointError
 
 MIGRATION = "Build from the Hugging Face checkpoint that it was converted from."
 MAX_RANKS = 1024
+MAX_SIZE = 1 << 24
 
 # TensorRT-LLM's architectures, which are models of the Llama family: RMS norms, gated MLPs and rotary positions.
 _ARCHITECTURES = {
@@ -72,6 +73,9 @@ def hugging_face_config(data: dict[str, Any], where: str) -> dict[str, Any]:
             f"{where}: TensorRT-LLM checkpoints of {architecture[:60]!r} are not supported.", cure=f"Supported: {listed}. {MIGRATION}"
         )
     _check_keys(data, where)
+    for key in ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size", "hidden_size"):
+        if data.get(key) is not None and (type(data[key]) is not int or not 1 <= data[key] <= MAX_SIZE):
+            raise CheckpointError(f"{where}: {key}={str(data[key])[:60]!r} is not a positive number.", cure="Correct config.json.")
     config = {new: data[old] for old, new in _RENAMED.items() if data.get(old) is not None}
     config |= {"architectures": [_ARCHITECTURES[architecture]], "hidden_act": "silu"}
     config["tie_word_embeddings"] = bool(data.get("share_embedding_table") or data.get("tie_word_embeddings"))

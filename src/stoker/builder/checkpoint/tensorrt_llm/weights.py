@@ -128,6 +128,13 @@ class TensorRTLLMWeights(CheckpointWeights):
             self._add_cache_scale(stage, name, prefix, suffix)
             return
         known = LAYER_MODULES.get(module)
+        weight = stage[0].tensors.get(f"{name.removesuffix(suffix)}weight")
+        if suffix == "per_channel_scale" and weight is not None and weight.dtype == torch.int8:
+            raise CheckpointError(
+                f"{stage[0].files[0]}: {name.removesuffix(suffix)}weight (W8A16 or W4A16) has the order of values of one kind of GPU, "
+                "which the checkpoint does not name.",
+                cure="Build from the Hugging Face checkpoint with --quantize WEIGHTS_ONLY_INT8 or WEIGHTS_ONLY_INT4.",
+            )
         if known is None or suffix not in SUFFIXES:
             raise self._unknown(stage, name)
         if "num_local_experts" in self._hugging_face and module in ("mlp.fc", "mlp.proj"):
