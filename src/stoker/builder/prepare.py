@@ -90,6 +90,8 @@ def read_model(
     architecture = resolve_architecture(checkpoint.config)
     for option, value in versions.items():
         check_version(architecture, checkpoint.config, option, value)
+    if checkpoint.gguf is not None:
+        architecture = checkpoint.gguf.adapt(architecture)
     try:
         return architecture, read_model_config(architecture, checkpoint.config | versions, (*ignored_keys, *versions))
     except CheckpointError as problem:

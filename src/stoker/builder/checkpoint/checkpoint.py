@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.base.errors import CheckpointError
+from stoker.builder.checkpoint.gguf.file import first_part
 from stoker.builder.checkpoint.gguf.weights import GGUFWeights
 from stoker.builder.checkpoint.json_file import read_json_object
 from stoker.builder.checkpoint.tensorrt_llm.config import hugging_face_config, is_tensorrt_llm_checkpoint
@@ -87,7 +88,7 @@ def _find_gguf(path: Path) -> Path | None:
     if path.is_file() and path.suffix == ".gguf":
         return path
     if path.is_dir() and not (path / "config.json").is_file():
-        found = sorted(path.glob("*.gguf"))
+        found = sorted({first_part(file) for file in path.glob("*.gguf")})
         if len(found) > 1:
             names = ", ".join(file.name for file in found)
             raise CheckpointError(f"{path} holds several GGUF files: {names}.", cure="Name one of them.")

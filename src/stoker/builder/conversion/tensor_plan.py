@@ -41,13 +41,18 @@ def plan_tensors(architecture: Architecture, config: ModelConfig, weights: Check
     Raises CheckpointError naming the tensors when one is missing, has the wrong shape, or is not used.
     """
     names = architecture.tensor_names(config)
-    plans = {plan.name: plan for spec in declare(config).values() for plan in _plans_of(spec, names)}
+    plans = tensors_of_names(names, config)
     _check_present(plans, weights)
     for plan in plans.values():
         _check_shape(plan, weights, config)
     used = {source for plan in plans.values() for group in plan.sources for source in group}
     _check_unused(set(weights.tensors) - used, architecture, config, names, weights)
     return plans
+
+
+def tensors_of_names(names: TensorNames, config: ModelConfig) -> dict[str, TensorPlan]:
+    """The plan of each engine tensor of the model, by name, without looking at a checkpoint."""
+    return {plan.name: plan for spec in declare(config).values() for plan in _plans_of(spec, names)}
 
 
 def dense_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:

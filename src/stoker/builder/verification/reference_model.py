@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from stoker.builder.checkpoint.checkpoint import Checkpoint
+from stoker.builder.verification.published_names import read_published_tensors
 
 
 def load_reference_model(checkpoint: Checkpoint, dtype: str, trust_remote_code: bool) -> torch.nn.Module:
@@ -29,9 +30,11 @@ def _from_gguf(checkpoint: Checkpoint, rounded: torch.dtype) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**checkpoint.config)
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    weights = {name: checkpoint.weights.read(name).to(rounded) for name in checkpoint.weights.tensors}
-    missing = set(model.load_state_dict(weights, strict=False).missing_keys)
-    if missing - {"lm_head.weight"}:
-        raise ValueError(f"{sorted(missing)} are not in the file")
-    return model
+    weights = {name: tensor.to(rounded).float() for name, tensor in read_published_tensors(checkpoint).items()}
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    model, report = kind.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32, output_loading_info=True)
+    wrong = {*report["missing_keys"], *report["mismatched_keys"]} - {"lm_head.weight"}
+    if wrong:
+        raise ValueError(f"{sorted(map(str, wrong))[:3]} are not in the file")
+    loaded: torch.nn.Module = model
+    return loaded

@@ -11,15 +11,18 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import gguf
+import numpy as np
 import torch
 from torch import Tensor
 
+from stoker.builder.checkpoint.gguf.low_bit_blocks import SCALES, as_int4, as_int8, dequantize_blocks
 from stoker.quant import groups
 from stoker.quant.format import Format
 from stoker.quant.formats.int4 import Int4
 from stoker.quant.formats.int8_grouped import GroupedInt8
 
 Kind = gguf.GGMLQuantizationType
+FLOAT_DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16, Kind.F64: torch.float64}
 
 
 class BlockFormat(NamedTuple):
@@ -94,6 +97,14 @@ def _scale_and_offset(d: Tensor, dmin: Tensor, scales: Tensor) -> dict[str, Tens
     return {"scale": real_scale.flatten(-2), "offset": -real_minimum.flatten(-2)}
 
 
+def _q2_k(raw: Tensor) -> dict[str, Tensor]:
+    """Stored tensors of Q2_K: 16 groups of 16 values of 2 bits with 4-bit scales and minima."""
+    scales, qs, d, dmin = _split_fields(raw, 16, 64, 2, 2)
+    values = (qs.unflatten(-1, (2, 1, 32)) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]) & 3
+    scale, minimum = _float16(d).float()[..., None] * (scales & 15), _float16(dmin).float()[..., None] * (scales >> 4)
+    return {"weight": groups.pack(values.flatten(-4)), "scale": scale.flatten(-2), "offset": -minimum.flatten(-2)}
+
+
 def _q4_k(raw: Tensor) -> dict[str, Tensor]:
     """Stored tensors of Q4_K: 8 groups of 32 values of 4 bits with 6-bit scales and minima."""
     d, dmin, scales, qs = _split_fields(raw, 2, 2, 12, 128)
@@ -118,7 +129,11 @@ def _q6_k(raw: Tensor) -> dict[str, Tensor]:
     return {"weight": values, "scale": (_float16(d).float()[..., None] * scales.contiguous().view(torch.int8)).flatten(-2)}
 
 
+# Types whose values fit into four bits, if they are stored as integers; the others of `SCALES` need eight.
+_IN_FOUR_BITS = (Kind.Q3_K, Kind.TQ1_0, Kind.TQ2_0)
+
 PREQUANTIZED_BLOCKS: dict[Kind, BlockFormat] = {
+    Kind.Q2_K: BlockFormat(Int4(group_size=16, zero="float", scale_dtype="float32", clip=False), _q2_k),
     Kind.Q4_0: BlockFormat(Int4(group_size=32, zero="none", clip=False), _q4_0),
     Kind.Q4_1: BlockFormat(Int4(group_size=32, zero="float", clip=False), _q4_1),
     Kind.Q4_K: BlockFormat(Int4(group_size=32, zero="float", scale_dtype="float32", clip=False), _q4_k),
@@ -127,4 +142,20 @@ PREQUANTIZED_BLOCKS: dict[Kind, BlockFormat] = {
     Kind.Q5_K: BlockFormat(GroupedInt8(group_size=32, shifted=True), _q5_k),
     Kind.Q6_K: BlockFormat(GroupedInt8(group_size=16), _q6_k),
     Kind.Q8_0: BlockFormat(GroupedInt8(group_size=32, scale_dtype="float16"), _q8_0),
-}
+} | {
+    kind: BlockFormat(Int4(group_size=group, zero="none", scale_dtype="float32", clip=False), as_int4(kind))
+    if kind in _IN_FOUR_BITS
+    else BlockFormat(GroupedInt8(group_size=group), as_int8(kind))
+    for kind, (_, group) in SCALES.items()
+}  # fmt: skip
+
+# Types of four bits or fewer that are stored in eight: no kernel multiplies by their tables of values.
+WIDENED_BLOCKS = tuple(kind for kind in SCALES if kind not in (*_IN_FOUR_BITS, Kind.Q8_K))
+SUPPORTED_KINDS = frozenset(FLOAT_DTYPES) | frozenset(PREQUANTIZED_BLOCKS)
+
+
+def dequantize_rows(raw: np.ndarray, kind: Kind) -> Tensor:
+    """Convert raw rows uint8 [rows, row_bytes] to [rows, columns], in the tensor's dtype or, for quantized blocks, float32."""
+    if kind in FLOAT_DTYPES:
+        return torch.from_numpy(raw).view(FLOAT_DTYPES[kind])
+    return torch.from_numpy(dequantize_blocks(raw, kind))

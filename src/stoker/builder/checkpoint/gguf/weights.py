@@ -1,52 +1,74 @@
-"""The tensors of a GGUF file under Hugging Face names."""
+"""The tensors of a GGUF file under their GGUF names, with each expert of a layer as a tensor of its own."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-import gguf
 import numpy as np
 import torch
 from torch import Tensor
 
 from stoker.base.errors import CheckpointError
+from stoker.base.logging import get_logger
 from stoker.builder.checkpoint import chunked_file
-from stoker.builder.checkpoint.gguf.blocks import PREQUANTIZED_BLOCKS
-from stoker.builder.checkpoint.gguf.config import ROPE_FACTORS, hugging_face_name, read_architecture, read_config
-from stoker.builder.checkpoint.gguf.file import GGUFFile
+from stoker.builder.checkpoint.gguf.blocks import FLOAT_DTYPES, PREQUANTIZED_BLOCKS, SUPPORTED_KINDS, WIDENED_BLOCKS, dequantize_rows
+from stoker.builder.checkpoint.gguf.config import read_config
+from stoker.builder.checkpoint.gguf.file import GGUFFile, GGUFTensor
+from stoker.builder.checkpoint.gguf.metadata import Metadata
+from stoker.builder.checkpoint.gguf.names import tensor_names
+from stoker.builder.checkpoint.gguf.registry import find_architecture
+from stoker.builder.checkpoint.gguf.rope import ROPE_TENSORS
 from stoker.builder.checkpoint.weights import CheckpointWeights, TensorInfo
 from stoker.engine.byte_io import as_bytes, read_into
+from stoker.models import Architecture
 
-_FLOAT_DTYPES = {
-    gguf.GGMLQuantizationType.F32: torch.float32,
-    gguf.GGMLQuantizationType.F16: torch.float16,
-    gguf.GGMLQuantizationType.BF16: torch.bfloat16,
-    gguf.GGMLQuantizationType.F64: torch.float64,
-}
+log = get_logger(__name__)
+
+_MAX_EXPERTS = 4096  # of a layer
+
+# Tensors without effect, as fnmatch patterns: rotary tables of old files, and the divisors that `rope_scaling` of the config contains.
+_IGNORED_TENSORS = ("blk.*.attn_rot_embd.*", "blk.*.rope_freqs.*", "rope_freqs.*", "rope_factors_*")
+_EXPERTS = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down|gate_up)_exps)\.(weight|bias)")
+_ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.(weight|bias)")  # in files of early 2024
 
 
 class GGUFWeights(CheckpointWeights):
     """The tensors of a GGUF file. Quantized blocks are dequantized to float32, or imported unchanged (`prequantized`)."""
 
     def __init__(self, path: Path) -> None:
-        self.files = [path]
         self.file = GGUFFile(path)
-        self.architecture = read_architecture(self.file)
-        self._gguf_tensors = {hugging_face_name(name): tensor for name, tensor in self.file.tensors.items()}
+        self.files = self.file.paths
+        self.row = find_architecture(self.file)
+        self._opened = [part.open("rb") for part in self.files]
+        self._tensors = _with_experts_apart(self.file)
+        metadata = Metadata(self.file, self.row.name, self.read)
         self.tensors = {
-            name: TensorInfo(tensor.shape, _FLOAT_DTYPES.get(tensor.kind, torch.float32)) for name, tensor in self._gguf_tensors.items()
+            name: TensorInfo(tensor.shape, FLOAT_DTYPES.get(tensor.kind, torch.float32)) for name, tensor in self._tensors.items()
         }
-        self._path, self._opened = path, path.open("rb")
-        self.config = read_config(self.file, self.tensors, self.read(ROPE_FACTORS) if ROPE_FACTORS in self.tensors else None)
-        self.tensors.pop(ROPE_FACTORS, None)
-        kinds = {name: self._gguf_tensors[name].kind for name, info in self.tensors.items() if len(info.shape) == 2}
+        _check_kinds(self.file)
+        self.config = read_config(self.file, self.row, metadata)
+        for name in ROPE_TENSORS:
+            self.tensors.pop(name, None)
+        kinds = {name: self._tensors[name].kind for name, info in self.tensors.items() if len(info.shape) == 2}
         self.prequantized = {name: PREQUANTIZED_BLOCKS[kind].format for name, kind in kinds.items() if kind in PREQUANTIZED_BLOCKS}
 
+    def adapt(self, architecture: Architecture) -> Architecture:
+        """The row of the models table with the tensor names of this file."""
+        return dataclasses.replace(
+            architecture,
+            tensor_names=partial(tensor_names, self.row, tensors=self.tensors),
+            tensor_renames=(),
+            ignored_tensors=(*_IGNORED_TENSORS, *self.row.ignored_tensors),
+        )
+
     def chunks(self, name: str) -> Iterator[Tensor]:
-        tensor, (rows, *rest) = self._gguf_tensors[name], self.tensors[name].shape
+        tensor, (rows, *rest) = self._tensors[name], self.tensors[name].shape
         row_bytes = tensor.num_bytes // rows
         head_rows = self._permuted_head_rows(name)
         multiple = head_rows or 1
@@ -54,42 +76,72 @@ class GGUFWeights(CheckpointWeights):
         for start in range(0, rows, step):
             count = min(step, rows - start)
             raw = np.empty((count, row_bytes), dtype=np.uint8)
-            self._read_into(torch.from_numpy(raw), tensor.offset + start * row_bytes)
-            values = _dequantize_rows(raw, tensor.kind)
+            self._read_into(torch.from_numpy(raw), tensor, start * row_bytes)
+            values = dequantize_rows(raw, tensor.kind)
             yield (values if head_rows is None else _reverse_permutation(values, head_rows)).reshape(-1)
 
     def read_prequantized(self, name: str) -> dict[str, Tensor]:
         """The blocks of a tensor as tensors of an engine format, with its values unchanged."""
-        tensor, rows = self._gguf_tensors[name], self.tensors[name].shape[0]
+        tensor, rows = self._tensors[name], self.tensors[name].shape[0]
         raw = torch.empty((rows, tensor.num_bytes // rows), dtype=torch.uint8)
-        self._read_into(raw, tensor.offset)
+        self._read_into(raw, tensor, 0)
         head_rows = self._permuted_head_rows(name)  # the permutation moves whole rows, so it applies to packed rows too
         return PREQUANTIZED_BLOCKS[tensor.kind].repack(raw if head_rows is None else _reverse_permutation(raw, head_rows))
 
-    def _read_into(self, out: Tensor, start: int) -> None:
-        """Fill a tensor with the bytes from offset `start`. Raises CheckpointError when the file ends first."""
+    def location(self, name: str) -> str:
+        """The file and the name of a tensor, for error messages."""
+        return f"{self.files[self._tensors[name].part]}: {name}"
+
+    def _read_into(self, out: Tensor, tensor: GGUFTensor, start: int) -> None:
+        """Fill `out` with the bytes of a tensor from byte `start` of it. Raises CheckpointError when the file ends first."""
         try:
-            read_into(self._opened.fileno(), as_bytes(out), start)
+            read_into(self._opened[tensor.part].fileno(), as_bytes(out), tensor.offset + start)
         except EOFError as problem:
-            raise CheckpointError(f"{self._path} was truncated while it was read: {problem}.", cure="Download it again.") from None
+            path = self.files[tensor.part]
+            raise CheckpointError(f"{path} was truncated while it was read: {problem}.", cure="Download it again.") from None
 
     def _permuted_head_rows(self, name: str) -> int | None:
-        """The rows per head of a weight that llama.cpp permutes for interleaved rotary pairs; None for all other weights."""
-        if self.architecture != "llama" or not re.search(r"\.self_attn\.[qk]_proj\.", name):
+        """The rows per head of a weight that the converter permutes for interleaved rotary pairs; None for all other weights."""
+        found = re.search(r"\.attn_([qk])\.", name) if self.row.permuted else None
+        if found is None:
             return None
         heads: int = self.config["num_attention_heads"]
-        if ".k_proj." in name:
+        if found[1] == "k":
             heads = self.config.get("num_key_value_heads") or heads
-        return self.tensors[name].shape[0] // heads
+        rows = self.tensors[name].shape[0]
+        if heads <= 0 or rows % (2 * heads):
+            message = f"{self.location(name)} has {rows} rows, which {heads} heads with pairs of rotated features do not divide"
+            raise CheckpointError(f"{message}.", cure="Download the file again.")
+        return rows // heads
 
 
-def _dequantize_rows(raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> Tensor:
-    """Convert raw rows uint8 [rows, row_bytes] to [rows, columns], in the tensor's dtype or, for quantized blocks, float32."""
-    if kind in _FLOAT_DTYPES:
-        return torch.from_numpy(raw).view(_FLOAT_DTYPES[kind])
-    return torch.from_numpy(gguf.quants.dequantize(raw, kind))
+def _check_kinds(file: GGUFFile) -> None:
+    """Raise CheckpointError for a tensor of a type that weights do not have, and log the types that are stored in more bits."""
+    for name, tensor in file.tensors.items():
+        if tensor.kind not in SUPPORTED_KINDS:
+            supported = ", ".join(sorted(kind.name for kind in SUPPORTED_KINDS))
+            raise CheckpointError(f"{file.path}: the tensor {name[:80]} has the type {tensor.kind.name}.", cure=f"Supported: {supported}.")
+    counts = Counter(tensor.kind.name for tensor in file.tensors.values() if tensor.kind in WIDENED_BLOCKS)
+    if counts:
+        listed = ", ".join(f"{name} ({count} tensors)" for name, count in counts.items())
+        log.info("%s: %s: stored in 8 bits per value, because no kernel reads this type. No value changes.", file.path.name, listed)
+
+
+def _with_experts_apart(file: GGUFFile) -> dict[str, GGUFTensor]:
+    """The tensors of a file, where "ffn_up_exps.weight" [experts, rows, columns] became "ffn_up_exps.0.weight" and so on."""
+    tensors: dict[str, GGUFTensor] = {}
+    for name, tensor in file.tensors.items():
+        if single := _ONE_EXPERT.fullmatch(name):
+            tensors[f"{single[1]}_exps.{single[2]}.{single[3]}"] = tensor
+        elif (found := _EXPERTS.fullmatch(name)) and len(tensor.shape) > 1 and tensor.shape[0] <= _MAX_EXPERTS:
+            for e in range(tensor.shape[0]):
+                tensors[f"{found[1]}.{e}.{found[2]}"] = tensor.row(e)
+        else:
+            tensors[name] = tensor
+    return tensors
 
 
 def _reverse_permutation(rows: Tensor, head_rows: int) -> Tensor:
-    """Move rows (2i, 2i + 1) of each head back to (i, i + head_rows / 2)."""
-    return rows.view(-1, head_rows // 2, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
+    """Move rows (2i, 2i + 1) of each head back to (i, i + head_rows / 2). `rows` has any number of further dimensions."""
+    pairs: Tensor = rows.unflatten(0, (-1, head_rows // 2, 2))
+    return pairs.transpose(1, 2).reshape(rows.shape)

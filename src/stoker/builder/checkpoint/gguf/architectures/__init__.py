@@ -1,0 +1,1 @@
+"""One file per family of GGUF architectures. The registry imports every file."""

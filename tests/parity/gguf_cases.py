@@ -1,0 +1,285 @@
+"""GGUF files of tiny models: at least one of each architecture, with the reference of the model that its tensors come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import cases
+import gguf
+import gguf_writer
+from cases import CASES, GROUPED, MLA, MOE, YARN, native
+from gguf_writer import Change, Config
+from oracles import Reference
+
+_HEAD = {"head_dim": 8}
+_DEEP_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}  # llama.cpp has one key for both
+_LONG_SHORT = {"short_factor": [1.0, 1.2], "long_factor": [1.0, 1.2]}
+
+
+class Case(NamedTuple):
+    """How a GGUF file is made: the model, the architecture, the conversion of its tensors, and its metadata beyond the common keys."""
+
+    reference: Callable[[], Reference]
+    arch: str
+    change: Change | None = None
+    describe: Callable[[gguf.GGUFWriter, Config], None] | None = None
+
+
+def rotary(fraction: float) -> Callable[[gguf.GGUFWriter, Config], None]:
+    """The number of rotated features."""
+
+    def describe(writer: gguf.GGUFWriter, c: Config) -> None:
+        size = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+        writer.add_rope_dimension_count(int(size * fraction))
+
+    return describe
+
+
+def gptj(writer: gguf.GGUFWriter, c: Config) -> None:
+    writer.add_rope_dimension_count(c["rotary_dim"])
+
+
+def window(writer: gguf.GGUFWriter, c: Config) -> None:
+    writer.add_sliding_window(c["sliding_window"])
+
+
+def window_pattern(writer: gguf.GGUFWriter, c: Config) -> None:
+    window(writer, c)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in c["layer_types"]])
+
+
+def gemma2(writer: gguf.GGUFWriter, c: Config) -> None:
+    window(writer, c)
+    writer.add_attn_logit_softcapping(c["attn_logit_softcapping"])
+    writer.add_final_logit_softcapping(c["final_logit_softcapping"])
+
+
+def neox(writer: gguf.GGUFWriter, c: Config) -> None:
+    rotary(0.25)(writer, c)
+    writer.add_parallel_residual(c["use_parallel_residual"])
+
+
+def mpt(writer: gguf.GGUFWriter, c: Config) -> None:
+    writer.add_clamp_kqv(c["attn_config"]["clip_qkv"])
+    writer.add_max_alibi_bias(c["attn_config"]["alibi_bias_max"])
+
+
+def one_kv_head(writer: gguf.GGUFWriter, c: Config) -> None:
+    writer.kv_data[0].pop(f"{writer.arch}.attention.head_count_kv", None)
+    writer.add_head_count_kv(1)
+
+
+def default_epsilon(writer: gguf.GGUFWriter, c: Config) -> None:
+    """The epsilon of a config.json that leaves it out."""
+    writer.add_layer_norm_rms_eps(1e-6)
+
+
+def moe_width(writer: gguf.GGUFWriter, c: Config) -> None:
+    writer.add_expert_feed_forward_length(c["moe_intermediate_size"])
+
+
+def qwen2_moe(writer: gguf.GGUFWriter, c: Config) -> None:
+    moe_width(writer, c)
+    writer.add_expert_shared_feed_forward_length(c["shared_expert_intermediate_size"])
+
+
+def granite(writer: gguf.GGUFWriter, c: Config) -> None:
+    writer.add_attention_scale(c["attention_multiplier"])
+    writer.add_embedding_scale(c["embedding_multiplier"])
+    writer.add_residual_scale(c["residual_multiplier"])
+    writer.add_logit_scale(c["logits_scaling"])
+
+
+def minicpm(writer: gguf.GGUFWriter, c: Config) -> None:
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_embedding_scale(float(c["scale_emb"]))
+    writer.add_residual_scale(c["scale_depth"] / c["num_hidden_layers"] ** 0.5)
+    writer.add_logit_scale(c["hidden_size"] / c["dim_model_base"])
+
+
+def cohere(writer: gguf.GGUFWriter, c: Config) -> None:
+    writer.add_logit_scale(c["logit_scale"])
+    if c.get("sliding_window"):
+        window(writer, c)
+
+
+def olmo(writer: gguf.GGUFWriter, c: Config) -> None:
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_clamp_kqv(c["clip_qkv"])
+
+
+def phi3(writer: gguf.GGUFWriter, c: Config) -> None:
+    rotary(0.5)(writer, c)
+    parameters = gguf_writer.rope_parameters(c)
+    writer.add_rope_scaling_orig_ctx_len(c["original_max_position_embeddings"])
+    writer.add_rope_scaling_attn_factors(1.0)
+    for name in ("long", "short"):
+        writer.add_tensor(f"rope_factors_{name}.weight", gguf_writer.np.array(parameters[f"{name}_factor"], dtype="float32"))
+
+
+def experts(writer: gguf.GGUFWriter, c: Config) -> None:
+    """The experts of DeepSeek and GLM."""
+    moe_width(writer, c)
+    writer.add_expert_count(c["n_routed_experts"])
+    writer.add_expert_shared_count(c["n_shared_experts"])
+    writer.add_leading_dense_block_count(c["first_k_dense_replace"])
+    writer.add_expert_weights_scale(c.get("routed_scaling_factor") or 1.0)
+    writer.add_expert_weights_norm(c["norm_topk_prob"])
+
+
+def glm4_moe(writer: gguf.GGUFWriter, c: Config) -> None:
+    rotary(0.5)(writer, c)
+    experts(writer, c)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def deepseek(writer: gguf.GGUFWriter, c: Config) -> None:
+    experts(writer, c)
+    default_epsilon(writer, c)
+
+
+def deepseek2(writer: gguf.GGUFWriter, c: Config) -> None:
+    writer.kv_data[0].pop("deepseek2.attention.head_count_kv")
+    for key in ("deepseek2.attention.key_length", "deepseek2.attention.value_length"):
+        writer.kv_data[0].pop(key, None)
+    writer.add_head_count_kv(1)
+    experts(writer, c)
+    if c.get("q_lora_rank"):
+        writer.add_q_lora_rank(c["q_lora_rank"])
+    writer.add_kv_lora_rank(c["kv_lora_rank"])
+    writer.add_key_length(c["kv_lora_rank"] + c["qk_rope_head_dim"])
+    writer.add_value_length(c["kv_lora_rank"])
+    writer.add_key_length_mla(c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
+    writer.add_value_length_mla(c["v_head_dim"])
+    writer.add_rope_dimension_count(c["qk_rope_head_dim"])
+    if c["model_type"] == "deepseek_v3":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if multiplier := gguf_writer.rope_parameters(c).get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(0.1 * multiplier)
+
+
+def ernie_moe(writer: gguf.GGUFWriter, c: Config) -> None:
+    moe_width(writer, c)
+    writer.add_expert_count(c["moe_num_experts"])
+    writer.add_expert_used_count(c["moe_k"])
+    writer.add_expert_shared_count(c["moe_num_shared_experts"])
+    writer.add_leading_dense_block_count(c["moe_layer_start_index"])
+    writer.add_interleave_moe_layer_step(c["moe_layer_interval"])
+
+
+def gpt_oss(writer: gguf.GGUFWriter, c: Config) -> None:
+    window(writer, c)
+    writer.add_expert_feed_forward_length(c["intermediate_size"])
+
+
+def minimax(writer: gguf.GGUFWriter, c: Config) -> None:
+    writer.add_rope_dimension_count(c["rotary_dim"])
+    writer.add_expert_feed_forward_length(c["intermediate_size"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def chatglm(writer: gguf.GGUFWriter, c: Config) -> None:
+    writer.add_layer_norm_rms_eps(c["layernorm_epsilon"])
+    writer.add_rope_dimension_count(c["kv_channels"] // 2)
+    writer.add_rope_freq_base(10000.0 * c["rope_ratio"])
+
+
+_permuted, _split, _plus_one = gguf_writer.permuted, gguf_writer.ungrouped, gguf_writer.norms_plus_one
+_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
+_GEMMA3 = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+}
+_OWN = {
+    "gemma2": partial(native, "Gemma2", **GROUPED, **_HEAD, sliding_window=9, query_pre_attn_scalar=8),
+    "gemma3": partial(
+        native, "Gemma3Text", **GROUPED, **_HEAD, sliding_window=9, sliding_window_pattern=6, query_pre_attn_scalar=8,
+        rope_parameters=_GEMMA3,
+    ),
+    "qwen2": partial(native, "Qwen2", **GROUPED, tie_word_embeddings=True, rope_parameters=YARN),
+    "phi3": partial(
+        native, "Phi3", **GROUPED, original_max_position_embeddings=cases.POSITIONS,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "attention_factor": 1.0} | _LONG_SHORT,
+    ),
+    "phi2": partial(native, "Phi", **GROUPED | {"intermediate_size": 192, "num_key_value_heads": 6}),
+    "cohere2": partial(native, "Cohere2", **GROUPED, sliding_window=9, sliding_window_pattern=4),
+    "smollm3": partial(native, "SmolLM3", **GROUPED | {"num_hidden_layers": 5}, no_rope_layer_interval=4),
+    "olmo3": partial(
+        native, "Olmo3", **GROUPED, sliding_window=9, layer_types=_TYPES, rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": YARN,
+        },
+    ),
+    "deepseek2": partial(
+        native, "DeepseekV2", **MLA, topk_method="group_limited_greedy", n_group=4, topk_group=2, rope_parameters=_DEEP_YARN
+    ),
+    "deepseek3": partial(native, "DeepseekV3", **MLA, n_group=4, topk_group=2, rope_parameters=_DEEP_YARN),
+    "qwen2moe": partial(native, "Qwen2Moe", **MOE, num_experts=6, shared_expert_intermediate_size=56),
+    "seed_oss": partial(native, "SeedOss", **GROUPED, head_dim=12),
+    "bloom": partial(native, "Bloom", vocab_size=101, hidden_size=48, n_layer=3, n_head=6, seq_length=256, bos_token_id=1, eos_token_id=2),
+    "exaone4": partial(native, "Exaone4", **GROUPED, sliding_window=9, layer_types=_TYPES, head_dim=12),
+    "qwen3vl": partial(
+        cases.qwen_vl, "Qwen3VL", head_dim=8, rope_parameters={"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]}
+    ),
+}  # fmt: skip
+GGUF_CASES: dict[str, Case] = {
+    "llama": Case(CASES["LlamaForCausalLM", "llama3"], "llama", _permuted, rotary(1)),
+    "llama with biases": Case(CASES["LlamaForCausalLM", "tied, biased, no architectures"], "llama", _permuted),
+    "llama, linear": Case(CASES["LlamaForCausalLM", "linear"], "llama", _permuted),
+    "mistral": Case(CASES["MistralForCausalLM", "window"], "llama", _permuted, window),
+    "mixtral": Case(CASES["MixtralForCausalLM", "plain"], "llama", _permuted),
+    "xverse": Case(CASES["LlamaForCausalLM", "Xverse"], "xverse", _permuted),
+    "arcee": Case(CASES["ArceeForCausalLM", "biased"], "arcee", _permuted),
+    "qwen": Case(CASES["QWenLMHeadModel", "within"], "qwen", None, default_epsilon),
+    "qwen2": Case(_OWN["qwen2"], "qwen2"),
+    "qwen2moe": Case(_OWN["qwen2moe"], "qwen2moe", None, qwen2_moe),
+    "qwen3": Case(CASES["Qwen3ForCausalLM", "plain"], "qwen3"),
+    "qwen3moe": Case(CASES["Qwen3MoeForCausalLM", "plain"], "qwen3moe", None, moe_width),
+    "qwen2vl": Case(CASES["Qwen2_5_VLForConditionalGeneration", "text"], "qwen2vl"),
+    "qwen3vl": Case(_OWN["qwen3vl"], "qwen3vl"),
+    "gemma": Case(CASES["GemmaForCausalLM", "plain"], "gemma", _plus_one),
+    "gemma2": Case(_OWN["gemma2"], "gemma2", _plus_one, gemma2),
+    "gemma3": Case(_OWN["gemma3"], "gemma3", _plus_one, window),
+    "phi2": Case(_OWN["phi2"], "phi2", None, rotary(0.5)),
+    "phi3": Case(_OWN["phi3"], "phi3", None, phi3),
+    "gpt2": Case(CASES["GPT2LMHeadModel", "plain"], "gpt2", gguf_writer.transposed),
+    "starcoder": Case(CASES["GPTBigCodeForCausalLM", "starcoder"], "starcoder", None, one_kv_head),
+    "gptj": Case(CASES["GPTJForCausalLM", "plain"], "gptj", None, gptj),
+    "gptneox": Case(CASES["GPTNeoXForCausalLM", "parallel"], "gptneox", _split, neox),
+    "gptneox, sequential": Case(CASES["GPTNeoXForCausalLM", "sequential"], "gptneox", _split, neox),
+    "falcon 7b": Case(CASES["FalconForCausalLM", "7b"], "falcon", _split, one_kv_head),
+    "falcon 40b": Case(CASES["FalconForCausalLM", "40b, 180b"], "falcon", _split),
+    "falcon 11b": Case(CASES["FalconForCausalLM", "11b"], "falcon", _split),
+    "bloom": Case(_OWN["bloom"], "bloom", _split),
+    "mpt": Case(CASES["MptForCausalLM", "clipped, six heads"], "mpt", None, mpt),
+    "starcoder2": Case(CASES["Starcoder2ForCausalLM", "window"], "starcoder2", None, window),
+    "internlm2": Case(CASES["InternLM2ForCausalLM", "plain"], "internlm2", gguf_writer.split_wqkv, default_epsilon),
+    "baichuan": Case(CASES["BaiChuanForCausalLM", "v1_7b"], "baichuan", gguf_writer.split_pack, default_epsilon),
+    "nemotron": Case(CASES["NemotronForCausalLM", "biased, a quarter rotated"], "nemotron", _plus_one, rotary(0.25)),
+    "stablelm": Case(CASES["StableLmForCausalLM", "12b"], "stablelm", gguf_writer.head_norms, rotary(0.25)),
+    "seed_oss": Case(_OWN["seed_oss"], "seed_oss"),
+    "smollm3": Case(_OWN["smollm3"], "smollm3", _permuted),
+    "ernie4_5": Case(CASES["Ernie4_5ForCausalLM", "plain"], "ernie4_5"),
+    "ernie4_5-moe": Case(CASES["Ernie4_5_MoeForCausalLM", "plain"], "ernie4_5-moe", gguf_writer.correction_bias, ernie_moe),
+    "granite": Case(CASES["GraniteForCausalLM", "plain"], "granite", _permuted, granite),
+    "granitemoe": Case(CASES["GraniteMoeForCausalLM", "plain"], "granitemoe", gguf_writer.split_input_linear, granite),
+    "minicpm": Case(CASES["MiniCPMForCausalLM", "plain"], "minicpm", _permuted, minicpm),
+    "command-r": Case(CASES["CohereForCausalLM", "q/k norms"], "command-r", None, cohere),
+    "cohere2": Case(_OWN["cohere2"], "cohere2", None, cohere),
+    "chatglm": Case(CASES["ChatGLMModel", "chatglm3_32k"], "chatglm", None, chatglm),
+    "glm4": Case(CASES["Glm4ForCausalLM", "plain"], "glm4", None, rotary(0.5)),
+    "glm4moe": Case(CASES["Glm4MoeForCausalLM", "4.5"], "glm4moe", gguf_writer.correction_bias, glm4_moe),
+    "olmo": Case(CASES["OlmoForCausalLM", "clipped"], "olmo", _permuted, olmo),
+    "olmo2": Case(CASES["Olmo2ForCausalLM", "plain"], "olmo2"),
+    "olmo3": Case(_OWN["olmo3"], "olmo2", None, window_pattern),
+    "olmoe": Case(CASES["OlmoeForCausalLM", "plain"], "olmoe"),
+    "exaone": Case(CASES["ExaoneForCausalLM", "3.5"], "exaone"),
+    "exaone4": Case(_OWN["exaone4"], "exaone4", None, window_pattern),
+    "deepseek": Case(CASES["DeepseekForCausalLM", "plain"], "deepseek", _permuted, deepseek),
+    "deepseek2": Case(_OWN["deepseek2"], "deepseek2", gguf_writer.split_kv_b, deepseek2),
+    "deepseek2 lite, fused": Case(CASES["DeepseekV2ForCausalLM", "lite"], "deepseek2", None, deepseek2),
+    "deepseek3": Case(_OWN["deepseek3"], "deepseek2", gguf_writer.split_kv_b, deepseek2),
+    "gpt-oss": Case(CASES["GptOssForCausalLM", "plain"], "gpt-oss", gguf_writer.separate_gates, gpt_oss),
+    "minimax-m2": Case(CASES["MiniMaxM2ForCausalLM", "half rotated"], "minimax-m2", gguf_writer.correction_bias, minimax),
+}
