@@ -230,6 +230,23 @@ ACCEPTED = {
     "option.model_loading_timeout": ("60", "server.load_timeout_s", 60),
     "option.predict_timeout": ("33", "server.request_timeout_s", 33),
 }
+
+
+@pytest.mark.parametrize("name", ["./heads", "org/heads", "s3://bucket/heads"])
+def test_draft_heads(tmp_path: Path, name: str) -> None:
+    """A directory of the model folder, or a location that is fetched."""
+    (tmp_path / "heads").mkdir()
+    deployment = load(tmp_path, f"option.model_id=org/model\noption.speculative_draft_model={name}\noption.max_draft_len=3")
+    location = str(tmp_path / "heads") if name == "./heads" else name
+    assert deployment.drafts == EngineSource(location=location, token_secret="HF_TOKEN")
+    assert (deployment.runtime.speculate, deployment.runtime.draft_tokens) == (location, 3)
+
+
+def test_a_draft_model_that_is_no_location(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="speculative_draft_model=medusa is refused: it is neither ngram nor a location"):
+        load(tmp_path, "option.model_id=org/model\noption.speculative_draft_model=medusa")
+
+
 TOGETHER = {  # accepted only together with others; tested below
     "certificate_file",
     "private_key_file",

@@ -172,6 +172,18 @@ NO_EFFECT = {
 }
 
 
+@pytest.mark.parametrize("mode", ["medusa", "eagle"])
+def test_draft_heads_are_in_the_engine(tmp_path, mode):
+    """TensorRT-LLM stores them in the engine file; here they are a folder of the engine."""
+    engine = tmp_path / "engine"
+    with pytest.raises(ConfigError, match=f"decoding_mode {mode} needs draft heads, and {engine}/draft_heads does not exist"):
+        llm(tmp_path, decoding_mode=mode, gpt_model_path=str(engine))
+    (engine / "draft_heads").mkdir(parents=True)
+    deployment = llm(tmp_path, decoding_mode=mode, gpt_model_path=str(engine))
+    assert deployment.runtime.speculate == str(engine / "draft_heads")
+    assert deployment.server.options.decoding_mode == "top_k_top_p"
+
+
 def test_lookahead_decoding_is_prompt_lookup(tmp_path):
     deployment = llm(tmp_path, decoding_mode="lookahead")
     assert deployment.runtime == RuntimeConfig(speculate="ngram")
@@ -199,7 +211,7 @@ REJECTED = {  # key → (rejected text, harmless text)
     "eagle_choices": ("{0}", ""),
     "speculative_decoding_fast_logits": ("true", "false"),
     "gpu_weights_percent": ("0.5", "1.0"),
-    "decoding_mode": ("medusa", "top_k_top_p"),
+    "decoding_mode": ("redrafter", "top_k_top_p"),
     "guided_decoding_backend": ("llguidance", "xgrammar"),
     "gpu_device_ids": ("0,1;2,3", "0,1"),
     "max_attention_window_size": ("512,1024", "512"),
@@ -316,7 +328,7 @@ def test_special_tokens_default_to_true_with_a_warning(tmp_path):
         ("preprocessing", "multimodal_model_path", "/v", "text models"),
         ("tensorrt_llm_bls", "accumulate_tokens", "maybe", "true or false"),
         ("tensorrt_llm_bls", "tensorrt_llm_model_name", "other", "Use tensorrt_llm"),
-        ("tensorrt_llm_bls", "tensorrt_llm_draft_model_name", "draft", "draft models and draft heads"),
+        ("tensorrt_llm_bls", "tensorrt_llm_draft_model_name", "draft", "draft models are not served"),
         ("tensorrt_llm_bls", "multimodal_encoders_name", "m", "text models"),
         ("postprocessing", "tokenizer_dir", "/other", "elsewhere. Make the two equal"),
         ("postprocessing", "add_special_tokens", "true", "belongs to preprocessing"),

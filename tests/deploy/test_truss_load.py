@@ -308,6 +308,7 @@ ACCEPTED: dict[str, tuple[dict, Any, str, Any]] = {
     "resources.use_gpu": (MODEL, False, "runtime.device", "cpu"),
 }
 TOGETHER = {
+    *(B + f"speculator.checkpoint_repository.{name}" for name in ("source", "repo", "revision", "runtime_secret_name")),
     "build.arguments.engine_repository",
     "build.arguments.engine_type",
     "build.arguments.quant",

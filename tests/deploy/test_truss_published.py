@@ -104,10 +104,13 @@ def test_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "speculator, reason",
     [
-        ({"speculative_decoding_mode": "MEDUSA"}, "mode=MEDUSA is refused: draft heads are not served"),
-        ({"speculative_decoding_mode": "EAGLE"}, "mode=EAGLE is refused: draft heads are not served"),
+        ({"speculative_decoding_mode": "MEDUSA"}, "mode=MEDUSA or EAGLE is refused: it needs draft heads"),
+        ({"speculative_decoding_mode": "EAGLE", "checkpoint_repository": {"source": "GCS", "repo": "a/b"}}, "source='?GCS'? is refused"),
         ({"num_draft_tokens": 60}, "num_draft_tokens=60 is refused"),
-        ({"checkpoint_repository": {"source": "HF", "repo": "org/draft"}}, "speculator.checkpoint_repository=.* with a draft model is not"),
+        (
+            {"checkpoint_repository": {"source": "HF", "repo": "org/draft"}},
+            "speculator.checkpoint_repository.repo=.* only MEDUSA and EAGLE",
+        ),
         ({"lookahead_window_size": 4}, "Did you mean trt_llm.build.speculator.lookahead_windows_size"),
     ],
 )
@@ -116,6 +119,24 @@ def test_draft_models_are_refused(tmp_path: Path, speculator: dict[str, Any], re
     template["trt_llm"]["build"]["speculator"] = speculator
     with pytest.raises(ConfigError, match=reason):
         load(tmp_path, template)
+
+
+@pytest.mark.parametrize("mode", ["MEDUSA", "EAGLE"])
+@pytest.mark.parametrize("source", ["HF", "LOCAL"])
+def test_draft_heads(tmp_path: Path, mode: str, source: str) -> None:
+    """Their repository is fetched with its own revision and secret; a directory of the Truss is one."""
+    template = json.loads(json.dumps(PUBLISHED["qwen/engine-qwen-3-06b"]))
+    repository = {"source": source, "repo": "org/heads" if source == "HF" else "data/heads"}
+    repository |= {"revision": "abc", "runtime_secret_name": "my_secret"} if source == "HF" else {}
+    (tmp_path / "data" / "heads").mkdir(parents=True)
+    template["trt_llm"]["build"]["speculator"] = {
+        "speculative_decoding_mode": mode, "num_draft_tokens": 4, "checkpoint_repository": repository,
+    }  # fmt: skip
+    deployment = load(tmp_path, template)
+    location = "org/heads" if source == "HF" else str(tmp_path / "data" / "heads")
+    revision, secret = ("abc", "my_secret") if source == "HF" else (None, "hf_access_token")
+    assert deployment.drafts == EngineSource(location=location, revision=revision, token_secret=secret)
+    assert (deployment.runtime.speculate, deployment.runtime.draft_tokens) == (location, 4)
 
 
 def test_drafts_of_requests(tmp_path: Path) -> None:

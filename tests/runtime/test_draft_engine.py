@@ -13,7 +13,7 @@ from drive import Driven, request
 from test_speculation import COUNT, FEATURES, comparable
 
 from stoker.base.config import Limits
-from stoker.base.errors import ConfigError
+from stoker.base.errors import CheckpointError, ConfigError
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 
@@ -95,5 +95,5 @@ def test_a_draft_engine_that_does_not_fit_is_refused(drive: Make, tiny_engine: P
         drive(speculate=str(other))
     with pytest.raises(ConfigError, match=r"speculate='/nowhere' is not a directory.*Use none, ngram, request, or the directory"):
         drive(speculate="/nowhere")
-    with pytest.raises(ConfigError, match=r"speculate='.*checkpoint' is no engine.*`stoker build`"):
+    with pytest.raises(CheckpointError, match=r"speculate='.*checkpoint' is no engine.*`stoker build`"):
         drive(speculate=str(other.parent / "checkpoint"))

@@ -171,7 +171,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     speculate: str = "none"
     """Draft proposer of speculative decoding: `ngram` copies from the prompt and the answer, `request` verifies drafts that requests
-    supply, `none` computes one token per step. Otherwise the directory of a draft engine."""
+    supply, `none` computes one token per step. Otherwise the directory of a draft engine, or of draft heads
+    (Medusa, EAGLE, EAGLE-3, or a checkpoint with a multi-token prediction layer)."""
 
     draft_tokens: int = 7
     """Largest number of draft tokens of a sequence per step, 1 to 32."""

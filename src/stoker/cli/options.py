@@ -43,7 +43,7 @@ RUNTIME_HELP = {
     "custom_all_reduce": "Sum short messages of several GPUs through peer memory. Without it, all messages go through NCCL.",
     "attention_window": "Maximum number of previous tokens that attention reads.",
     "speculate": "Speculative decoding: ngram copies drafts from the prompt, request verifies the drafts of requests, and a directory is "
-    "that of a draft engine. Default: none.",
+    "that of a draft engine or of draft heads. Default: none.",
     "draft_tokens": "Maximum number of draft tokens per sequence and step.",
     "adaptive_drafts": "Verify fewer draft tokens where it is faster.",
     "step_timeout_s": "Seconds after which a step counts as hung and the server as not ready. Default: 30 on a GPU, 120 on a CPU.",

@@ -141,6 +141,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     source: EngineSource | BuildOptions
     tokenizer: str | None = None  # directory or hub id; None: that of the engine
     runtime: RuntimeConfig = RuntimeConfig()
+    drafts: EngineSource | None = None  # of `runtime.speculate`, if it is a location to fetch
     server: ServerSettings = ServerSettings()
     settings: tuple[Setting, ...] = ()  # the settings that are used, in the order of reading
     nodes: RequiredNodes = RequiredNodes()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stoker.base.config import Mapping
+from stoker.base.config import PROPOSERS, Mapping
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.deploy import sources
 from stoker.deploy.build_settings import BuildSettings
@@ -95,7 +95,19 @@ def prepare_engine(deployment: Deployment, environment: Environment[str, str], p
     if complete is not None:
         deployment = complete(deployment, local)
     engine = _engine(deployment, local, environment, progress)
+    deployment = _with_local_drafts(deployment, environment, progress)
     return PreparedEngine(engine=engine, deployment=deployment, tokenizer=_tokenizer(deployment, engine, environment, progress))
+
+
+def _with_local_drafts(deployment: Deployment, environment: Environment[str, str], progress: Progress | None) -> Deployment:
+    """A copy whose `runtime.speculate` is a proposer or a local directory. Draft heads of a hub id or address are fetched."""
+    runtime, source = deployment.runtime, deployment.drafts
+    if runtime.speculate in PROPOSERS or Path(runtime.speculate).expanduser().is_dir():
+        return deployment
+    if source is None or source.location != runtime.speculate:  # named by an option
+        source = EngineSource(location=runtime.speculate, token_secret="HF_TOKEN")
+    local = fetch_location(source.location, source, environment, progress)
+    return msgspec.structs.replace(deployment, runtime=msgspec.structs.replace(runtime, speculate=str(local)))
 
 
 def check_locations(deployment: Deployment) -> None:

@@ -162,6 +162,8 @@ class Decoder:
         self.adapters = loader.adapters
         self.norm = Norm(config.norm, loader, "norm", hidden) if config.norm is not None and stage.is_last else None
         self._cache_fields = [load_cache_fields(config, i, loader, tables) for i in indices]
+        # Called with the number of layers that are computed, from 0 on, and the residual stream [T, hidden] after them.
+        self.observe_layers: Callable[[int, Tensor], None] | None = None
 
     def keep_layers(self, indices: Sequence[int]) -> None:
         """Drop all layers of this stage except those at `indices`, for an ahead-of-time trace, which needs one layer of each kind."""
@@ -189,12 +191,16 @@ class Decoder:
         elif adapter_ids is not None:
             raise ValueError("adapter_ids: the model was loaded without adapters")
         if self.fused_layers is not None and adapter_ids is None and self.fused_layers.supports(batch.num_tokens):
-            x = self.fused_layers(x, batch, caches)
+            x = self.fused_layers(x, batch, caches, self.observe_layers)
         else:
-            for layer, cache in zip(self.layers, caches, strict=True):
+            for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+                if self.observe_layers is not None:
+                    self.observe_layers(i, x)
                 x = layer(x, batch, cache)
                 if self.after_layer is not None:
                     self.after_layer()
+            if self.observe_layers is not None:
+                self.observe_layers(len(self.layers), x)
         if not stage.is_last:
             stage.send(x)
             return x.new_empty(0, self.config.vocab_size)

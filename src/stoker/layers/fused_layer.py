@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 
@@ -54,15 +54,21 @@ class FusedLayers:
             self._supported[rows] = all(ops.supports_fused_layer(layer, rows) for layer in self.layers)
         return self._supported[rows]
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, caches: list[KVCache]) -> Tensor:
+    def __call__(
+        self, x: Tensor, batch: ForwardBatch, caches: list[KVCache], observe: Callable[[int, Tensor], None] | None = None
+    ) -> Tensor:
         """The residual stream [T, hidden] after the last layer, from that before the first one.
 
-        `supports` must accept the number of rows.
+        `supports` must accept the number of rows. `observe`: see `Decoder.observe_layers`.
         """
         qkv: Tensor | None = self.attentions[0].qkv(x, self.first)
-        for attention, params, layer, cache in zip(self.attentions, self.params, self.layers, caches, strict=True):
+        for i, (attention, params, layer, cache) in enumerate(zip(self.attentions, self.params, self.layers, caches, strict=True)):
             assert qkv is not None
+            if observe is not None:
+                observe(i, x)
             x, qkv = ops.fused_layer(attention.attend_heads(qkv, batch, cache, params), x, layer)
+        if observe is not None:
+            observe(len(self.layers), x)
         return x
 
 

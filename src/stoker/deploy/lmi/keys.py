@@ -6,7 +6,10 @@ Names are those of serving.properties.
 
 from __future__ import annotations
 
+from typing import Any
+
 from stoker.base.config import DTYPES, MAX_DRAFT_TOKENS
+from stoker.base.fields.errors import InvalidValueError
 from stoker.base.fields.table import FieldRow, FieldTable, accepted, no_effect, rejected
 from stoker.base.fields.values import Anything, Choice, Flag, Line, Real, Whole, names
 from stoker.deploy import quantization
@@ -17,6 +20,20 @@ from stoker.deploy.locations import Location
 _FLAG, _TEXT, _ANY = Flag(), Line(allow_empty=True), Anything(hidden=True)
 _COUNT = Whole(1, 1 << 24)
 _UNSIGNED = Whole(0)
+
+
+class DraftModel(Location, frozen=True):
+    """`ngram`, or the location of draft heads. A relative path is one of the model folder, and begins with ./"""
+
+    def check(self, value: Any) -> str:
+        if str(value).strip().lower() in ("ngram", "[ngram]"):
+            return "ngram"
+        if "/" not in str(value):
+            cure = "Use ngram, or the directory (./NAME in the model folder), hub id or address of draft heads."
+            raise InvalidValueError(value, "it is neither ngram nor a location", cure=cure)
+        return super().check(value)
+
+
 _DTYPES = Choice({"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "auto": None} | {name: name for name in DTYPES})
 ROLLING_BATCHES = ("auto", "trtllm", "tensorrtllm", "vllm", "lmi-dist", "deepspeed", "tnx", "scheduler", "disable")
 POLICIES = Choice({"max_utilization": "max_utilization", "guaranteed_no_evict": "guaranteed_no_evict", "static_batch": "static"})
@@ -224,8 +241,8 @@ _BUILD = (
     rejected("option.draft_model_id", _NO_DRAFT, "", type=_TEXT),
     accepted(
         "option.speculative_draft_model",
-        Choice({"ngram": "ngram", "[ngram]": "ngram"}),
-        "ngram is prompt lookup; draft models and heads are not served",
+        DraftModel(),
+        "ngram is prompt lookup; or a directory, hub id or address of draft heads",
         "runtime.speculate",
     ),
     accepted("option.max_draft_len", Whole(1, MAX_DRAFT_TOKENS), "draft tokens per step", "runtime.draft_tokens"),

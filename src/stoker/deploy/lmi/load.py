@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from collections.abc import Mapping as Environment
 from pathlib import Path
 
-from stoker.base.config import Limits, Mapping, RuntimeConfig
+import msgspec
+
+from stoker.base.config import PROPOSERS, Limits, Mapping, RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.deploy.collected_settings import CollectedSettings, FoundValue
-from stoker.deploy.deployment import BuildOptions, Deployment, Origin
+from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource, Origin
 from stoker.deploy.devices import visible_gpus
 from stoker.deploy.lmi import environment as variables
 from stoker.deploy.lmi.dependent_settings import apply_dependent_settings
@@ -118,12 +120,18 @@ def _deployment(settings: CollectedSettings, folder: Path, environment: Environm
         extra=settings.section("extra"),
         token_secret="HF_TOKEN",
     )
+    runtime = settings.build(RuntimeConfig, "runtime")
+    speculate, drafts = runtime.speculate, None
+    if speculate not in PROPOSERS:
+        speculate = _in_folder(folder, speculate)
+        drafts = EngineSource(location=speculate, token_secret="HF_TOKEN")
     deployment = Deployment(
         format="lmi",
         path=str(folder),
         source=build,
         tokenizer=build.tokenizer,
-        runtime=settings.build(RuntimeConfig, "runtime"),
+        runtime=msgspec.structs.replace(runtime, speculate=speculate),
+        drafts=drafts,
         server=settings.build(
             ServerSettings,
             "server",

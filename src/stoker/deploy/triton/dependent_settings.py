@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from stoker.deploy.syntax.pbtxt import Scalar
 from stoker.deploy.triton.keys import BLS, LLM
 from stoker.deploy.triton.repository import ModelFile
 from stoker.deploy.triton.scalars import warn
-from stoker.deploy.triton.values import LOOKAHEAD
+from stoker.deploy.triton.values import DRAFT_HEAD_MODES, DRAFT_HEADS, LOOKAHEAD
 from stoker.server.protocols.kserve.model_config import NO_QUEUE_LIMIT, TritonModel, TritonOptions
 
 
@@ -37,10 +38,10 @@ def triton_options(content: RepositoryContent) -> TritonOptions:
     return msgspec.structs.replace(options, decoding_mode=_decoding_mode(content, options.max_beam_width))
 
 
-def runtime_config(content: RepositoryContent, gpus: int) -> RuntimeConfig:
+def runtime_config(content: RepositoryContent, gpus: int, engine: str) -> RuntimeConfig:
     """The runtime settings. Batching V1 has the policy static. The limit of the queue is that of tensorrt_llm.
 
-    `gpus` is the number of visible GPUs.
+    `gpus` is the number of visible GPUs, `engine` the location of the engine.
     """
     settings = content.section("runtime")
     if "devices" in settings and not gpus:
@@ -48,6 +49,8 @@ def runtime_config(content: RepositoryContent, gpus: int) -> RuntimeConfig:
         del settings["devices"]
     if content.values.get("decoding_mode") == LOOKAHEAD:
         settings["speculate"] = "ngram"
+    elif content.values.get("decoding_mode") in DRAFT_HEAD_MODES:
+        settings["speculate"] = _draft_heads(content, engine)
     llm = next(model for model in content.models if model.kind == LLM)
     if content.values.get("batching") in ("V1", "v1"):
         if "policy" in settings:
@@ -96,11 +99,21 @@ def _with_ensembles(models: tuple[TritonModel, ...]) -> tuple[TritonModel, ...]:
     )
 
 
+def _draft_heads(content: RepositoryContent, engine: str) -> str:
+    """The folder of the draft heads. TensorRT-LLM has them in its engine file. Raises PlacedError if the engine has none."""
+    path = Path(engine) / DRAFT_HEADS
+    if not path.is_dir():
+        file, mode = content.files[LLM], content.values["decoding_mode"]
+        line = dict(file.parameters)["decoding_mode"].line
+        raise file.error(line, f"decoding_mode {mode} needs draft heads, and {path} does not exist.", "Copy the heads to it.")
+    return str(path)
+
+
 def _decoding_mode(content: RepositoryContent, max_beam_width: int) -> str:
     """The decoding mode. If decoding_mode contradicts max_beam_width, the latter decides, as in TensorRT-LLM."""
     requested = content.values.get("decoding_mode")
     mode = "beam_search" if max_beam_width > 1 else "top_k_top_p"
-    if requested in (None, "auto", LOOKAHEAD):
+    if requested in (None, "auto", LOOKAHEAD, *DRAFT_HEAD_MODES):
         return mode
     if (requested == "beam_search") == (max_beam_width > 1):
         return str(requested)

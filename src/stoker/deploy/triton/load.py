@@ -141,12 +141,13 @@ def load_repository(path: Path, environment: Mapping[str, str]) -> Deployment:
         collected.report_fields(file)
     collected.add_frontends(files.values())
     content = RepositoryContent(files=files, models=models, values=collected.values, notes=collected.notes)
-    options, runtime = triton_options(content), runtime_config(content, visible_gpus(environment))
+    engine = _in_repository(path, content.values["engine"])
+    options, runtime = triton_options(content), runtime_config(content, visible_gpus(environment), engine)
     server = ServerSettings(grpc_port=8001, metrics_port=8002, protocols=("kserve",), options=options, **content.section("server"))
     return Deployment(
         format="triton",
         path=str(path),
-        source=EngineSource(location=_in_repository(path, content.values["engine"])),
+        source=EngineSource(location=engine),
         tokenizer=_in_repository(path, content.values["tokenizer"]) if "tokenizer" in content.values else None,
         runtime=runtime,
         server=server,

@@ -21,7 +21,8 @@ STRTOBOOL = Flag(
 )
 MAX_DEVICES = 1024
 LOOKAHEAD = "lookahead"  # speculative decoding by prompt lookup
-DRAFT_HEAD_MODES = ("medusa", "redrafter", "eagle")
+DRAFT_HEAD_MODES = ("medusa", "eagle")  # heads in the folder DRAFT_HEADS of the engine
+DRAFT_HEADS = "draft_heads"
 
 
 class GptModelType(msgspec.Struct, frozen=True):
@@ -39,11 +40,13 @@ class GptModelType(msgspec.Struct, frozen=True):
 
 
 class DecodingMode(Choice, frozen=True):
-    """A decoding mode; one that needs draft heads has its own error."""
+    """A decoding mode; one that needs a recurrent drafter has its own error."""
 
     def check(self, value: Any) -> Any:
-        if value in DRAFT_HEAD_MODES:
-            raise InvalidValueError(value, "draft heads are not served", cure=f"Use one of: {', '.join(self.meanings)}.")
+        if value == "redrafter":
+            raise InvalidValueError(
+                value, "recurrent drafters of this kind are not served", cure=f"Use one of: {', '.join(self.meanings)}."
+            )
         return super().check(value)
 
 

@@ -6,9 +6,10 @@ import re
 
 from stoker.base.errors import ConfigError
 from stoker.deploy.collected_settings import CollectedSettings, invalid_value
+from stoker.deploy.deployment import EngineSource
 from stoker.deploy.devices import check_world
 from stoker.deploy.secrets import check_secret_name, secret_places
-from stoker.deploy.truss.keys import CHECKPOINT_TO_BUILD, FINISHED_ENGINES
+from stoker.deploy.truss.keys import CHECKPOINT_TO_BUILD, FINISHED_ENGINES, HEADS
 
 OPENAI = "openai-compatible"
 LEGACY = "force-legacy-api-non-openai-compatible"
@@ -19,7 +20,7 @@ def apply_dependent_settings(settings: CollectedSettings, gpus: int) -> None:
     """Add defaults and convert keys that have a meaning only together with others. `gpus` is the number of visible GPUs."""
     settings.pop("stack")
     _use_arguments(settings)
-    _check_repository(settings)
+    _check_repository(settings, "repository.source", "build.checkpoint")
     _select_quantization(settings)
     _set_lengths(settings)
     _apply_tags(settings)
@@ -57,17 +58,40 @@ def _use_arguments(settings: CollectedSettings) -> None:
             settings.note(unused.key, "the engine is built already; the settings of its build apply", unused.origin, "warning")
 
 
-def _check_repository(settings: CollectedSettings) -> None:
-    """Convert the `repo` of checkpoint_repository, whose form depends on `source`."""
-    source = settings.pop("repository.source")
-    repo = settings.get("build.checkpoint", "")
+def take_heads(settings: CollectedSettings) -> EngineSource | None:
+    """The repository of draft heads, which runtime.speculate then names. Raises PlacedError if it does not agree with the mode."""
+    if settings.get("heads.location"):
+        _check_repository(settings, "heads.source", "heads.location")
+    found = {name: settings.pop(f"heads.{name}") for name in ("source", "location", "revision", "token_secret")}
+    given = [setting for setting in found.values() if setting is not None]
+    mode = settings.get("runtime.speculate")
+    if mode == HEADS:
+        setting, location = settings.setting("runtime.speculate"), found["location"]
+        if location is None:
+            limit = "it needs draft heads, which speculator.checkpoint_repository.repo must name"
+            raise invalid_value(setting.origin, setting.key, "MEDUSA or EAGLE", limit, "Add checkpoint_repository with source and repo.")
+        settings.pop("runtime.speculate")
+        settings.set("runtime.speculate", location.value, location.origin, location.key)
+        secret = found["token_secret"].value if found["token_secret"] else "hf_access_token"
+        check_secret_name(secret)
+        return EngineSource(location=location.value, revision=found["revision"].value if found["revision"] else None, token_secret=secret)
+    if given:
+        limit = "draft models are not served; only MEDUSA and EAGLE have a repository"
+        raise invalid_value(given[0].origin, given[0].key, given[0].value, limit, "Set speculative_decoding_mode to one of them.")
+    return None
+
+
+def _check_repository(settings: CollectedSettings, source_target: str, repo_target: str) -> None:
+    """Convert the `repo` of a checkpoint_repository, whose form depends on `source`."""
+    source = settings.pop(source_target)
+    repo = settings.get(repo_target, "")
     if source is None:
         return
     if source.value in _UNSUPPORTED_SOURCES:
         limit = f"{_UNSUPPORTED_SOURCES[source.value]} is not supported"
         raise invalid_value(source.origin, source.key, source.value, limit, "Use HF, S3, LOCAL or REMOTE_URL.")
     prefixes = {"S3": ("s3://",), "REMOTE_URL": ("https://", "http://")}.get(source.value, ())
-    setting = settings.setting("build.checkpoint")
+    setting = settings.setting(repo_target)
     if prefixes and not repo.startswith(prefixes):
         limit = f"source {source.value} needs an address that begins with {prefixes[0]}"
         raise invalid_value(setting.origin, setting.key, repo, limit, "Correct one of the two.")

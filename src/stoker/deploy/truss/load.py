@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from collections.abc import Mapping as Environment
 from pathlib import Path
 
+import msgspec
+
 from stoker.base import yaml_tree
 from stoker.base.config import Limits, Mapping, RuntimeConfig
 from stoker.base.errors import ConfigError
@@ -16,7 +18,7 @@ from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource, Ori
 from stoker.deploy.devices import visible_gpus
 from stoker.deploy.secrets import check_secret_name
 from stoker.deploy.sources.store import is_inside
-from stoker.deploy.truss.dependent_settings import apply_dependent_settings, is_before_trt_llm
+from stoker.deploy.truss.dependent_settings import apply_dependent_settings, is_before_trt_llm, take_heads
 from stoker.deploy.truss.keys import TABLE
 from stoker.deploy.truss.runtime_packages import add_runtime_packages
 from stoker.deploy.truss.shape import SECTIONS, check_shape
@@ -82,7 +84,11 @@ def _walk(node: Node, path: str, file: str, settings: CollectedSettings) -> Iter
 def _deployment(settings: CollectedSettings, folder: Path) -> Deployment:
     """The Deployment with the collected settings."""
     source = _engine_source(settings, folder) if settings.get("engine.location") else _build_options(settings)
-    tokenizer = settings.get("engine.tokenizer")
+    tokenizer, drafts = settings.get("engine.tokenizer"), take_heads(settings)
+    runtime = settings.build(RuntimeConfig, "runtime")
+    if drafts is not None:
+        drafts = msgspec.structs.replace(drafts, location=_in_folder(drafts.location, folder))
+        runtime = msgspec.structs.replace(runtime, speculate=drafts.location)
     secrets = settings.pop("server.secrets")
     options = settings.build(TrussOptions, "options")
     server = settings.build(ServerSettings, "server", protocols=PROTOCOLS, options=options)
@@ -93,7 +99,8 @@ def _deployment(settings: CollectedSettings, folder: Path) -> Deployment:
         path=str(folder),
         source=source,
         tokenizer=_in_folder(tokenizer, folder) if tokenizer else None,
-        runtime=settings.build(RuntimeConfig, "runtime"),
+        runtime=runtime,
+        drafts=drafts,
         server=server,
         settings=settings.settings(),
         notes=tuple(settings.notes),

@@ -13,6 +13,7 @@ from stoker.base.config import MAX_DRAFT_TOKENS, PROPOSERS, RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.engine.reader import Engine
 from stoker.layers.decoder import Decoder
+from stoker.runtime.heads.source import HeadSource, check_heads, has_heads
 from stoker.runtime.worker.draft_engine import EngineSource, check_draft_engine, is_engine
 from stoker.runtime.worker.drafter import DraftSource
 
@@ -45,7 +46,18 @@ def _load_engine(task: DraftTask, model: Decoder) -> DraftSource:
     return EngineSource(Engine.open(task.path), task.target.config, task.device, positions, task.num_drafts)
 
 
-DRAFT_KINDS = {"engine": DraftKind(is_engine, _check_engine, _load_engine)}
+def _check_heads(task: DraftTask) -> None:
+    check_heads(task.path, task.target)
+
+
+def _load_heads(task: DraftTask, model: Decoder) -> DraftSource:
+    return HeadSource(task.path, task.target, model, task.max_seq_len, task.num_drafts)
+
+
+DRAFT_KINDS = {
+    "engine": DraftKind(is_engine, _check_engine, _load_engine),
+    "heads": DraftKind(has_heads, _check_heads, _load_heads),
+}
 
 
 def uses_drafter(config: RuntimeConfig) -> bool:
@@ -58,16 +70,16 @@ def draft_kind(path: Path) -> str:
     for name, kind in DRAFT_KINDS.items():
         if kind.applies(path):
             return name
-    problem = "is not a directory" if not path.is_dir() else "is no engine"
-    cure = f"Use {', '.join(PROPOSERS)}, or the directory of a draft engine, which `stoker build` writes."
+    problem = "is not a directory" if not path.is_dir() else "is no engine, and has no weights of draft heads"
+    cure = f"Use {', '.join(PROPOSERS)}, or the directory of a draft engine, which `stoker build` writes, or of draft heads."
     raise ConfigError(f"speculate={str(path)!r} {problem}.", cure=cure)
 
 
 def check_drafter(task: DraftTask) -> None:
-    """Raise ConfigError or EngineError for a directory that cannot draft for the engine. Loads nothing."""
+    """Raise ConfigError, EngineError or CheckpointError for a directory that cannot draft for the engine. Loads nothing."""
     DRAFT_KINDS[draft_kind(task.path)].check(task)
 
 
 def load_drafter(task: DraftTask, model: Decoder) -> DraftSource:
-    """Load the weights of a checked directory. `model` is the one that verifies. Raises EngineError or ConfigError."""
+    """Load the weights of a checked directory. `model` is the one that verifies. Raises the same errors as `check_drafter`."""
     return DRAFT_KINDS[draft_kind(task.path)].load(task, model)

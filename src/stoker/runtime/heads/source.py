@@ -1,0 +1,70 @@
+"""Draft heads as a `DraftSource`: what is checked before they are loaded, and the memory that their KV cache needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stoker.base.config import MAX_DRAFT_TOKENS
+from stoker.base.errors import ConfigError
+from stoker.engine.reader import Engine
+from stoker.layers.decoder import Decoder
+from stoker.quant.formats.dense import Dense
+from stoker.runtime.heads.drafter import ParallelDrafter, RecurrentDrafter
+from stoker.runtime.heads.folder import WEIGHT_FILES, HeadFolder
+from stoker.runtime.heads.head import ParallelHead, Target
+from stoker.runtime.heads.kinds import kind_of, load_heads
+from stoker.runtime.worker.draft_batch import SpareBlocks, num_spare_blocks
+from stoker.runtime.worker.drafter import Drafter, DraftSource
+from stoker.runtime.worker.memory import block_bytes, make_caches
+
+
+class HeadSource(DraftSource):
+    """Heads in the memory of the device."""
+
+    def __init__(self, path: Path, engine: Engine, model: Decoder, max_seq_len: int, num_drafts: int) -> None:
+        """Load the heads in a directory for the model of an engine. Raises CheckpointError, or ConfigError if they do not fit."""
+        is_quantized = not isinstance(engine.config.recipe.default, Dense)
+        self.head = load_heads(path, Target(model, max_seq_len + MAX_DRAFT_TOKENS + 1, is_quantized))
+        self.num_drafts = min(num_drafts, self.head.num_drafts) if isinstance(self.head, ParallelHead) else num_drafts
+        self.num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        self.engine, self.model = engine, model
+
+    @property
+    def _block_size(self) -> int:
+        """The number of tokens of a block, which is that of the model."""
+        return self.engine.config.limits.tokens_per_block
+
+    def block_bytes(self) -> int:
+        """The heads' KV cache has the engine's dtype, also if that of the model is quantized."""
+        return 0 if isinstance(self.head, ParallelHead) else block_bytes(self.head.config, self._block_size, self.engine.dtype)
+
+    def spare_bytes(self, num_rows: int) -> int:
+        return (num_rows + 1) * num_spare_blocks(self.num_drafts, self._block_size) * self.block_bytes()
+
+    def drafter(self, num_blocks: int, num_rows: int) -> Drafter:
+        if isinstance(self.head, ParallelHead):
+            return ParallelDrafter(self.model, self.head, self.num_drafts)
+        spare = SpareBlocks(num_blocks, num_rows, self.num_drafts, self._block_size, self.model.device)
+        config, count = self.head.config, num_blocks + spare.blocks.numel()
+        caches = make_caches(config, count, self._block_size, self.engine.dtype, self.model.device)
+        return RecurrentDrafter(self.model, self.head, caches, spare, self.num_drafts)
+
+
+def has_heads(path: Path) -> bool:
+    """Whether a directory has files of weights, and is then checked for draft heads."""
+    return path.is_dir() and any(file for pattern in WEIGHT_FILES for file in path.glob(pattern))
+
+
+def check_heads(path: Path, engine: Engine) -> None:
+    """Raise CheckpointError or ConfigError unless a directory has draft heads of a known kind, and the engine can have heads."""
+    kind_of(HeadFolder.open(path))
+    if engine.world_size > 1:
+        raise ConfigError(
+            f"speculate={str(path)!r} is refused: draft heads run on one rank, and the engine has {engine.world_size}.",
+            cure="Build the engine for one device, or use a draft engine or --speculate ngram.",
+        )
+    if engine.config.model.requires_whole_prompt or engine.config.model.embed_size is not None:
+        raise ConfigError(
+            f"speculate={str(path)!r} is refused: {engine.config.model.architecture} is a prefix LM, or projects its embeddings.",
+            cure="Use --speculate ngram.",
+        )

@@ -1,0 +1,178 @@
+"""Draft heads: their drafts equal those that transformers' layers compute, answers are those of plain decoding, and misfits are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from drive import Driven, request
+from head_oracles import ORACLES, MtpOracle, Oracle, per_expert, write
+from torch import Tensor
+
+from stoker.base.config import Limits
+from stoker.base.errors import StokerError
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+from stoker.runtime.worker.drafter import DraftInputs
+from stoker.runtime.worker.model_runner import ModelRunner
+
+Make = Callable[..., Driven]
+DRAFTS = 3
+CASES: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 5, "n": 2}, {"frequency_penalty": 0.5}, {"logprobs": 1}]
+
+
+class Watched:
+    """Records the drafts of an executor: (newest token, drafts) in the order of the steps."""
+
+    def __init__(self, driven: Driven) -> None:
+        runner = driven.executor.runner
+        assert isinstance(runner, ModelRunner) and runner.drafter is not None
+        self.found: list[tuple[int, list[int]]] = []
+        self.num_accepted = 0
+        self._draft = runner.drafter.draft
+        runner.drafter.draft = self.draft  # type: ignore[method-assign]
+
+    def draft(self, inputs: DraftInputs) -> Tensor:
+        drafts = self._draft(inputs)
+        self.found += zip(inputs.newest.tolist(), drafts.tolist(), strict=True)
+        self.num_accepted += 0 if inputs.verified is None else int(inputs.verified.num_accepted.sum())
+        return drafts
+
+
+@pytest.fixture(scope="module")
+def heads(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Oracle]]:
+    folder = tmp_path_factory.mktemp("heads")
+    oracles = {name: make(model) for name, make in ORACLES.items()}
+    return {name: (write(folder / name, oracle.config, oracle.files), oracle) for name, oracle in oracles.items()}
+
+
+def check_drafts(make: Make, path: Path, oracle: Oracle, prompt: list[int]) -> None:
+    """Each step drafts what the reference drafts after the tokens so far, and the answer is that of plain decoding."""
+    params: dict[str, Any] = {"max_tokens": 14, "logit_bias": dict.fromkeys((5, 8, 20), 4.0)}  # so that some drafts are accepted
+    (plain,) = make().run(request(prompt, **params))
+    driven = make(speculate=str(path), draft_tokens=DRAFTS, adaptive_drafts=False)
+    watched = Watched(driven)
+    (answer,) = driven.run(request(prompt, **params))
+    assert answer.tokens == plain.tokens
+    tokens, at = [*prompt, *plain.tokens], len(prompt)
+    assert len(watched.found) > 3
+    for newest, drafts in watched.found[:-1]:
+        assert tokens[at] == newest
+        assert drafts == oracle.drafts(tokens[: at + 1], DRAFTS)
+        at += 1
+        while at < len(tokens) and drafts and drafts[0] == tokens[at]:
+            at, drafts = at + 1, drafts[1:]
+
+
+@pytest.mark.parametrize("name", list(ORACLES))
+def test_drafts(drive: Make, prompts: list[list[int]], heads: dict[str, tuple[Path, Oracle]], name: str) -> None:
+    for prompt in (prompts[0], prompts[3]):
+        check_drafts(drive, *heads[name], prompt)
+
+
+@torch.no_grad()
+def test_multi_token_prediction(prompts: list[list[int]], tmp_path: Path) -> None:
+    """The layer of DeepSeek V3, with latent attention and experts, in the checkpoint of its model."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
+
+    sizes = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4}
+    sizes |= {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "head_dim": 8}
+    model = tiny.model("deepseek_v3", **sizes, first_k_dense_replace=1, num_key_value_heads=6)
+    oracle = MtpOracle(model, DeepseekV3DecoderLayer)
+    config = json.loads(model.config.to_json_string()) | {"architectures": ["DeepseekV3ForCausalLM"]}
+    config |= {"num_nextn_predict_layers": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    tensors = per_expert(model.state_dict())
+    plain, path = (write(tmp_path / name, config, tensors | extra) for name, extra in (("plain", {}), ("complete", oracle.files)))
+    tiny.save_tokenizer(plain)
+    limits = Limits(max_batch_size=4, max_input_len=64, max_output_len=64, tokens_per_block=16)
+    engine = build(plain, tmp_path / "engine", BuildConfig(device="cpu", limits=limits), verify="none").path
+
+    def make(**settings: Any) -> Driven:
+        return Driven(engine, None, kv_cache_tokens=512, **settings)
+
+    check_drafts(make, path, oracle, prompts[0])
+
+
+@pytest.mark.parametrize("name", ["medusa-vllm", "eagle", "eagle3"])
+def test_under_load(drive: Make, prompts: list[list[int]], heads: dict[str, tuple[Path, Oracle]], name: str) -> None:
+    """Chunked prefill, preemption, prefix reuse, rows without drafts: the answers are those of plain decoding."""
+    cases = [(prompt, {"max_tokens": 20} | CASES[i % len(CASES)]) for i, prompt in enumerate([*prompts, prompts[1], prompts[4]])]
+    plain = drive()
+    expected = [answer.tokens for answer in plain.run(*(request(prompt, **params) for prompt, params in cases))]
+    driven = drive(
+        speculate=str(heads[name][0]), draft_tokens=DRAFTS, adaptive_drafts=False, max_num_tokens=24, policy="max_utilization",
+        kv_cache_tokens=14 * 16,
+    )  # fmt: skip
+    for _ in range(2):  # the second time with the cached prefixes of the first
+        found = driven.run(*(request(prompt, **params) for prompt, params in cases))
+        assert [answer.tokens for answer in found] == expected
+    assert driven.stats.num_preemptions > 0
+    assert driven.stats.num_draft_tokens > 100
+
+
+def without(files: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in files.items() if name not in names}
+
+
+# (heads, changes of config.json, function of the tensors, parts of the error)
+MISFITS: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Tensor]], dict[str, Tensor]], tuple[str, ...]]] = {
+    "hidden size": ("eagle", {"hidden_size": 64, "head_dim": 8}, dict, ("hidden_size", "is 64", "is 48")),
+    "vocabulary": ("eagle3", {"vocab_size": 400}, dict, ("vocabulary", "is 400", "is 320")),
+    "layer": ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}}, dict, ("layer 9", "3 layers")),
+    "number of layers": ("eagle3", {"eagle_aux_hidden_state_layer_ids": [0, 1]}, dict, ("is 144", "is 96")),
+    "token ids": ("eagle3", {}, lambda files: files | {"d2t": files["d2t"] + 10}, ("d2t", "325", "320")),
+    "Medusa's hidden size": ("medusa-vllm", {"hidden_size": 40}, dict, ("hidden_size", "is 40", "is 48")),
+    "Medusa's vocabulary": ("medusa", {}, lambda files: files | {"0.2.weight": files["0.2.weight"][:300]}, ("is 300", "is 320")),
+    "number of heads": ("medusa", {"medusa_num_heads": 5}, dict, ("medusa_num_heads=5", "have 3")),
+    "missing tensor": ("eagle3", {}, lambda files: without(files, "midlayer.mlp.up_proj.weight"), ("mlp.up_proj.weight", "missing")),
+    "unknown tensor": ("eagle", {}, lambda files: files | {"gate.weight": torch.ones(3)}, ("'gate.weight' would not be used",)),
+    "wrong shape": ("eagle", {"intermediate_size": 60}, dict, ("up_proj", "[80, 48]", "[120, 48]")),
+    "integers": ("eagle", {}, lambda files: files | {"fc.bias": torch.ones(48, dtype=torch.int64)}, ("fc.bias", "int64")),
+    "huge": ("eagle", {"num_hidden_layers": 10**9}, dict, ("num_hidden_layers=1000000000", "4096")),
+    "type": ("eagle3", {"eagle_aux_hidden_state_layer_ids": "all"}, dict, ("'all'", "not a list")),
+    "unknown key": ("eagle", {"rotary_embedding_base": 5}, dict, ("rotary_embedding_base",)),
+    "no heads": (
+        "eagle",
+        {},
+        lambda files: {"wte.weight": torch.ones(2, 2)},
+        ("no draft heads", "wte.weight", "medusa, eagle3, eagle, mtp"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(MISFITS))
+def test_misfits_are_refused(drive: Make, heads: dict[str, tuple[Path, Oracle]], case: str, tmp_path: Path) -> None:
+    name, changes, change, parts = MISFITS[case]
+    oracle = heads[name][1]
+    path = write(tmp_path / "heads", oracle.config | changes, change(oracle.files))
+    with pytest.raises(StokerError) as caught:
+        drive(speculate=str(path))
+    assert all(part in str(caught.value) for part in (*parts, str(path) if "config.json:" not in str(caught.value) else "")), caught.value
+
+
+def test_damaged_files_are_refused(drive: Make, heads: dict[str, tuple[Path, Oracle]], tmp_path: Path) -> None:
+    path = write(tmp_path / "heads", heads["eagle"][1].config, heads["eagle"][1].files)
+    weights, config = path / "model.safetensors", path / "config.json"
+    content, text = weights.read_bytes(), config.read_text()
+
+    def error() -> str:
+        with pytest.raises(StokerError) as caught:
+            drive(speculate=str(path))
+        return str(caught.value)
+
+    weights.write_bytes(content[:-8])
+    assert "truncated" in error()
+    weights.rename(path / "pytorch_model.bin")
+    assert "pytorch_model.bin is a pickle" in error()
+    for wrong in (text[:-9], "[]", '{"a":' * 30000, " " * (2 << 20)):
+        config.write_text(wrong)
+        assert str(config) in error()
+    config.unlink()
+    assert f"{config} does not exist" in error()
+    with pytest.raises(StokerError, match="speculate='/nowhere/heads'"):
+        drive(speculate="/nowhere/heads")
