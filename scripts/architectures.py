@@ -23,15 +23,16 @@ whose oracle was not installed on that machine. The rows that were added since t
 
 Every architecture can be built with every quantization, because formats apply to linears and all architectures consist of the same linears:
 {recipes}.
-The tests build and run each row in eight bits. FP8_BLOCK requires fused parts of a multiple of 128 rows. falcon-7b, gpt-oss,
-DeepSeek-V2-Lite and DeepSeek-MoE do not have them, and the build refuses them with a message. Routers, embeddings, output heads and the
+[Formats by architecture](matrix.md) lists all combinations, the formats of checkpoints included. Routers, embeddings, output heads and the
 up-projections of latent attention are stored in the engine's dtype, except for the output heads of small models on a CPU.
 
 Every key of a config.json is used, known to have no effect on the logits (`models/config_data.py`, and `ignored_keys` of a row), or
 rejected by name; so is every tensor of a checkpoint. `tests/parity/test_config_keys.py` changes each key of each architecture and adds
-the keys of the others, and compares with transformers: the logits are equal, or the build is refused. A `partial_rotary_factor` is read
-where transformers reads it (Phi, Phi-3, GLM, GPT-NeoX, Nemotron, StableLM, MiniMax M2) and refused elsewhere, such as for Llama, where
-transformers ignores it. `stoker build --ignore-config-key NAME` accepts a key that you know to have no effect.
+the keys of the others, and compares with transformers: the logits are equal, or the build is refused. `tests/parity/test_refusals.py`
+removes each tensor of each architecture and adds a bias to each module. A `partial_rotary_factor` is read where transformers reads it
+(Phi, Phi-3, GLM, GPT-NeoX, Nemotron, StableLM, MiniMax M2). Elsewhere a factor other than 1 is refused: for Llama, transformers ignores it
+and vLLM rotates a part of each head, so a file with it has two meanings. `stoker build --ignore-config-key NAME` accepts a key that you
+know to have no effect.
 
 A model can be split over any number of ranks. Heads that the ranks do not divide evenly are padded with zeros, and a key-value head that
 several ranks need is stored on each of them.
@@ -75,6 +76,7 @@ _NOTES = """
   (gpt-oss) are dequantized as they are read, and the build chooses the format of the engine.
 - Falcon's ALiBi is exact. transformers rounds it to bfloat16, which changes results from position 256 on, or where the number of heads is
   not a power of two.
+- Phi-3.5-MoE beyond its original context has the long frequencies of its publisher's code. transformers 5 uses the short ones there.
 - Experts are routed in float32, whatever the dtype of the engine.
 
 ## Tokenizers

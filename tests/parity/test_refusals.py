@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, FIRST
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,14 +21,6 @@ from stoker.builder.conversion.canonical_names import CanonicalWeights
 from stoker.builder.conversion.tensor_plan import TensorPlan, plan_tensors
 from stoker.builder.prepare import prepare, read_model
 from stoker.models import get_architecture
-
-
-@pytest.fixture(scope="module", params=FIRST)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny checkpoint of a row."""
-    folder = tmp_path_factory.mktemp("row")
-    CASES[FIRST[request.param]]().save(folder)
-    return folder
 
 
 def test_tensors_missing_left_over_or_misshapen(saved: Path, tmp_path: Path) -> None:

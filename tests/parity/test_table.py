@@ -125,7 +125,14 @@ def test_the_guide_quotes_the_source() -> None:
 
 # Other source files that name an architecture, and why.
 NAMED_ELSEWHERE = {
-    "builder/checkpoint/gguf/config.py": {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"},  # GGUF has its own names for them
+    # the names in checkpoints of TensorRT-LLM
+    "builder/checkpoint/tensorrt_llm/config.py": {
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    },
     "models/architectures/chatglm.py": {"ChatGLM1Model"},  # the variant of ChatGLMModel
 }
 

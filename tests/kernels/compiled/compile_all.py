@@ -164,6 +164,7 @@ def all_reduce_of(ranks: int, is_two_shot: bool) -> None:
     all_reduce.sum_through_inbox(meta(32, 8192), meta(32, 8192), inboxes.two_shot if is_two_shot else inboxes.one_shot)
 
 
+SPARSEMIXER_ROUTING = RoutingParams(2, "sparsemixer", renormalize=False)
 DEEPSEEK_ROUTING = RoutingParams(8, "sigmoid", num_groups=8, top_groups=4, group_score="top2")
 LATENT = {"heads": 128, "kv_heads": 1, "size": 576, "value_size": None}
 EVERY_FEATURE = {"window": 512, "softcap": 30.0, "alibi_slopes": meta(32, dtype=FP32), "sinks": meta(32, dtype=FP32)}
@@ -222,6 +223,8 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "norm of heads": lambda: norm.norm(meta(64, 32, 128), meta(128), None, 1e-5, "rms"),
     "norm wide": lambda: norm.norm(meta(8, 16384), meta(16384), meta(16384), 1e-5, "layer"),
     **{f"gated {name}": lambda name=name: activation.gated(meta(64, 28672), name) for name in ACTIVATIONS},  # type: ignore[misc]
+    "xielu": lambda: activation.xielu(meta(64, 21504), meta(4, dtype=FP32)),
+    "rotate heads": lambda: rope.rotate_heads(meta(64, 40, 128), index(64), meta(8192, 128, dtype=FP32), False),
     "activate gelu": lambda: activation.activate(meta(64, 3072), "gelu"),
     "embedding": lambda: embedding.embedding(index(64), meta(128256, 4096)),
     "embedding int8": lambda: quant_int8.packed_embedding(
@@ -322,6 +325,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         for two in (False, True)
     },
     "route": lambda: moe.route(meta(64, 256, dtype=FP32), meta(256, dtype=FP32), DEEPSEEK_ROUTING),
+    "route by SparseMixer": lambda: moe.route(meta(64, 16, dtype=FP32), None, SPARSEMIXER_ROUTING),
     "clipped gate": lambda: moe.clipped_gate(meta(64, 5760), 7.0, 1.702),
 }
 

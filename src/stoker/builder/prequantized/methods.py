@@ -19,7 +19,7 @@ Tensors = Mapping[str, TensorInfo]
 Settings = dict[str, Any]  # quantization_config of config.json
 
 # quant_method → the reader of the quantized weights.
-_METHODS: dict[str, Callable[[Tensors, Settings], Mapping[str, PrequantizedWeight | DequantizedWeight]]] = {
+METHODS: dict[str, Callable[[Tensors, Settings], Mapping[str, PrequantizedWeight | DequantizedWeight]]] = {
     "awq": read_awq,
     "gptq": read_gptq,
     "compressed-tensors": read_compressed_tensors,
@@ -35,9 +35,9 @@ def read_quantized(tensors: Tensors, quantization: Settings) -> ReadWeights:
     Raises CheckpointError for an unsupported method or setting, and for tensors that do not fit them.
     """
     method = str(quantization.get("quant_method", "unknown"))
-    if method not in _METHODS:
+    if method not in METHODS:
         raise CheckpointError(
             f"The checkpoint is quantized already ({method}), and this method is not supported.",
-            cure=f"Build from the original checkpoint. Supported methods: {', '.join(_METHODS)}.",
+            cure=f"Build from the original checkpoint. Supported methods: {', '.join(METHODS)}.",
         )
-    return dict(_METHODS[method](tensors, quantization))
+    return dict(METHODS[method](tensors, quantization))

@@ -12,7 +12,7 @@ MAX_RANKS = 1024
 MAX_SIZE = 1 << 24
 
 # TensorRT-LLM's architectures, which are models of the Llama family: RMS norms, gated MLPs and rotary positions.
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "LlamaForCausalLM": "LlamaForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",
     "MistralForCausalLM": "MistralForCausalLM",
@@ -67,8 +67,8 @@ def hugging_face_config(data: dict[str, Any], where: str) -> dict[str, Any]:
     Raises CheckpointError for an unsupported architecture, and for a key or a value that would change what the model computes.
     """
     architecture = data["architecture"]
-    if architecture not in _ARCHITECTURES:
-        listed = ", ".join(_ARCHITECTURES)
+    if architecture not in ARCHITECTURES:
+        listed = ", ".join(ARCHITECTURES)
         raise CheckpointError(
             f"{where}: TensorRT-LLM checkpoints of {architecture[:60]!r} are not supported.", cure=f"Supported: {listed}. {MIGRATION}"
         )
@@ -77,7 +77,7 @@ def hugging_face_config(data: dict[str, Any], where: str) -> dict[str, Any]:
         if data.get(key) is not None and (type(data[key]) is not int or not 1 <= data[key] <= MAX_SIZE):
             raise CheckpointError(f"{where}: {key}={str(data[key])[:60]!r} is not a positive number.", cure="Correct config.json.")
     config = {new: data[old] for old, new in _RENAMED.items() if data.get(old) is not None}
-    config |= {"architectures": [_ARCHITECTURES[architecture]], "hidden_act": "silu"}
+    config |= {"architectures": [ARCHITECTURES[architecture]], "hidden_act": "silu"}
     config["tie_word_embeddings"] = bool(data.get("share_embedding_table") or data.get("tie_word_embeddings"))
     if architecture.lower().startswith("llama"):
         config["attention_bias"] = bool(data.get("attn_bias") or data.get("bias"))
