@@ -6,6 +6,8 @@ nothing. https://github.com/ai-dynamo/nixl
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib.util
 import threading
 import time
@@ -39,6 +41,7 @@ class NixlAgent:
             raise DependencyError("nixl", "transfer_backend=nixl", "nixl")
         from nixl._api import nixl_agent, nixl_agent_config
 
+        _exit_without_destructors()
         self.caches = caches
         self.device = torch.cuda.current_device() if device.type == "cuda" else -1
         self._lock = threading.Lock()
@@ -154,6 +157,17 @@ class NixlReader:
             self._agent.forget(self._name)
         except Exception as error:
             log.debug("a NIXL agent could not be forgotten: %s", error)
+
+
+@functools.cache
+def _exit_without_destructors() -> None:
+    """Skip the destructors of libraries at the end of this process, with its exit status.
+
+    With NIXL 1.5.1, that of UCX's copy of libnl-route crashes (rtnl_tc_unregister), also after all agents were closed. on_exit (glibc) calls
+    _exit with the status after Python has finished.
+    """
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
 
 
 def memory_type(device: int) -> str:
