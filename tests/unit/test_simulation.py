@@ -20,6 +20,7 @@ from stoker.simulation.report import make_report
 from stoker.simulation.simulator import Results, Simulator
 from stoker.simulation.step_times import StepTimes, read_step_times
 from stoker.simulation.traces import Arrival, read_trace
+from stoker.simulation.transfers import TransferSettings
 
 STEP = StepTimes(fixed_s=0.01, row_s=0.001, prefill_token_s=0.0001, context_token_s=0.000001)
 SMALL = ReplicaSettings(max_batch_size=4, max_num_tokens=256, kv_cache_tokens=4096, tokens_per_block=16)
@@ -65,8 +66,41 @@ def test_routing_by_prefix_reuses_more_than_round_robin() -> None:
     assert reuse("prefix") > 0.6 and reuse("round_robin") < 0.3
 
 
+def test_a_split_computes_each_prompt_once_and_adds_the_time_of_its_transfer() -> None:
+    """The first token follows the prompt on one replica, the bytes of its last chunk, and the last tokens on the other replica."""
+    same = prompt(0, 300)
+    moves = TransferSettings(kv_bytes_per_token=1000, transfer_gb_per_s=0.001, transfer_latency_ms=5.0)
+    split = Simulator(1, SMALL, STEP, RoutingSettings(disaggregate_tokens=64), 1, moves)
+    results = split.run([Arrival(0.0, same, 3), Arrival(9.0, same[:290], 2), Arrival(18.0, prompt(1, 40), 2)])
+    chunks, sent = [256, 44], 0.0
+    ends = [0.01 + 256 * 0.0001, 2 * 0.01 + 300 * 0.0001 + 256 * 0.000001]
+    for count, end in zip(chunks, ends, strict=True):
+        sent = max(sent, end) + count * 0.001
+    last = 0.01 + 12 * 0.0001 + 288 * 0.000001
+    again = 0.01 + 2 * 0.0001 + 288 * 0.000001  # both replicas have its blocks
+    assert list(results.first_token_s) == pytest.approx([sent + 0.005 + last, again, 0.01 + 40 * 0.0001])
+    assert list(results.transfer_s) == pytest.approx([sent + 0.005 - ends[1]])
+    assert (results.num_transferred_tokens, results.num_reused_tokens, results.num_output_tokens) == (288, 288, 7)
+
+
+def test_a_split_loses_no_request_under_load() -> None:
+    arrivals = [Arrival(i * 0.002, prompt(i, 50 + 7 * i % 190), 1 + i % 20) for i in range(200)]
+    results = Simulator(2, SMALL, STEP, RoutingSettings(disaggregate_tokens=64), 2).run(arrivals)
+    assert len(results.duration_s) == 200 == len(results.first_token_s) and len(results.transfer_s) > 50
+    assert results.num_output_tokens == sum(arrival.max_tokens for arrival in arrivals)
+    assert 0 <= results.num_reused_tokens < 500
+    together = Simulator(4, SMALL, STEP, RoutingSettings(disaggregate_tokens=64)).run(arrivals)
+    assert max(results.between_tokens_s) < max(together.between_tokens_s)
+
+
 def test_the_report_has_percentiles_and_cost() -> None:
-    results = Results(first_token_s=_doubles(1, 2, 3, 4), between_tokens_s=_doubles(), duration_s=_doubles(5), num_output_tokens=2_000_000)
+    results = Results(
+        first_token_s=_doubles(1, 2, 3, 4),
+        between_tokens_s=_doubles(),
+        duration_s=_doubles(5),
+        transfer_s=_doubles(),
+        num_output_tokens=2_000_000,
+    )
     results.end_s = 1800.0
     report = make_report(results, 8, 3.0)
     assert report.time_to_first_token_ms == {"p50": 2000, "p90": 4000, "p99": 4000} and report.inter_token_latency_ms == {}

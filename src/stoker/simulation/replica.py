@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import msgspec
 
 from stoker.base.config import TOKENS_PER_BLOCK, RuntimeConfig, check_choice, check_range
@@ -13,6 +15,7 @@ from stoker.runtime.kv.events.wire import block_hash
 from stoker.runtime.request import Sequence
 from stoker.runtime.schedule.plan import StepOutcome, StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
+from stoker.runtime.transfer.held_prompts import HeldPrompts
 from stoker.simulation.step_times import StepTimes
 
 TOKEN = 7  # what every step samples
@@ -71,7 +74,9 @@ class SimulatedReplica:
             target_ttft_s=settings.target_ttft_ms / 1000 if settings.target_ttft_ms is not None else None,
             event_log=self._log,
         )
+        self._held = HeldPrompts(self.scheduler.kv_cache)
         self._plan: StepPlan | None = None
+        self.imports: deque[Sequence] = deque()  # whose prompts have arrived from other replicas, and wait for blocks
         self._duration_s = 0.0
 
     @property
@@ -83,6 +88,23 @@ class SimulatedReplica:
         """Queue a sequence."""
         self.scheduler.add(seq)
 
+    def add_imported(self, seq: Sequence) -> None:
+        """Queue a sequence whose prompt another replica has computed, as soon as there are blocks for it."""
+        self.imports.append(seq)
+        self.admit_imports()
+
+    def admit_imports(self) -> None:
+        """Queue the sequences whose blocks fit, in order. The prompt is computed here if nothing runs that could release blocks."""
+        while self.imports:
+            seq = self.imports[0]
+            targets = self._held.allocate(seq.seq_id, seq.prefix_root, seq.tokens, seq.max_tokens)
+            if targets is not None:
+                self._held.hold(seq.seq_id, seq.prefix_root, seq.tokens, targets)
+            elif self.scheduler.has_work:
+                return
+            self.imports.popleft()
+            self.scheduler.add(seq)
+
     def start_step(self, now_s: float) -> float | None:
         """Start the next step, and return when it ends; None if there is nothing to compute."""
         plan = self.scheduler.plan(now_s)
@@ -91,7 +113,7 @@ class SimulatedReplica:
         self._plan, self._duration_s = plan, self._step_times.of(plan)
         return now_s + self._duration_s
 
-    def end_step(self) -> StepOutcome:
+    def end_step(self) -> tuple[StepPlan, StepOutcome]:
         """Commit the running step, and apply its block events to the fleet."""
         plan, self._plan = self._plan, None
         assert plan is not None
@@ -103,4 +125,6 @@ class SimulatedReplica:
                 stored.store(slot, (block_hash(change.node),))
             else:
                 stored.remove(slot, (block_hash(change.node),))
-        return outcome
+        if self.imports:
+            self.admit_imports()
+        return plan, outcome

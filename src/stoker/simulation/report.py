@@ -23,6 +23,8 @@ class Report(msgspec.Struct, kw_only=True):
     time_to_first_token_ms: dict[str, float]
     inter_token_latency_ms: dict[str, float]
     request_duration_ms: dict[str, float]
+    transfers: int  # prompts that one replica computed for another one
+    transfer_ms: dict[str, float]  # from the end of the prompt to the arrival of its last block
     gpus: int
     gpu_hours: float
     cost: float | None  # of the GPUs during the simulated time
@@ -45,6 +47,8 @@ def make_report(results: Results, num_gpus: int, gpu_hour_cost: float | None) ->
         time_to_first_token_ms=_percentiles(results.first_token_s),
         inter_token_latency_ms=_percentiles(results.between_tokens_s),
         request_duration_ms=_percentiles(results.duration_s),
+        transfers=len(results.transfer_s),
+        transfer_ms=_percentiles(results.transfer_s),
         gpus=num_gpus,
         gpu_hours=hours,
         cost=cost,

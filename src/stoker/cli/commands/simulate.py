@@ -20,6 +20,7 @@ from stoker.simulation.report import Report, make_report
 from stoker.simulation.simulator import Simulator
 from stoker.simulation.step_times import read_step_times
 from stoker.simulation.traces import FORMATS, Arrival, read_trace
+from stoker.simulation.transfers import TransferSettings
 
 # Field of ReplicaSettings: help text of its option.
 REPLICA_HELP = {
@@ -31,10 +32,23 @@ REPLICA_HELP = {
     "target_ttft_ms": "Target of the time to the first token in milliseconds, as of `stoker serve`.",
     "num_gpus": "GPUs of one replica, for the cost. Their effect on the time of a step is in --step-times.",
 }
-SIMULATED = ("policy", "decode_cost", "session_bonus")  # settings of the router that have an effect
+# Field of TransferSettings: help text of its option.
+TRANSFER_HELP = {
+    "kv_bytes_per_token": "Bytes of keys and values of one token in all layers.",
+    "transfer_gb_per_s": "Bandwidth with which the blocks of a prefill replica are read, in 10⁹ bytes per second.",
+    "transfer_latency_ms": "Milliseconds of a transfer in addition to the time of its bytes.",
+}
+SIMULATED = (
+    "policy",
+    "decode_cost",
+    "session_bonus",
+    "disaggregate_tokens",
+    "max_prefill_load",
+)  # settings of the router that have an effect
 
 
 @struct_options(RoutingSettings, "routing", {name: ROUTING_HELP[name] for name in SIMULATED})
+@struct_options(TransferSettings, "transfers", TRANSFER_HELP)
 @struct_options(ReplicaSettings, "replica", REPLICA_HELP)
 def simulate(
     trace: Annotated[Path, typer.Argument(help="A file with the requests.")],
@@ -42,13 +56,15 @@ def simulate(
     trace_format: Annotated[
         str, typer.Option("--format", help=f"Format of the trace: {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.")
     ] = "mooncake",
-    replicas: Annotated[int, typer.Option(help="Number of replicas.")] = 1,
+    replicas: Annotated[int, typer.Option(help="Number of replicas that generate answers.")] = 1,
+    prefill_replicas: Annotated[int, typer.Option(help="Number of further replicas, which compute long prompts for the others.")] = 0,
     rate: Annotated[float, typer.Option(help="Factor of the request rate: 2 halves the times between arrivals.")] = 1.0,
     max_requests: Annotated[int | None, typer.Option(help="Simulate only the first requests of the trace.")] = None,
     gpu_hour_cost: Annotated[float | None, typer.Option(help="Price of one GPU for one hour, in any currency.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     *,
     replica: ReplicaSettings,
+    transfers: TransferSettings,
     routing: RoutingSettings,
 ) -> None:
     """Predict throughput, latencies and cost of a fleet behind `stoker route`, without a device.
@@ -59,18 +75,21 @@ def simulate(
 
       stoker simulate trace.jsonl --step-times step_times.json --replicas 4 --gpu-hour-cost 3
 
+      stoker simulate trace.jsonl --step-times step_times.json --replicas 3 --prefill-replicas 1 --transfer-gb-per-s 200
+
       stoker simulate AzureLLMInferenceTrace_conv.csv --format azure --step-times step_times.json --rate 2 --json
     """
     check_range("replicas", replicas, 1, 100_000)
+    check_range("prefill_replicas", prefill_replicas, 0, 100_000)
     if not 0 < rate <= 1e6:
         raise ConfigError(f"rate={rate} is refused.", cure="Use a factor above 0 and at most 1000000.")
     if gpu_hour_cost is not None and not 0 <= gpu_hour_cost <= 1e6:
         raise ConfigError(f"gpu_hour_cost={gpu_hour_cost} is refused.", cure="Use a price from 0 to 1000000.")
     if max_requests is not None:
         check_range("max_requests", max_requests, 1, 1 << 40)
-    simulator = Simulator(replicas, replica, read_step_times(step_times), routing)
+    simulator = Simulator(replicas, replica, read_step_times(step_times), routing, prefill_replicas, transfers)
     results = simulator.run(_arrivals(trace, trace_format, rate, max_requests))
-    report = make_report(results, replicas * replica.num_gpus, gpu_hour_cost)
+    report = make_report(results, (replicas + prefill_replicas) * replica.num_gpus, gpu_hour_cost)
     typer.echo(msgspec.json.encode(report).decode() if as_json else _table(report))
 
 
@@ -95,6 +114,7 @@ def _table(report: Report) -> str:
         ("time to first token", shown(report.time_to_first_token_ms)),
         ("inter-token latency", shown(report.inter_token_latency_ms)),
         ("request duration", shown(report.request_duration_ms)),
+        *([("transfers", f"{report.transfers:,}, {shown(report.transfer_ms)}")] if report.transfers else []),
         ("GPUs", f"{report.gpus:,}, {report.gpu_hours:,.2f} hours"),
     ]
     if report.cost is not None and report.cost_per_million_output_tokens is not None:

@@ -208,16 +208,19 @@ class KVCacheManager:
             parent, count = entry, count + 1
         return count
 
-    def allocate_imported(self, count: int) -> list[int] | None:
-        """Blocks for contents that another engine has computed; None if running sequences may need them."""
-        if self.pool.num_free - self.num_reserved < count:
+    def allocate_imported(self, count: int, num_spared: int) -> list[int] | None:
+        """Blocks for contents that another engine has computed; None if fewer than `num_spared` would then be free for others."""
+        if self.pool.num_free - self.num_reserved - num_spared < count:
             return None
         return [self.pool.allocate() for _ in range(count)]
 
-    def adopt(self, root: PrefixRoot, token_ids: Seq[int], first: int, blocks: Seq[int]) -> None:
-        """Add imported blocks to the prefix index: those of a prompt from its block `first` on. Releases the blocks."""
+    def adopt(self, root: PrefixRoot, token_ids: Seq[int], first: int, blocks: Seq[int]) -> list[int]:
+        """Add imported blocks to the prefix index: those of a prompt from its block `first` on.
+
+        Returns all blocks of the prompt, with a reference to each; that of `allocate_imported` is released.
+        """
         assert self.index is not None
-        size = self.tokens_per_block
+        size, prompt = self.tokens_per_block, list[int]()
         parent: PrefixNode | PrefixRoot = root
         for i in range(first + len(blocks)):
             key = (parent, pack(token_ids[i * size : (i + 1) * size]))
@@ -228,8 +231,11 @@ class KVCacheManager:
                 self.pool.mark_reusable(entry.block)
                 if self.event_log is not None:
                     self.event_log.store(entry)
+            self.pool.acquire(entry.block)
+            prompt.append(entry.block)
             parent = entry
         self.release_blocks(blocks)
+        return prompt
 
     def poison(self, blocks: list[int]) -> None:
         """Mark blocks in use that may contain NaN. No other sequence shares them, and `pop_poisoned` returns them once they are free."""

@@ -17,6 +17,7 @@ from stoker.base.logging import get_logger
 from stoker.runtime.kv.manager import KVCacheManager
 from stoker.runtime.request import PrefixRoot, TokenRequest
 from stoker.runtime.transfer.exports import prompt_digest
+from stoker.runtime.transfer.held_prompts import HeldPrompts, ImportTargets
 from stoker.runtime.transfer.layout import EngineLayout, RankLayout
 from stoker.runtime.transfer.messages import (
     BEGIN,
@@ -58,13 +59,14 @@ class CancelledError(LinkError):
 class Import:
     """A prompt that is read. `result` is set when its sequences can be queued."""
 
-    def __init__(self, ticket: Ticket, root: PrefixRoot, token_ids: list[int], tokens_per_block: int) -> None:
-        self.ticket, self.root, self.token_ids = ticket, root, token_ids
-        self.num_blocks, self.digest = prompt_digest(root, token_ids, tokens_per_block)
+    def __init__(self, ticket: Ticket, token_request: TokenRequest, tokens_per_block: int) -> None:
+        self.ticket, self.request_id, self.token_ids = ticket, token_request.request_id, token_request.prompt_ids
+        self.root: PrefixRoot = token_request.cache_salt if token_request.adapter < 0 else (token_request.adapter, token_request.cache_salt)
+        self.max_tokens = token_request.params.max_tokens
+        self.num_blocks, self.digest = prompt_digest(self.root, self.token_ids, tokens_per_block)
         self.result: Future[None] = Future()
         self.started = time.monotonic()
-        self.first = 0  # blocks before it are cached here
-        self.targets: list[int] | None = None  # the blocks that are written
+        self.targets: ImportTargets | None = None  # the blocks that are written
         self.wants_blocks = False
         self.has_blocks = threading.Event()
         self.num_bytes = 0
@@ -77,12 +79,13 @@ class Import:
 
 
 class Imports:
-    """All imports of an executor."""
+    """All imports of an executor. `held`: those that are complete, whose sequences wait."""
 
     def __init__(self, kv_cache: KVCacheManager, layout: EngineLayout, rank: Rank, others: list[RankLayout]) -> None:
         """`rank`: this rank; `others`: the other ranks of this engine, which read on request."""
         self._kv_cache, self._layout, self._rank, self._others = kv_cache, layout, rank, others
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="kv import")
+        self.held = HeldPrompts(kv_cache)
         self._imports: list[Import] = []
         self._ended: queue.SimpleQueue[Import] = queue.SimpleQueue()
         self.num_completed = 0
@@ -100,9 +103,8 @@ class Imports:
 
     def begin(self, ticket: Ticket, token_request: TokenRequest) -> Future[None] | None:
         """Start to read the prompt of a request. None if all its blocks are here. Cancelling the future ends the import."""
-        root = token_request.cache_salt if token_request.adapter < 0 else (token_request.adapter, token_request.cache_salt)
-        each = Import(ticket, root, token_request.prompt_ids, self._kv_cache.tokens_per_block)
-        if self._kv_cache.num_cached_prefix(root, each.token_ids) == each.num_blocks:
+        each = Import(ticket, token_request, self._kv_cache.tokens_per_block)
+        if self._kv_cache.num_cached_prefix(each.root, each.token_ids) == each.num_blocks:
             if each.num_blocks:
                 self._threads.submit(self._decline, each)
             return None
@@ -117,8 +119,7 @@ class Imports:
         for each in self._imports:
             if not each.wants_blocks:
                 continue
-            each.first = self._kv_cache.num_cached_prefix(each.root, each.token_ids)
-            targets = self._kv_cache.allocate_imported(each.num_blocks - each.first)
+            targets = self.held.allocate(each.request_id, each.root, each.token_ids, each.max_tokens)
             if targets is None:
                 return
             each.targets, each.wants_blocks = targets, False
@@ -135,13 +136,12 @@ class Imports:
         self._imports.remove(each)
         self.num_bytes += each.num_bytes
         self.time_s += time.monotonic() - each.started
-        blocks, each.targets = each.targets or [], None
-        if each.failure:
-            self._kv_cache.poison(blocks)  # they may contain anything, and are zeroed before they are used
-            self._kv_cache.release_blocks(blocks)
-        else:
-            self._kv_cache.adopt(each.root, each.token_ids, each.first, blocks)
+        if each.targets is not None and each.failure:
+            self.held.discard(each.request_id, each.targets)
+        elif each.targets is not None:
+            self.held.hold(each.request_id, each.root, each.token_ids, each.targets)
         if each.result.cancelled():
+            self.held.release(each.request_id)
             self.num_cancelled += 1
             return
         if each.failure:
@@ -216,10 +216,11 @@ class Imports:
         if not segment.blocks or start + len(segment.blocks) > each.num_blocks:
             raise LinkError("sent a segment of a wrong length")
         assert each.targets is not None
-        skip = max(0, each.first - start)
+        first_target, targets = each.targets
+        skip = max(0, first_target - start)
         blocks, first = segment.blocks[skip:], start + skip
         if blocks:
-            targets = each.targets[first - each.first : first - each.first + len(blocks)]
+            targets = targets[first - first_target : first - first_target + len(blocks)]
             each.num_bytes += ranks.pull(Pull(segment.step, first, blocks, targets))
 
     def _check_source(self, source: EngineLayout, opened: Opened, each: Import) -> None:

@@ -163,8 +163,8 @@ class NixlReader:
 def _exit_without_destructors() -> None:
     """Skip the destructors of libraries at the end of this process, with its exit status.
 
-    With NIXL 1.5.1, that of UCX's copy of libnl-route crashes (rtnl_tc_unregister), also after all agents were closed. on_exit (glibc) calls
-    _exit with the status after Python has finished.
+    With NIXL 1.5.1, that of UCX's copy of libnl-route crashes (rtnl_tc_unregister), also after all agents were closed. on_exit (glibc)
+    calls _exit with the status after Python has finished.
     """
     libc = ctypes.CDLL(None)
     libc.on_exit(libc._exit, None)

@@ -109,6 +109,7 @@ class Transfers:
         self._own, self._scheduler = own, scheduler
         kv_cache = scheduler.kv_cache
         self._progress = own.progress
+        self._num_stalls = 0  # iterations in a row in which sequences wait and none runs
         layout = EngineLayout(
             checkpoint=engine.checkpoint.fingerprint, tokens_per_block=engine.limits.tokens_per_block, num_layers=engine.model.num_layers,
             dtype=str(own.rank.dtype).removeprefix("torch."), plain_dtype=engine.dtype,
@@ -144,6 +145,9 @@ class Transfers:
     def on_launch(self, plan: StepPlan) -> None:
         """A step was launched."""
         self.exports.on_launch(plan, self._progress.num_planned)
+        if len(self.imports.held):
+            for seq in plan.sequences:
+                self.imports.held.release(seq.request_id)
 
     def on_commit(self, plan: StepPlan) -> None:
         """A step was committed."""
@@ -152,12 +156,19 @@ class Transfers:
     def on_end(self, seq: Sequence) -> None:
         """A sequence has ended."""
         self.exports.on_end(seq)
+        self.imports.held.release(seq.request_id)
 
     def advance(self) -> None:
         """Allocate, adopt and release blocks. Called in each iteration."""
         num_free = self._scheduler.kv_cache.pool.num_free
         self.imports.advance()
         self.exports.advance(time.monotonic())
+        if (self._scheduler.num_waiting or self._scheduler.num_preempted) and not self._scheduler.num_running:
+            self._num_stalls += 1
+            if self._num_stalls > 1:  # the first waiting sequence was not admitted
+                self.imports.held.release_all()
+        else:
+            self._num_stalls = 0
         if self._scheduler.kv_cache.pool.num_free > num_free:
             self._scheduler.on_free_blocks()
 
