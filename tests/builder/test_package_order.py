@@ -13,7 +13,7 @@ LEVELS = (
     ("recipe", "build_plan", "estimate"),
     ("prepare", "background_compile"),
     ("calibration",),
-    ("verification", "write"),
+    ("verification", "write", "export"),
     ("build",),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

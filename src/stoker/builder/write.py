@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +19,7 @@ from stoker.builder.tokenizers.tokenizer_files import write_tokenizer
 from stoker.engine.config import EngineConfig, rank_metadata
 from stoker.engine.file_record import FileRecord, record_file
 from stoker.engine.publish import write_config
-from stoker.engine.reader import CONFIG_FILE, rank_file_name
+from stoker.engine.reader import CONFIG_FILE, HUGGING_FACE_CONFIG_FILE, rank_file_name
 from stoker.engine.safetensors_header import num_bytes
 from stoker.engine.safetensors_writer import PINNED_BYTES, SafetensorsWriter
 
@@ -30,6 +31,8 @@ def write_engine(plan: BuildPlan, work: Path, progress: Progress) -> EngineConfi
     if not settings.dummy_weights or settings.tokenizer is not None or (checkpoint.path / "tokenizer.json").is_file():
         write_tokenizer(checkpoint, settings.tokenizer, work, trust_remote_code=settings.trust_remote_code)
     write_generation_config(checkpoint, work)
+    plain = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+    (work / HUGGING_FACE_CONFIG_FILE).write_text(json.dumps(plain, indent=1) + "\n")
     files = {file.name: record_file(file) for file in sorted(work.iterdir())}
     if not settings.dummy_weights:
         files |= _write_weights(plan, work, progress)

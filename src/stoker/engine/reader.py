@@ -21,6 +21,7 @@ from stoker.layers.loader import Loader
 from stoker.quant.format import TensorSource
 
 CONFIG_FILE = "config.json"
+HUGGING_FACE_CONFIG_FILE = "hf_config.json"  # the config.json of the checkpoint, for `stoker export hf`
 MAX_CONFIG_BYTES = 64 << 20
 _REBUILD = "Build the engine again."
 _COPY_OR_REBUILD = "Copy the engine again, or build it again."

@@ -52,7 +52,7 @@ def plan_tensors(architecture: Architecture, config: ModelConfig, weights: Check
 
 def tensors_of_names(names: TensorNames, config: ModelConfig) -> dict[str, TensorPlan]:
     """The plan of each engine tensor of the model, by name, without looking at a checkpoint."""
-    return {plan.name: plan for spec in declare(config).values() for plan in _plans_of(spec, names)}
+    return {plan.name: plan for spec in declare(config).values() for plan in plans_of(spec, names)}
 
 
 def dense_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
@@ -75,7 +75,7 @@ def combine_sources(plan: TensorPlan, tensors: list[Tensor], config: ModelConfig
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _plans_of(spec: Spec, names: TensorNames) -> list[TensorPlan]:
+def plans_of(spec: Spec, names: TensorNames) -> list[TensorPlan]:
     """The plans of all engine tensors of a spec."""
     return [_plan(name, shape, spec, names) for name, shape in dense_shapes(spec).items()]
 

@@ -4,6 +4,10 @@ from stoker.cli.command_table import Command
 
 COMMANDS = (
     Command(
+        "hf", "stoker.cli.commands.export.hf:hf", "A Hugging Face checkpoint in the format of compressed-tensors.",
+        "stoker export hf engine checkpoint",
+    ),
+    Command(
         "slurm", "stoker.cli.commands.export.slurm:slurm", "The scripts of a Slurm job on one or several hosts.",
         "stoker export slurm engine job",
     ),

@@ -1,0 +1,1 @@
+"""Writes an engine as a checkpoint of another tool."""
