@@ -186,7 +186,7 @@ class _Exported:
         if len(self._files) == 1:
             self._files[0][0].rename(self.work / "model.safetensors")
             return
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for i, (file, names) in enumerate(self._files):
             new = f"model-{i + 1:05}-of-{len(self._files):05}.safetensors"
             file.rename(self.work / new)
