@@ -46,8 +46,7 @@ THINGS = (
 )  # fmt: skip
 HELD_OUT_EVERY = 8  # every eighth thing is not in the training data
 NEW_TOKENS = 96
-DRAFT_TOKENS = {"eagle3": (2, 3, 4), "medusa": (2, 3)}
-FORMATS = ("NO_QUANT", "AS_STORED")
+DRAFT_TOKENS = {"eagle3": (2, 3), "medusa": (2, 3)}
 
 
 def prompts(count: int, *, held_out: bool) -> list[str]:
@@ -96,36 +95,35 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     return found | {"threads": torch.get_num_threads(), "draft_vocabulary": args.draft_vocabulary, "things": args.things}
 
 
-def timed_answers(llm: LLM, texts: list[str]) -> tuple[list[list[int]], float, dict[str, int]]:
-    """(answers, seconds, counts of drafts) of the texts, one after another."""
-    params, answers, counts = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0), [], {"drafts": 0, "accepted": 0}
+def timed_answers(llm: LLM, texts: list[str]) -> tuple[list[list[int]], float]:
+    """(answers, seconds) of the texts, one after another."""
+    params, answers = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0), []
     started = time.perf_counter()
     for text in texts:
         completion = llm.chat([{"role": "user", "content": text}], params)
         answers.append(list(completion.choices[0].token_ids))
-    return answers, time.perf_counter() - started, counts
+    return answers, time.perf_counter() - started
 
 
-def measure(folder: Path, count: int, repeats: int) -> list[dict[str, Any]]:
-    """Mean accepted length and tokens per second of greedy decoding of one request at a time, alternating with plain decoding."""
-    texts, results = prompts(count, held_out=True), []
-    for quantization in FORMATS:
-        path = str(engine(quantization))
-        settings: dict[str, dict[str, Any]] = {"plain": {}}
-        for name, lengths in DRAFT_TOKENS.items():
-            settings |= {f"{name} {n}": {"speculate": str(folder / name), "draft_tokens": n, "adaptive_drafts": False} for n in lengths}
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Tokens per step and per second of greedy decoding of one request at a time, alternating with plain decoding."""
+    texts, results = prompts(args.things, held_out=True)[: args.prompts], []
+    settings: dict[str, dict[str, Any]] = {"plain": {}}
+    for name, lengths in DRAFT_TOKENS.items():
+        if (args.out / name).is_dir():
+            chosen = {"speculate": str(args.out / name), "adaptive_drafts": False}
+            settings |= {f"{name} {n}": chosen | {"draft_tokens": n} for n in lengths}
+    for quantization in args.formats.split(","):
+        path, seconds, answers = str(engine(quantization)), {name: [] for name in settings}, {}
         models = {name: LLM(path, kv_cache_tokens=2048, prefix_reuse=False, **options) for name, options in settings.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in models}
-        answers: dict[str, list[list[int]]] = {}
-        for _ in range(repeats):
+        for _ in range(args.repeats):
             for name, llm in models.items():
-                answers[name], took, _ = timed_answers(llm, texts)
+                answers[name], took = timed_answers(llm, texts)
                 seconds[name].append(took)
         for name, llm in models.items():
-            tokens, fastest = sum(map(len, answers[name])), min(seconds[name])
+            tokens, fastest, stats = sum(map(len, answers[name])), min(seconds[name]), llm.stats()
             result = {"format": quantization, "proposer": name, "tokens": tokens, "tokens_per_s": tokens / fastest}
             if name != "plain":
-                stats = llm.run(llm.service.executor_stats())
                 result |= {
                     "tokens_per_step": 1 + stats.num_accepted_draft_tokens / max(stats.num_draft_steps, 1),
                     "acceptance": stats.num_accepted_draft_tokens / max(stats.num_draft_tokens, 1),
@@ -145,6 +143,8 @@ def main() -> None:
     parser.add_argument("--medusa-steps", type=int, default=300)
     parser.add_argument("--things", type=int, default=len(THINGS), help="Number of things that the questions are about.")
     parser.add_argument("--draft-vocabulary", type=int, default=4096)
+    parser.add_argument("--formats", default="NO_QUANT,AS_STORED", help="Quantizations of the model to measure.")
+    parser.add_argument("--prompts", type=int, default=48, help="Largest number of prompts to measure.")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--measure", action="store_true", help="Do not train: measure the heads in --out.")
     parser.add_argument("--train", action="store_true", help="Do not measure.")
@@ -155,7 +155,7 @@ def main() -> None:
     if not args.measure:
         log.write_text(json.dumps(train(args), indent=1) + "\n")
     if not args.train:
-        training, held_out = json.loads(log.read_text()), measure(args.out, args.things, args.repeats)
+        training, held_out = json.loads(log.read_text()), measure(args)
         found = {**provenance(device="cpu"), "training": training, "held_out": held_out}
         if args.json:
             args.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -15,7 +15,7 @@ import yaml
 
 from stoker.base.errors import ConfigError
 from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource
-from stoker.deploy.prepare import build_config
+from stoker.deploy.prepare import build_config, with_local_drafts
 from stoker.deploy.truss.load import load_truss
 
 pytestmark = pytest.mark.compatibility(
@@ -123,7 +123,7 @@ def test_draft_models_are_refused(tmp_path: Path, speculator: dict[str, Any], re
 
 @pytest.mark.parametrize("mode", ["MEDUSA", "EAGLE"])
 @pytest.mark.parametrize("source", ["HF", "LOCAL"])
-def test_draft_heads(tmp_path: Path, mode: str, source: str) -> None:
+def test_draft_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, source: str) -> None:
     """Their repository is fetched with its own revision and secret; a directory of the Truss is one."""
     template = json.loads(json.dumps(PUBLISHED["qwen/engine-qwen-3-06b"]))
     repository = {"source": source, "repo": "org/heads" if source == "HF" else "data/heads"}
@@ -137,6 +137,14 @@ def test_draft_heads(tmp_path: Path, mode: str, source: str) -> None:
     revision, secret = ("abc", "my_secret") if source == "HF" else (None, "hf_access_token")
     assert deployment.drafts == EngineSource(location=location, revision=revision, token_secret=secret)
     assert (deployment.runtime.speculate, deployment.runtime.draft_tokens) == (location, 4)
+
+    def resolve(location: str, **options: Any) -> Path:
+        assert (location, options["revision"], options["token"]) == ("org/heads", "abc", "secret")
+        return tmp_path / "fetched"
+
+    monkeypatch.setattr("stoker.deploy.sources.resolve", resolve)
+    fetched = with_local_drafts(deployment, {"MY_SECRET": "secret", "my_secret": "secret"}, None)
+    assert fetched.runtime.speculate == (str(tmp_path / "fetched") if source == "HF" else location)
 
 
 def test_drafts_of_requests(tmp_path: Path) -> None:

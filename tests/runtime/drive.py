@@ -118,7 +118,7 @@ class Driven:
 
 def wait_for_a_grammar(executor: Executor) -> None:
     """Wait until a grammar is compiled, if the executor has no other work."""
-    futures = [future for future, _, _ in executor.admission._preparing.values()]
+    futures = [future for future, *_ in executor.admission._preparing.values() if future is not None]
     if futures and not executor.scheduler.has_work:
         wait(futures, timeout=60, return_when=FIRST_COMPLETED)
 

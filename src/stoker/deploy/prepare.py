@@ -95,11 +95,11 @@ def prepare_engine(deployment: Deployment, environment: Environment[str, str], p
     if complete is not None:
         deployment = complete(deployment, local)
     engine = _engine(deployment, local, environment, progress)
-    deployment = _with_local_drafts(deployment, environment, progress)
+    deployment = with_local_drafts(deployment, environment, progress)
     return PreparedEngine(engine=engine, deployment=deployment, tokenizer=_tokenizer(deployment, engine, environment, progress))
 
 
-def _with_local_drafts(deployment: Deployment, environment: Environment[str, str], progress: Progress | None) -> Deployment:
+def with_local_drafts(deployment: Deployment, environment: Environment[str, str], progress: Progress | None) -> Deployment:
     """A copy whose `runtime.speculate` is a proposer or a local directory. Draft heads of a hub id or address are fetched."""
     runtime, source = deployment.runtime, deployment.drafts
     if runtime.speculate in PROPOSERS or Path(runtime.speculate).expanduser().is_dir():
