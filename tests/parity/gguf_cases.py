@@ -174,6 +174,24 @@ def gpt_oss(writer: gguf.GGUFWriter, c: Config) -> None:
     writer.add_expert_feed_forward_length(c["intermediate_size"])
 
 
+def hunyuan(writer: gguf.GGUFWriter, c: Config) -> None:
+    """The converter writes a base that contains alpha, and no scaling."""
+    parameters, size = gguf_writer.rope_parameters(c), c["head_dim"]
+    writer.kv_data[0].pop(f"{writer.arch}.rope.freq_base", None)
+    writer.add_rope_freq_base(parameters["rope_theta"] * parameters["alpha"] ** (size / (size - 2)))
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    writer.add_rope_scaling_factor(1)
+    writer.add_rope_scaling_orig_ctx_len(256 * 1024)
+
+
+def hunyuan_moe(writer: gguf.GGUFWriter, c: Config) -> None:
+    hunyuan(writer, c)
+    writer.add_expert_used_count(c["moe_topk"])
+    writer.add_expert_shared_feed_forward_length(c["intermediate_size"])
+    writer.add_expert_feed_forward_length(c["intermediate_size"])
+    writer.add_expert_shared_count(1)
+
+
 def minimax(writer: gguf.GGUFWriter, c: Config) -> None:
     writer.add_rope_dimension_count(c["rotary_dim"])
     writer.add_expert_feed_forward_length(c["intermediate_size"])
@@ -192,7 +210,10 @@ _GEMMA3 = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
 }
+_ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}
 _OWN = {
+    "hunyuan-dense": partial(native, "HunYuanDenseV1", **GROUPED, head_dim=12, rope_parameters=_ALPHA),
+    "hunyuan-moe": partial(native, "HunYuanMoEV1", **GROUPED, **_HEAD, num_experts=5, moe_topk=2, rope_parameters=_ALPHA),
     "gemma2": partial(native, "Gemma2", **GROUPED, **_HEAD, sliding_window=9, query_pre_attn_scalar=8),
     "gemma3": partial(
         native, "Gemma3Text", **GROUPED, **_HEAD, sliding_window=9, sliding_window_pattern=6, query_pre_attn_scalar=8,
@@ -281,5 +302,11 @@ GGUF_CASES: dict[str, Case] = {
     "deepseek2 lite, fused": Case(CASES["DeepseekV2ForCausalLM", "lite"], "deepseek2", None, deepseek2),
     "deepseek3": Case(_OWN["deepseek3"], "deepseek2", gguf_writer.split_kv_b, deepseek2),
     "gpt-oss": Case(CASES["GptOssForCausalLM", "plain"], "gpt-oss", gguf_writer.separate_gates, gpt_oss),
+    "granitemoe with a shared expert": Case(
+        CASES["GraniteMoeSharedForCausalLM", "plain"], "granitemoe", gguf_writer.split_input_linear, granite
+    ),
+    "hunyuan-dense": Case(_OWN["hunyuan-dense"], "hunyuan-dense", gguf_writer.hunyuan_norms, hunyuan),
+    "hunyuan-moe": Case(_OWN["hunyuan-moe"], "hunyuan-moe", gguf_writer.hunyuan_norms, hunyuan_moe),
+    "qwen3vlmoe": Case(CASES["Qwen3VLMoeForConditionalGeneration", "text"], "qwen3vlmoe", gguf_writer.separate_stacked_gates, moe_width),
     "minimax-m2": Case(CASES["MiniMaxM2ForCausalLM", "half rotated"], "minimax-m2", gguf_writer.correction_bias, minimax),
 }

@@ -220,12 +220,29 @@ def split_pack(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tens
 
 
 def split_input_linear(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tensor]]:
-    """Granite MoE: gates and ups of all experts are one tensor."""
+    """Granite MoE: gates and ups of all experts are one tensor, and those of the shared expert."""
+    name = name.replace("shared_mlp.", "mlp.shared_expert.").replace("shared_expert.output_linear", "shared_expert.down_proj")
     if name.endswith("input_linear.weight"):
         for part, kind in zip(tensor.chunk(2, dim=-2), ("gate", "up"), strict=True):
-            yield name.replace("block_sparse_moe.input_linear", f"mlp.experts.{kind}_proj"), part
+            module = name.replace("block_sparse_moe.input_linear", f"mlp.experts.{kind}_proj")
+            yield module.replace("input_linear", f"{kind}_proj"), part
     else:
         yield from permuted(name, tensor, c)
+
+
+def separate_stacked_gates(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tensor]]:
+    """Qwen3-VL: gates and ups of all experts, [experts, gates then ups, in], become one tensor each."""
+    if name.endswith("gate_up_proj"):
+        yield from (
+            (name.replace("gate_up_proj", f"{kind}_proj.weight"), p) for p, kind in zip(tensor.chunk(2, 1), ("gate", "up"), strict=True)
+        )
+    else:
+        yield (f"{name}.weight" if name.endswith("experts.down_proj") else name), tensor
+
+
+def hunyuan_norms(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tensor]]:
+    """Hunyuan: the converter gives norms and routers the names of other models."""
+    yield name.replace("query_layernorm", "q_norm").replace("key_layernorm", "k_norm").replace("gate.wg", "gate"), tensor
 
 
 def separate_gates(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tensor]]:

@@ -15,7 +15,8 @@ FOUR_CTAS = 128  # registers: four CTAs of four warps per SM
 
 # launch → (registers, spilled bytes) at most. Other launches: 255 and none.
 BOUNDS = {
-    "norm": (SMALL, 0), "norm of heads": (SMALL, 0), "embedding": (SMALL, 0), "activate gelu": (SMALL, 0), "xielu": (SMALL, 0), "rotate heads": (SMALL, 0),
+    "norm": (SMALL, 0), "norm of heads": (SMALL, 0), "embedding": (SMALL, 0), "activate gelu": (SMALL, 0),
+    "xielu": (SMALL, 0), "rotate heads": (SMALL, 0),
     "rope decode": (SMALL, 0), "rope prefill": (SMALL, 0),
     "rope fp8": (72, 0), "rope int8": (72, 0),  # with the Hadamard transform of keys and queries
     "decode and rotate 1": (144, 0), "decode and rotate 64": (FOUR_CTAS, 0),

@@ -42,6 +42,12 @@ def _read_qwen3_moe(m: Metadata) -> dict[str, Any]:
     return _read_qwen3(m) | expert_config(m) | {"norm_topk_prob": m.get("expert_weights_norm", bool, True)}
 
 
+def _read_qwen3_vl_moe(m: Metadata) -> dict[str, Any]:
+    """Qwen3-VL with experts, whose weights sum to 1."""
+    m.require_value("expert_weights_norm", True)
+    return _read_qwen3_moe(m)
+
+
 def _as_row(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     """The weight [1, hidden] of a gate, which a file may store as a vector."""
     return tensors[0].reshape(1, -1)
@@ -69,6 +75,12 @@ ARCHITECTURES = (
         name="qwen3vl",
         model_types=("qwen3_vl",),
         read_config=_read_qwen3,
+        ignored_keys=("n_deepstack_layers",),
+    ),
+    GGUFArchitecture(
+        name="qwen3vlmoe",
+        model_types=("qwen3_vl_moe",),
+        read_config=_read_qwen3_vl_moe,
         ignored_keys=("n_deepstack_layers",),
     ),
 )

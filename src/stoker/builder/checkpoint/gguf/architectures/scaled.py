@@ -6,7 +6,13 @@ import math
 from typing import Any
 
 from stoker.builder.checkpoint.gguf.architecture import GGUFArchitecture
-from stoker.builder.checkpoint.gguf.config_fields import expert_config, layer_norm_config, layer_types, llama_config
+from stoker.builder.checkpoint.gguf.config_fields import (
+    expert_config,
+    layer_norm_config,
+    layer_types,
+    llama_config,
+    shared_expert_width,
+)
 from stoker.builder.checkpoint.gguf.metadata import Metadata
 from stoker.models.architecture import Transformed
 from stoker.models.tensor_transforms import flatten
@@ -27,10 +33,11 @@ def _read_granite(m: Metadata) -> dict[str, Any]:
 
 
 def _read_granite_moe(m: Metadata) -> dict[str, Any]:
-    """Granite 3 MoE. A shared expert is rejected by its tensors."""
-    experts = expert_config(m)
-    m.require_value("expert_shared_feed_forward_length", 0)
+    """Granite 3 MoE, optionally with a shared expert."""
+    experts, shared = expert_config(m), shared_expert_width(m)
     sizes = {"num_local_experts": experts["num_experts"], "num_experts_per_tok": experts["num_experts_per_tok"]}
+    if shared is not None:
+        sizes |= {"model_type": "granitemoeshared", "shared_intermediate_size": shared}
     return _read_granite(m) | sizes | {"intermediate_size": experts["moe_intermediate_size"]}
 
 
@@ -67,7 +74,7 @@ _PER_HEAD_NORMS = {
 }
 ARCHITECTURES = (
     GGUFArchitecture(name="granite", model_types=("granite",), read_config=_read_granite, permuted=True),
-    GGUFArchitecture(name="granitemoe", model_types=("granitemoe",), read_config=_read_granite_moe, permuted=True),
+    GGUFArchitecture(name="granitemoe", model_types=("granitemoe", "granitemoeshared"), read_config=_read_granite_moe, permuted=True),
     GGUFArchitecture(name="minicpm", model_types=("minicpm",), read_config=_read_minicpm, permuted=True),
     GGUFArchitecture(
         name="command-r",
