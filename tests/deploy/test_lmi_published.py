@@ -147,7 +147,7 @@ def test_expected_outcomes(tmp_path: Path) -> None:
     [
         ("option.enable_lora", "true", "LoRA adapters are not served"),
         ("option.adapters", "adapters", "LoRA adapters are not served"),
-        ("option.draft_model_id", "org/draft", "speculative decoding with a draft model is not served"),
+        ("option.draft_model_id", "draft", "it is neither ngram nor a location"),
         ("option.entryPoint", "model.py", "it must be one of djl_python"),
     ],
 )

@@ -109,7 +109,7 @@ def test_refused(tmp_path: Path, name: str) -> None:
         ({"num_draft_tokens": 60}, "num_draft_tokens=60 is refused"),
         (
             {"checkpoint_repository": {"source": "HF", "repo": "org/draft"}},
-            "speculator.checkpoint_repository.repo=.* only MEDUSA and EAGLE",
+            "speculator.checkpoint_repository.repo=.* only DRAFT_TOKENS_EXTERNAL, MEDUSA and EAGLE",
         ),
         ({"lookahead_window_size": 4}, "Did you mean trt_llm.build.speculator.lookahead_windows_size"),
     ],
@@ -152,6 +152,10 @@ def test_drafts_of_requests(tmp_path: Path) -> None:
     template["trt_llm"]["build"]["speculator"] = {"speculative_decoding_mode": "DRAFT_TOKENS_EXTERNAL", "num_draft_tokens": 4}
     runtime = load(tmp_path, template).runtime
     assert (runtime.speculate, runtime.draft_tokens) == ("request", 4)
+    template["trt_llm"]["build"]["speculator"]["checkpoint_repository"] = {"source": "HF", "repo": "org/draft", "revision": "v1"}
+    deployment = load(tmp_path, template)
+    assert deployment.runtime.speculate == "org/draft" and deployment.drafts is not None
+    assert (deployment.drafts.location, deployment.drafts.revision) == ("org/draft", "v1")
 
 
 def test_both_kinds_of_engine_exclude_each_other(tmp_path: Path) -> None:

@@ -78,6 +78,18 @@ def check_products(executor: Executor) -> None:
     assert [product.of_rows for product in products_of(executor.runner)] == [False] * 4 * layers + [True]
 
 
+@pytest.mark.parametrize("name", ["tp2", "pp2"])
+def test_a_draft_engine_on_one_of_the_ranks(engines: Path, expected: list[list[int]], name: str) -> None:
+    """It runs on the rank that samples, and the ids of its drafts reach the other ranks with the plan."""
+    executor = load(engines / name, **TIGHT, speculate=str(engines / "one"), draft_tokens=4, adaptive_drafts=False)
+    try:
+        assert generate(executor, prompts(), 24) == expected
+        stats = executor.snapshot()
+        assert stats.num_accepted_draft_tokens > 0.9 * stats.num_draft_tokens > 100
+    finally:
+        executor.close()
+
+
 @pytest.mark.parametrize("name", list(MAPPINGS)[1:])
 def test_ranks_generate_the_tokens_of_one_rank(engines: Path, expected: list[list[int]], name: str) -> None:
     executor = load(engines / name, **TIGHT)

@@ -18,6 +18,11 @@ from stoker.builder.config import BuildConfig
 from stoker.models import all_architectures
 
 NUM_NEW = 64
+# Cases that also draft with their own engine: different positions, caches (MLA, grouped heads), windows and feed-forwards.
+SELF_DRAFTED = {
+    ("MistralForCausalLM", "window"), ("DeepseekV3ForCausalLM", "yarn"), ("GPT2LMHeadModel", "plain"), ("BloomForCausalLM", "plain"),
+    ("Gemma2ForCausalLM", "plain"), ("FalconForCausalLM", "7b"), ("MixtralForCausalLM", "plain"), ("OPTForCausalLM", "350m"),
+}  # fmt: skip
 TOLERANCE = 2e-4
 
 
@@ -54,6 +59,8 @@ def test_logits_and_tokens_equal_the_reference(case: tuple[str, str], tmp_path: 
     if not harness.config.requires_whole_prompt:
         check_prefix_reuse(harness, reference, prompt, main)
     check_served(tmp_path / "engine", reference, [prompt, *others], harness.config.requires_whole_prompt)
+    if case in SELF_DRAFTED:
+        check_draft_engine(tmp_path / "engine", [prompt, *others], [main.tokens[len(prompt) :]])
 
 
 def check_prefix_reuse(harness: Harness, reference: Reference, prompt: list[int], main: object) -> None:
@@ -94,6 +101,15 @@ def check_speculation(engine: Path, prompts: list[list[int]], params: SamplingPa
         stats = llm.stats()
     assert [answer.choices[0].token_ids for answer in answers] == expected
     assert stats.num_draft_tokens >= stats.num_accepted_draft_tokens > 0 and stats.num_free_blocks == stats.num_blocks
+
+
+def check_draft_engine(engine: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    """The engine as its own draft engine: answers are those without drafts, and all drafts are accepted."""
+    with LLM(engine, device="cpu", speculate=str(engine), draft_tokens=6, adaptive_drafts=False, max_num_tokens=24, num_threads=1) as llm:
+        answers = llm.generate(prompts, SamplingParams(max_tokens=NUM_NEW, ignore_eos=True))
+        stats = llm.stats()
+    assert [answer.choices[0].token_ids for answer in answers[: len(expected)]] == expected
+    assert stats.num_accepted_draft_tokens == stats.num_draft_tokens > 100
 
 
 def make_prompts(reference: Reference, harness: Harness) -> tuple[list[int], list[list[int]]]:

@@ -16,14 +16,18 @@ from stoker.base.config import Limits
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
+from stoker.runtime.client import Cancel
 
 Make = Callable[..., Driven]
 LIMITS = Limits(max_batch_size=8, max_input_len=180, max_output_len=64, max_num_tokens=128, tokens_per_block=16)
 
 
-def build_tiny(folder: Path, model_type: str = "llama", *, seed: int = 0, limits: Limits = LIMITS, **changes: Any) -> Path:
+def build_tiny(
+    folder: Path, model_type: str = "llama", *, seed: int = 0, limits: Limits = LIMITS, kv_cache_dtype: str | None = None, **changes: Any
+) -> Path:
     checkpoint = tiny.save(tiny.model(model_type, seed, **changes), folder / "checkpoint")
-    return build(checkpoint, folder / "engine", BuildConfig(device="cpu", limits=limits), verify="files").path
+    config = BuildConfig(device="cpu", limits=limits, kv_cache_dtype=kv_cache_dtype)
+    return build(checkpoint, folder / "engine", config, verify="files").path
 
 
 @pytest.fixture(scope="session")
@@ -35,24 +39,20 @@ def random_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rate(driven: Driven) -> float:
     stats = driven.stats
-    assert stats.num_draft_tokens > 50
+    assert stats.num_draft_tokens > 40
     return float(stats.num_accepted_draft_tokens / stats.num_draft_tokens)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"draft_tokens": 3}, {"draft_tokens": 20, "max_num_tokens": 40, "kv_cache_tokens": 160, "policy": "max_utilization"}],
-    ids=str,
-)
-def test_features(drive: Make, prompts: list[list[int]], tiny_engine: Path, random_engine: Path, settings: dict[str, Any]) -> None:
+def test_features(drive: Make, prompts: list[list[int]], tiny_engine: Path, random_engine: Path) -> None:
     """All sampling features with chunked prefills and preemptions. A draft engine equal to the model drafts what plain rows sample."""
     cases = [request(prompts[i % len(prompts)], **{"max_tokens": COUNT} | params) for i, params in enumerate(FEATURES)]
-    plain = drive()
-    expected = [comparable(answer) for answer in plain.run(*cases)]
-    for draft in (tiny_engine, random_engine):
-        driven = drive(speculate=str(draft), adaptive_drafts=False, **{"kv_cache_tokens": 24 * 16} | settings)
+    expected = [comparable(answer) for answer in drive().run(*cases)]
+    equal = drive(speculate=str(tiny_engine), adaptive_drafts=False, draft_tokens=3, kv_cache_tokens=24 * 16)
+    tight: dict[str, Any] = {"max_num_tokens": 40, "kv_cache_tokens": 160, "policy": "max_utilization"}
+    unlike = drive(speculate=str(random_engine), adaptive_drafts=False, draft_tokens=20, **tight)
+    for driven in (equal, unlike):
         assert [comparable(answer) for answer in driven.run(*cases)] == expected
-        assert driven.stats.num_preemptions > 0 or "policy" not in settings
+    assert unlike.stats.num_preemptions > 0 and rate(equal) > 2 * rate(unlike)
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.3, "top_k": 40, "top_p": 0.95, "seed": 3}], ids=["greedy", "sampled"])
@@ -72,6 +72,46 @@ def test_an_equal_draft_engine(
     unlike = drive(speculate=str(random_engine), adaptive_drafts=False, draft_tokens=5)
     assert [answer.tokens for answer in unlike.run(*cases)] == expected
     assert rate(unlike) < 0.2
+
+
+def test_a_quantized_cache_with_a_sliding_window(prompts: list[list[int]], random_engine: Path, tmp_path: Path) -> None:
+    engine = build_tiny(tmp_path, "mistral", sliding_window=24, kv_cache_dtype="int8")
+    cases = [request(prompt, max_tokens=40) for prompt in prompts]
+    expected = [answer.tokens for answer in Driven(engine, None).run(*cases)]
+    for draft in (engine, random_engine):
+        driven = Driven(engine, None, speculate=str(draft), adaptive_drafts=False, draft_tokens=5)
+        assert [answer.tokens for answer in driven.run(*cases)] == expected
+        assert (rate(driven) == 1.0) is (draft == engine)
+
+
+def test_an_attention_window_is_that_of_the_draft_engine(drive: Make, prompts: list[list[int]], tiny_engine: Path) -> None:
+    cases = [request(prompt, max_tokens=40) for prompt in prompts]
+    expected = [answer.tokens for answer in drive(attention_window=7).run(*cases)]
+    driven = drive(attention_window=7, speculate=str(tiny_engine), adaptive_drafts=False)
+    assert [answer.tokens for answer in driven.run(*cases)] == expected
+    assert rate(driven) == 1.0
+
+
+def test_drafts_end_when_they_do_not_pay(drive: Make, prompts: list[list[int]], random_engine: Path) -> None:
+    """Most steps have no drafts, and then the draft engine computes the tokens of the step only."""
+    cases = [request(prompt, max_tokens=60) for prompt in prompts]
+    expected = [answer.tokens for answer in drive().run(*cases)]
+    driven = drive(speculate=str(random_engine), draft_tokens=4)
+    assert [answer.tokens for answer in driven.run(*cases)] == expected
+    assert driven.stats.num_draft_tokens < 0.5 * len(cases) * 60
+
+
+def test_a_cancelled_sequence_leaves_no_drafts(drive: Make, prompts: list[list[int]], tiny_engine: Path) -> None:
+    """Its row and blocks are used by another sequence, which has its own drafts."""
+    others = [request(prompt, max_tokens=30) for prompt in prompts[:2]]
+    expected = [answer.tokens for answer in drive().run(*others)]
+    driven = drive(speculate=str(tiny_engine), adaptive_drafts=False, draft_tokens=3, max_num_sequences=1)
+    ended = request(prompts[3], max_tokens=60)
+    driven.submit(ended)
+    driven.finish(until=lambda: len(driven.answers[ended.request_id, 0].tokens) > 6)
+    driven.send(Cancel(ended.request_id))
+    assert [answer.tokens for answer in driven.run(*others)] == expected
+    assert rate(driven) == 1.0
 
 
 def test_a_draft_engine_that_does_not_fit_is_refused(drive: Make, tiny_engine: Path, tmp_path: Path) -> None:

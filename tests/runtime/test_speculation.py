@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from drive import END, Answer, Driven, request
+from drive import END, Answer, Driven, logits_of, request
 from torch import Tensor
 
 from stoker.base.types import Guide
@@ -73,6 +73,24 @@ def test_prompt_lookup(drive: Make, prompts: list[list[int]], speculate: str) ->
     driven = drive(speculate=speculate, adaptive_drafts=False)
     assert [answer.tokens for answer in driven.run(*calls)] == expected
     assert (driven.stats.num_steps < 0.6 * plain.stats.num_steps) is (speculate == "ngram")
+
+
+def test_logits_of_drafts(drive: Make, prompts: list[list[int]], model: Any) -> None:
+    """Drafts that transformers samples from the same distribution are accepted, because their logits are those of the model."""
+    generator, calls = torch.Generator().manual_seed(4), []
+    for prompt in prompts:
+        call = request(prompt, max_tokens=8, temperature=1.0, seed=3)
+        calls.append(call)
+        call.draft_ids = [answer.tokens[0] for answer in drive().run(request(prompt, max_tokens=1, temperature=1.0, seed=3))]
+        rows = [logits_of(model, prompt)[-1]]
+        for _ in range(6):
+            rows.append(logits_of(model, [*prompt, *call.draft_ids])[-1])
+            call.draft_ids.append(int(torch.multinomial(torch.softmax(rows[-1], 0), 1, generator=generator)))
+        call.draft_logits = torch.stack(rows).float().numpy().tobytes()
+    driven = drive(speculate="request", adaptive_drafts=False)
+    for call, answer in zip(calls, driven.run(*calls), strict=True):
+        assert answer.tokens[:7] == call.draft_ids
+    assert driven.stats.num_accepted_draft_tokens == driven.stats.num_draft_tokens == 6 * len(calls)
 
 
 class StubDrafter(Drafter):

@@ -14,6 +14,7 @@ from stoker.base.types import SamplingParams
 from stoker.kernels.reference import sampling as reference
 from stoker.kernels.types import DrawParams
 from stoker.runtime.request import Sequence, TokenRequest
+from stoker.runtime.sampling.draft_probabilities import draw_with_drafts
 from stoker.runtime.sampling.sampler import DraftedRows, Sampler
 from stoker.runtime.sampling.verification import StepDrafts, verify
 
@@ -73,6 +74,49 @@ def test_the_distribution_is_that_of_plain_sampling(filters: dict[str, Any]) -> 
     rate = float(accepted.double().mean())
     proposed = torch.bincount(drafts.long(), minlength=VOCAB).double() / DRAWS
     assert abs(rate - float((proposed * expected).sum())) < 5 / DRAWS**0.5
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_drafts_with_probabilities_preserve_the_distribution(filters: dict[str, Any]) -> None:
+    """DRAWS drafts from another distribution q: they are accepted with the probability sum of min(p, q), the largest possible."""
+    generator = torch.Generator().manual_seed(6)
+    target, other = torch.randn(2, VOCAB, generator=generator) * 1.5
+    other[3] = -torch.inf
+    proposed = torch.softmax(other.double(), 0)
+    drafts = torch.multinomial(proposed, DRAWS, True, generator=generator).int()
+    draw = draw_params(filters, torch.randint(-(2**62), 2**62, (DRAWS,), generator=generator))
+    found = draw_with_drafts(target.expand(DRAWS, -1), draw, drafts, other.expand(DRAWS, -1))
+    expected = probabilities(target, **filters)
+    assert chi_square(found, expected) > 1e-4
+    best = float(torch.minimum(expected, proposed).sum())
+    assert abs(float((found == drafts).double().mean()) - best) < 3 / DRAWS**0.5
+    # Tokens that are known given the draft: a rejected draft is never drawn again, and what replaces it has p > q.
+    assert bool((expected > proposed)[found[found != drafts].long()].all())
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_drafts_with_the_random_number_of_the_position(filters: dict[str, Any]) -> None:
+    """A draft engine samples with the random number of the model. Similar distributions agree more often than independent draws do."""
+    generator = torch.Generator().manual_seed(7)
+    target = torch.randn(VOCAB, generator=generator) * 1.5
+    similar = target + torch.randn(VOCAB, generator=generator) * 0.2
+    draw = draw_params(filters, torch.randint(-(2**62), 2**62, (DRAWS,), generator=generator))
+    drafts = reference.sample(similar.expand(DRAWS, -1), draw)
+    sampled = reference.sample(target.expand(DRAWS, -1), draw)
+    expected, proposed = probabilities(target, **filters), probabilities(similar, **filters)
+    assert chi_square(sampled, expected) > 1e-4 and chi_square(drafts, proposed) > 1e-4
+    agreed = float((drafts == sampled).double().mean())
+    assert float((proposed * expected).sum()) + 0.2 < agreed <= float(torch.minimum(proposed, expected).sum()) + 3 / DRAWS**0.5
+
+
+def draw_params(filters: dict[str, Any], seeds: Tensor) -> DrawParams:
+    options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters
+    count = len(seeds)
+    return DrawParams(
+        temperature=torch.full((count,), options["temperature"]), top_k=torch.full((count,), options["top_k"], dtype=torch.int32),
+        top_p=torch.full((count,), options["top_p"]), min_p=torch.full((count,), options["min_p"]), seeds=seeds,
+        counters=torch.full((count,), 7, dtype=torch.int32), all_greedy=False,
+    )  # fmt: skip
 
 
 def logits_after(tokens: list[int]) -> Tensor:

@@ -213,6 +213,9 @@ def test_inconsistent_grpc_messages(server: RunningServer, raw: list[bytes], err
         ({"runtime_top_p_decay": 0.5}, "only 1 is supported"),
         ({"lora_task_id": np.array([[0]], np.uint64)}, "there are no adapters"),
         ({"draft_input_ids": [1, 1 << 30]}, "prediction=1073741824 is refused"),
+        ({"draft_input_ids": [5, 6], "draft_logits": np.zeros((1, 1, 512), np.float32)}, "so the shape must be [2, 512]"),
+        ({"draft_input_ids": [5], "draft_logits": np.full((1, 1, 512), np.nan, np.float32)}, "draft token 0 has no finite largest logit"),
+        ({"draft_acceptance_threshold": 0.5}, "a threshold would change what is generated"),
         ({"return_context_logits": True}, "return_context_logits=True is refused"),
     ],
 )

@@ -376,6 +376,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     prediction: str | list[int] = ""
     """What the answer is expected to contain: text, or token ids. A server with speculative decoding verifies it as a draft."""
 
+    draft_logits: bytes = b""
+    """The float32 logits [tokens, vocabulary] from which the token ids of `prediction` were sampled. Empty: unknown."""
+
     draft_tokens: int | None = None
     """Largest number of draft tokens per step, if lower than that of the server. 0: none."""
 

@@ -21,6 +21,7 @@ from stoker.cli.node_options import check_required_nodes
 from stoker.deploy import prepare
 from stoker.deploy.build_settings import BuildSettings, apply_build_settings
 from stoker.deploy.deployment import BuildOptions, Deployment, EngineInfo, EngineSource
+from stoker.deploy.draft_engine import names_missing_engine
 from stoker.deploy.model_name import model_name_of
 from stoker.deploy.runtime_checks import check_device, check_runtime, with_runtime_limits
 from stoker.deploy.triton.export import five_models
@@ -75,7 +76,7 @@ def prepare_server(
     prepared = prepare.prepare_engine(deployment, env.child_environment(), progress)
     if nodes.num_nodes == 1:
         check_required_nodes(deployment.nodes, nodes, num_ranks=engine_info(prepared.engine).mapping.world_size)
-    _check_start(prepared.engine, deployment, nodes)
+    _check_start(prepared.engine, prepared.deployment, nodes)
     return PreparedServer(
         engine=prepared.engine,
         settings=_with_models(prepared.deployment.server, prepared.engine),
@@ -144,7 +145,10 @@ def _check_start(path: Path, deployment: Deployment, nodes: NodeSettings) -> Non
     from stoker.runtime.load import check_start
 
     engine, options = Engine.open(path), deployment.server.options
-    check_start(engine, deployment.runtime, nodes)
+    runtime = deployment.runtime
+    if names_missing_engine(deployment):
+        runtime = msgspec.structs.replace(runtime, speculate="none")
+    check_start(engine, runtime, nodes)
     beams, limit = options.max_beam_width if isinstance(options, TritonOptions) else 1, engine.config.limits.max_beam_width
     if beams > limit:
         raise ConfigError(

@@ -15,6 +15,7 @@ from stoker.deploy import sources
 from stoker.deploy.build_settings import BuildSettings
 from stoker.deploy.cached_engines import find_cached_engine
 from stoker.deploy.deployment import FORMATS, BuildOptions, Deployment, EngineSource, configuration_files, find_format
+from stoker.deploy.draft_engine import with_built_draft_engine
 from stoker.deploy.engine import read_config
 from stoker.deploy.lmi.load import CONTAINER, load_lmi
 from stoker.deploy.model_name import checkpoint_name_of
@@ -95,7 +96,7 @@ def prepare_engine(deployment: Deployment, environment: Environment[str, str], p
     if complete is not None:
         deployment = complete(deployment, local)
     engine = _engine(deployment, local, environment, progress)
-    deployment = with_local_drafts(deployment, environment, progress)
+    deployment = with_built_draft_engine(with_local_drafts(deployment, environment, progress), engine, progress)
     return PreparedEngine(engine=engine, deployment=deployment, tokenizer=_tokenizer(deployment, engine, environment, progress))
 
 

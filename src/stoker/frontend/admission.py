@@ -32,6 +32,11 @@ def check_request(request: GenerationRequest, info: ExecutorInfo) -> None:
         raise RequestError("draft_tokens", request.draft_tokens, "it must be at least 0")
     if isinstance(request.prediction, list):
         check_ids("prediction", request.prediction, info.vocab_size)
+    if request.draft_logits:
+        count = len(request.prediction) if isinstance(request.prediction, list) else 0
+        if len(request.draft_logits) != 4 * count * info.vocab_size:
+            limit = f"there are {count} draft tokens and {info.vocab_size} tokens in the vocabulary"
+            raise RequestError("draft_logits", f"{len(request.draft_logits) // 4} values", limit, cure="Send a row for each draft token.")
     check_params(request.params, info)
 
 

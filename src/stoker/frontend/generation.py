@@ -170,6 +170,7 @@ class GenerationService(Service):
         check_prompt(prompt_ids, request.params, self.info)
         stopwatch.prepared()
         left_s = None if request.timeout_s is None else max(0.0, request.timeout_s - (time.monotonic() - stopwatch.started))
+        draft_ids = await self._prediction_ids(request)
         task = TokenRequest(
             request_id=request.request_id,
             prompt_ids=prompt_ids,
@@ -179,7 +180,8 @@ class GenerationService(Service):
             timeout_s=left_s,
             cache_salt=request.cache_salt,
             max_drafts=request.draft_tokens,
-            draft_ids=await self._prediction_ids(request),
+            draft_ids=draft_ids,
+            draft_logits=self._draft_logits(request, len(draft_ids)),
             traced=request.traced,
         )
         return await with_ticket(task, self._client)
@@ -220,6 +222,10 @@ class GenerationService(Service):
             return request.prediction[:limit]
         text = request.prediction[: limit * self.tokenizer.max_token_chars]
         return (await self._encode(text, add_special_tokens=False))[:limit]
+
+    def _draft_logits(self, request: GenerationRequest, count: int) -> bytes:
+        """The logits of the first `count` draft tokens. Empty unless drafts are those of the request only, as the logits assume."""
+        return request.draft_logits[: 4 * count * self.info.vocab_size] if self.info.speculate == "request" else b""
 
     async def _deltas(self, task: TokenRequest, stopwatch: Stopwatch) -> AsyncGenerator[list[Delta], None]:
         """Run a checked request on the executor, and yield its deltas."""

@@ -28,6 +28,7 @@ class TokenRequest(msgspec.Struct, kw_only=True):
     adapter: int = NO_ADAPTER  # index of a low-rank adapter of the engine
     max_drafts: int | None = None  # largest number of drafts per step; None: that of the executor
     draft_ids: list[int] = []  # what the answer is expected to contain, which the proposers `request` and `ngram` use
+    draft_logits: bytes = b""  # float32 [draft_ids, vocab]: the logits from which draft_ids were sampled; empty if unknown
     traced: bool = False  # whether the first outputs report when the prompt was computed
     transfer: Ticket | None = None  # the prompt is computed for another executor, or by one
 

@@ -23,13 +23,13 @@ _UNSIGNED = Whole(0)
 
 
 class DraftModel(Location, frozen=True):
-    """`ngram`, or the location of draft heads. A relative path is one of the model folder, and begins with ./"""
+    """`ngram`, or the location of a draft model or of draft heads. A relative path is one of the model folder, and begins with ./"""
 
     def check(self, value: Any) -> str:
         if str(value).strip().lower() in ("ngram", "[ngram]"):
             return "ngram"
         if "/" not in str(value):
-            cure = "Use ngram, or the directory (./NAME in the model folder), hub id or address of draft heads."
+            cure = "Use ngram, or the directory (./NAME in the model folder), hub id or address of a draft model."
             raise InvalidValueError(value, "it is neither ngram nor a location", cure=cure)
         return super().check(value)
 
@@ -51,7 +51,6 @@ GPT = names("gpt2", "santacoder", "starcoder", "starcoder2")
 _ALWAYS = "Stoker always does this"
 _AUTOMATIC = "Stoker chooses this by shapes and device"
 _NO_LORA = "LoRA adapters are not served"
-_NO_DRAFT = "speculative decoding with a draft model is not served"
 _TRT = "it is a setting of the TensorRT build, which does not take place"
 
 _MODEL = (
@@ -238,15 +237,15 @@ _BUILD = (
     no_effect("option.max_lora_rank", _UNSIGNED, _NO_LORA),
     no_effect("option.max_cpu_loras", _UNSIGNED, _NO_LORA),
     rejected("option.adapters", _NO_LORA, "", type=_TEXT, alternative="Merge the adapters into the checkpoint."),
-    rejected("option.draft_model_id", _NO_DRAFT, "", type=_TEXT),
+    accepted("option.draft_model_id", DraftModel(), "the same as option.speculative_draft_model", "runtime.speculate"),
     accepted(
         "option.speculative_draft_model",
         DraftModel(),
-        "ngram is prompt lookup; or a directory, hub id or address of draft heads",
+        "ngram is prompt lookup; or a directory, hub id or address of a draft model or of draft heads",
         "runtime.speculate",
     ),
     accepted("option.max_draft_len", Whole(1, MAX_DRAFT_TOKENS), "draft tokens per step", "runtime.draft_tokens"),
-    rejected("option.spec_length", _NO_DRAFT, 0, type=_UNSIGNED),
+    accepted("option.spec_length", Whole(1, MAX_DRAFT_TOKENS), "the same as option.max_draft_len", "runtime.draft_tokens"),
 )
 
 TABLE: FieldTable[FieldRow] = FieldTable(

@@ -58,25 +58,30 @@ def _use_arguments(settings: CollectedSettings) -> None:
             settings.note(unused.key, "the engine is built already; the settings of its build apply", unused.origin, "warning")
 
 
-def take_heads(settings: CollectedSettings) -> EngineSource | None:
-    """The repository of draft heads, which runtime.speculate then names. Raises PlacedError if it does not agree with the mode."""
+def read_draft_repository(settings: CollectedSettings) -> EngineSource | None:
+    """The repository of a draft model or of draft heads, which runtime.speculate then names. None: the mode has none.
+
+    Raises PlacedError if it does not agree with the mode.
+    """
     if settings.get("heads.location"):
         _check_repository(settings, "heads.source", "heads.location")
     found = {name: settings.pop(f"heads.{name}") for name in ("source", "location", "revision", "token_secret")}
     given = [setting for setting in found.values() if setting is not None]
     mode = settings.get("runtime.speculate")
-    if mode == HEADS:
+    if mode == HEADS or (mode == "request" and given):
         setting, location = settings.setting("runtime.speculate"), found["location"]
         if location is None:
             limit = "it needs draft heads, which speculator.checkpoint_repository.repo must name"
-            raise invalid_value(setting.origin, setting.key, "MEDUSA or EAGLE", limit, "Add checkpoint_repository with source and repo.")
+            modes = "MEDUSA or EAGLE" if mode == HEADS else "DRAFT_TOKENS_EXTERNAL"
+            limit = limit if mode == HEADS else "speculator.checkpoint_repository has no repo"
+            raise invalid_value(setting.origin, setting.key, modes, limit, "Add checkpoint_repository with source and repo.")
         settings.pop("runtime.speculate")
         settings.set("runtime.speculate", location.value, location.origin, location.key)
         secret = found["token_secret"].value if found["token_secret"] else "hf_access_token"
         check_secret_name(secret)
         return EngineSource(location=location.value, revision=found["revision"].value if found["revision"] else None, token_secret=secret)
     if given:
-        limit = "draft models are not served; only MEDUSA and EAGLE have a repository"
+        limit = "only DRAFT_TOKENS_EXTERNAL, MEDUSA and EAGLE have a repository"
         raise invalid_value(given[0].origin, given[0].key, given[0].value, limit, "Set speculative_decoding_mode to one of them.")
     return None
 

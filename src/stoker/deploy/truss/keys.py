@@ -46,9 +46,8 @@ HEADS = "heads"  # of MEDUSA and EAGLE, until their location is read
 
 
 def _speculator_rows() -> tuple[FieldRow, ...]:
-    """The rows for the speculator of trt_llm.build. Lookahead decoding is prompt lookup. Draft heads are in a repository of their own."""
+    """The rows for the speculator of trt_llm.build. Draft models and heads are in a repository of their own."""
     section, lookahead = _BUILD + "speculator.", "prompt lookup has no windows; answers are the same for every value"
-    no_draft = "speculative decoding with a draft model is not served"
     repository = section + "checkpoint_repository."
     modes = Choice({"lookahead_decoding": "ngram", "draft_tokens_external": "request", "medusa": HEADS, "eagle": HEADS})
     numbers = ("lookahead_windows_size", "lookahead_ngram_size", "lookahead_verification_set_size")
@@ -56,18 +55,23 @@ def _speculator_rows() -> tuple[FieldRow, ...]:
         accepted(
             section + "speculative_decoding_mode",
             modes,
-            "LOOKAHEAD_DECODING is prompt lookup, DRAFT_TOKENS_EXTERNAL verifies the drafts of requests, MEDUSA and EAGLE have draft heads",
+            "LOOKAHEAD_DECODING is prompt lookup, DRAFT_TOKENS_EXTERNAL has a draft model or drafts of requests, MEDUSA and EAGLE heads",
             "runtime.speculate",
         ),
         no_effect(section + "enable_b10_lookahead", _FLAG, "speculative_decoding_mode selects prompt lookup"),
         accepted(section + "num_draft_tokens", Whole(1, MAX_DRAFT_TOKENS), target="runtime.draft_tokens"),
         *(no_effect(section + name, _UNSIGNED, lookahead) for name in numbers),
-        accepted(repository + "source", SOURCES, "of the draft heads: as for the checkpoint", "heads.source"),
-        accepted(repository + "repo", Location(), "draft heads for MEDUSA and EAGLE", "heads.location"),
+        accepted(repository + "source", SOURCES, "of the draft model or heads: as for the checkpoint", "heads.source"),
+        accepted(
+            repository + "repo",
+            Location(),
+            "the draft model, or draft heads for MEDUSA and EAGLE",
+            "heads.location",
+        ),
         accepted(repository + "revision", Line(), target="heads.revision"),
         accepted(repository + "runtime_secret_name", Line(), "default hf_access_token", "heads.token_secret"),
-        rejected(section + "build", no_draft, *_NONE, type=_ANY),
-        no_effect(section + "runtime", _ANY, "it configures a draft model, which is rejected"),
+        no_effect(section + "build", _ANY, "the draft engine is built with the defaults for the device"),
+        no_effect(section + "runtime", _ANY, "the draft engine runs in the executor, with its settings"),
     )
 
 

@@ -18,7 +18,7 @@ from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource, Ori
 from stoker.deploy.devices import visible_gpus
 from stoker.deploy.secrets import check_secret_name
 from stoker.deploy.sources.store import is_inside
-from stoker.deploy.truss.dependent_settings import apply_dependent_settings, is_before_trt_llm, take_heads
+from stoker.deploy.truss.dependent_settings import apply_dependent_settings, is_before_trt_llm, read_draft_repository
 from stoker.deploy.truss.keys import TABLE
 from stoker.deploy.truss.runtime_packages import add_runtime_packages
 from stoker.deploy.truss.shape import SECTIONS, check_shape
@@ -84,7 +84,7 @@ def _walk(node: Node, path: str, file: str, settings: CollectedSettings) -> Iter
 def _deployment(settings: CollectedSettings, folder: Path) -> Deployment:
     """The Deployment with the collected settings."""
     source = _engine_source(settings, folder) if settings.get("engine.location") else _build_options(settings)
-    tokenizer, drafts = settings.get("engine.tokenizer"), take_heads(settings)
+    tokenizer, drafts = settings.get("engine.tokenizer"), read_draft_repository(settings)
     runtime = settings.build(RuntimeConfig, "runtime")
     if drafts is not None:
         drafts = msgspec.structs.replace(drafts, location=_in_folder(drafts.location, folder))

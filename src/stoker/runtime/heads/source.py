@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stoker.base.config import MAX_DRAFT_TOKENS
-from stoker.base.errors import ConfigError
+from stoker.base.errors import CheckpointError, ConfigError
 from stoker.engine.reader import Engine
 from stoker.layers.decoder import Decoder
 from stoker.quant.formats.dense import Dense
@@ -53,6 +53,15 @@ class HeadSource(DraftSource):
 def has_heads(path: Path) -> bool:
     """Whether a directory has files of weights, and is then checked for draft heads."""
     return path.is_dir() and any(file for pattern in WEIGHT_FILES for file in path.glob(pattern))
+
+
+def is_head_folder(path: Path) -> bool:
+    """Whether a directory has draft heads of a known kind. False for a checkpoint of a model."""
+    try:
+        kind_of(HeadFolder.open(path))
+    except CheckpointError:
+        return False
+    return True
 
 
 def check_heads(path: Path, engine: Engine) -> None:

@@ -18,6 +18,7 @@ from stoker.kernels.types import DrawParams
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.sampling.allowed_tokens import AllowedTokens
 from stoker.runtime.sampling.bad_words import BadWords
+from stoker.runtime.sampling.draft_probabilities import DraftLogits, supplied_logits, uses_draft_logits
 from stoker.runtime.sampling.feature import Feature, SampledRow
 from stoker.runtime.sampling.grammar_compiler import Grammars
 from stoker.runtime.sampling.guided_decoding import Guides
@@ -167,8 +168,11 @@ class Sampler:
             feature.remove(seq_id)
 
     def is_plain(self, sequences: list[Sequence]) -> bool:
-        """Whether the sequences use neither features nor log-probabilities, so that a captured step can be used."""
-        return not any(s.seq_id in self._users or s.params.logprobs is not None or s.params.prompt_logprobs is not None for s in sequences)
+        """Whether the sequences use neither features, log-probabilities nor supplied logits, so that a captured step can be used."""
+        return not any(
+            s.seq_id in self._users or s.params.logprobs is not None or s.params.prompt_logprobs is not None or uses_draft_logits(s)
+            for s in sequences
+        )
 
     def sample(
         self,
@@ -190,7 +194,8 @@ class Sampler:
         sent = iter(self._buffers.send([*chain.from_iterable(gathered), *(chunk.targets for chunk in prompt)]))
         inputs = {feature: list(islice(sent, len(arrays))) for feature, arrays in zip(users, gathered, strict=True)}
         draw = self.table.gather(rows, counters, self.table.all_greedy(sequences))
-        token_ids, verified = self._sample(plain, draw, inputs, drafts.tensors if drafts is not None else None)
+        supplied = supplied_logits(sequences, drafts.ids, logits.shape[1]) if drafts is not None else None
+        token_ids, verified = self._sample(plain, draw, inputs, drafts.tensors if drafts is not None else None, supplied)
         num_tops = [seq.params.logprobs for seq in sequences if seq.params.logprobs is not None]
         parts = others.split([len(chunk.targets) for chunk in prompt])
         scored = [
@@ -200,7 +205,7 @@ class Sampler:
         return Sampled(token_ids, score(plain, token_ids, max(num_tops)) if num_tops else None, scored, verified)
 
     def _sample(
-        self, logits: Tensor, draw: DrawParams, inputs: dict[Feature, list[Tensor]], drafts: StepDrafts | None
+        self, logits: Tensor, draw: DrawParams, inputs: dict[Feature, list[Tensor]], drafts: StepDrafts | None, supplied: DraftLogits | None
     ) -> tuple[Tensor, Verified | None]:
         """Apply features to the logits [L, V], sample token ids [L], verify drafts, and report the tokens to the features."""
         if inputs:
@@ -210,6 +215,8 @@ class Sampler:
         for feature, tensors in inputs.items():
             feature.apply(logits, *tensors)
         token_ids, verified = ops.sample(logits, draw), None
+        if supplied is not None:
+            token_ids = supplied.apply(token_ids, logits, draw)
         if drafts is not None:
             verified = verify(token_ids, drafts)
             if inputs:

@@ -58,10 +58,13 @@ class EngineDrafter(Drafter):
 class EngineSource(DraftSource):
     """The weights of a draft engine on the device."""
 
-    def __init__(self, engine: Engine, target: EngineConfig, device: torch.device, num_positions: int, num_drafts: int) -> None:
-        """Load the weights. `num_positions`: the length of the longest sequence. Raises EngineError."""
+    def __init__(
+        self, engine: Engine, target: EngineConfig, device: torch.device, num_positions: int, num_drafts: int, window: int | None
+    ) -> None:
+        """Load the weights. `num_positions`: the length of the longest sequence. `window`: an attention window. Raises EngineError."""
         self.engine, self.target, self.device, self.num_drafts = engine, target, device, num_drafts
-        self.model = Decoder(engine.config.model, engine.loader(0, device), num_positions)
+        config = engine.config.model
+        self.model = Decoder(config if window is None else config.windowed(window), engine.loader(0, device), num_positions)
         self.num_bytes = engine.config.files["rank0.safetensors"].size if "rank0.safetensors" in engine.config.files else 0
 
     @property

@@ -13,7 +13,7 @@ from stoker.base.config import MAX_DRAFT_TOKENS, PROPOSERS, RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.engine.reader import Engine
 from stoker.layers.decoder import Decoder
-from stoker.runtime.heads.source import HeadSource, check_heads, has_heads
+from stoker.runtime.heads.source import HeadSource, check_heads, has_heads, is_head_folder
 from stoker.runtime.worker.draft_engine import EngineSource, check_draft_engine, is_engine
 from stoker.runtime.worker.drafter import DraftSource
 
@@ -27,6 +27,7 @@ class DraftTask:
     device: torch.device
     max_seq_len: int  # the longest sequence
     num_drafts: int  # the largest number of drafts per sequence
+    window: int | None  # attend only to this number of most recent tokens
 
 
 class DraftKind(NamedTuple):
@@ -43,7 +44,7 @@ def _check_engine(task: DraftTask) -> None:
 
 def _load_engine(task: DraftTask, model: Decoder) -> DraftSource:
     positions = task.max_seq_len + MAX_DRAFT_TOKENS + 1
-    return EngineSource(Engine.open(task.path), task.target.config, task.device, positions, task.num_drafts)
+    return EngineSource(Engine.open(task.path), task.target.config, task.device, positions, task.num_drafts, task.window)
 
 
 def _check_heads(task: DraftTask) -> None:
@@ -63,6 +64,11 @@ DRAFT_KINDS = {
 def uses_drafter(config: RuntimeConfig) -> bool:
     """Whether `config` names a directory that drafts on the device."""
     return config.speculate not in PROPOSERS
+
+
+def is_drafter(path: Path) -> bool:
+    """Whether a directory can draft as it is. A checkpoint of a model cannot: an engine is built from it first."""
+    return is_engine(path) or is_head_folder(path)
 
 
 def draft_kind(path: Path) -> str:

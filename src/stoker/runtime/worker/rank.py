@@ -214,7 +214,9 @@ def load_rank(engine: Engine, config: RuntimeConfig, device: torch.device, world
 
 def draft_task(engine: Engine, config: RuntimeConfig, device: torch.device, capacity: Capacity) -> DraftTask:
     """What the drafter that `config` names is loaded for."""
-    return DraftTask(Path(config.speculate), engine, device, capacity.max_seq_len, config.draft_tokens)
+    window = config.attention_window
+    window = None if window is None or window >= capacity.max_seq_len else window
+    return DraftTask(Path(config.speculate), engine, device, capacity.max_seq_len, config.draft_tokens, window)
 
 
 def _windowed(model: ModelConfig, config: RuntimeConfig, capacity: Capacity) -> ModelConfig:

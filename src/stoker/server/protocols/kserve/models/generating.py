@@ -20,6 +20,7 @@ from stoker.server.protocols.kserve.in_flight import InFlight
 from stoker.server.protocols.kserve.inference import MAX_CACHED, TEXT, Inference, Parameters, Response, Responses, Tensors
 from stoker.server.protocols.kserve.model_config import QueuePolicy, TritonOptions
 from stoker.server.protocols.kserve.models import stop_sequences as stop_ids
+from stoker.server.protocols.kserve.models.draft_logits import draft_logits
 from stoker.server.protocols.kserve.models.metrics import RequestedMetrics, SequenceClock, metric_outputs, requested_metrics
 from stoker.server.protocols.kserve.models.request_parameters import priority, timeout_s
 from stoker.server.protocols.kserve.models.results import Scores, SequencePart, common_outputs
@@ -156,10 +157,11 @@ class GeneratingModel(ABC):
                 "with beam search, a stop word must have one token",
                 cure="Use stop_words of the ensemble.",
             )
+        logits = draft_logits(row, service.info.vocab_size)
         excludes = row.value("exclude_input_in_output", self._options.exclude_input_in_output)
         return PlannedRow(
             row=row.index,
-            request=self._request(prompt, params, inference, service, row.ids("draft_input_ids", row.size("draft_input_ids"))),
+            request=self._request(prompt, params, inference, service, row.ids("draft_input_ids", row.size("draft_input_ids")), logits),
             stop_words=stop_words,
             streaming=streaming,
             excludes_input=excludes,
@@ -171,7 +173,7 @@ class GeneratingModel(ABC):
         )
 
     def _request(
-        self, prompt: str | list[int], params: SamplingParams, inference: Inference, service: Service, draft_ids: list[int]
+        self, prompt: str | list[int], params: SamplingParams, inference: Inference, service: Service, draft_ids: list[int], logits: bytes
     ) -> GenerationRequest:
         """The request to the service. Raises RequestError for an unknown token id, and for a bad priority or timeout."""
         queue = inference.model.queue or QueuePolicy()
@@ -180,6 +182,7 @@ class GeneratingModel(ABC):
             prompt=prompt if isinstance(prompt, str) else _known_ids(prompt, service.info.vocab_size),
             params=params,
             prediction=draft_ids,
+            draft_logits=logits,
             add_special_tokens=self._settings.add_special_tokens,
             priority=priority(inference.parameters, queue),
             timeout_s=timeout_s(inference.parameters, self._settings.request_timeout_s),

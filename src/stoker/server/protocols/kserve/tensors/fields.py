@@ -12,7 +12,7 @@ _NO_PROMPT_TABLES = "there are no prompt tables"
 _NO_ADAPTERS = "there are no adapters"
 _NO_LOGITS = "logits are not returned; return_log_probs is supported"
 _NO_DRAFT = "there is no draft model"
-_NO_DRAFT_LOGITS = "draft tokens are compared with sampled tokens, without their probabilities"
+_NO_THRESHOLD = "a threshold would change what is generated"
 _LOOKAHEAD = "prompt lookup has no windows; answers are the same for every value"
 _TEXT_ONLY = "this model reads text only"
 _NO_RETENTION = "KV cache blocks are evicted by last use, without priorities"
@@ -50,6 +50,7 @@ INPUTS = FieldTable(
         _input("len_penalty", "beam search: score ÷ length ** len_penalty", "length_penalty"),
         _input("early_stopping", "beam search: end when enough candidates have ended", "early_stopping"),
         _input("draft_input_ids", "the expected answer; with --speculate, it is verified as a draft"),
+        _input("draft_logits", "the logits from which draft_input_ids were sampled; with --speculate request, more of them are accepted"),
         no_effect("lookahead_window_size", ANYTHING, _LOOKAHEAD),
         no_effect("lookahead_ngram_size", ANYTHING, _LOOKAHEAD),
         no_effect("lookahead_verification_set_size", ANYTHING, _LOOKAHEAD),
@@ -113,8 +114,7 @@ INPUTS = FieldTable(
         rejected("return_generation_logits", _NO_LOGITS),
         rejected("num_draft_tokens", _NO_DRAFT),
         rejected("use_draft_logits", _NO_DRAFT),
-        rejected("draft_logits", _NO_DRAFT_LOGITS),
-        rejected("draft_acceptance_threshold", _NO_DRAFT_LOGITS),
+        rejected("draft_acceptance_threshold", _NO_THRESHOLD),
         rejected("image_input", _TEXT_ONLY),
         rejected("image_bytes_input", _TEXT_ONLY),
         rejected("image_url_input", _TEXT_ONLY),
