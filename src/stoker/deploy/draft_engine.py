@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -11,9 +11,6 @@ from stoker.base.config import PROPOSERS
 from stoker.deploy.deployment import Deployment
 from stoker.deploy.engine import read_config
 from stoker.deploy.model_name import checkpoint_name_of
-
-if TYPE_CHECKING:
-    from stoker.deploy.prepare import Progress
 
 
 def must_be_built(path: Path) -> bool:
@@ -29,7 +26,7 @@ def names_missing_engine(deployment: Deployment) -> bool:
     return deployment.runtime.speculate not in PROPOSERS and (not path.exists() or must_be_built(path))
 
 
-def with_built_draft_engine(deployment: Deployment, engine: Path, progress: Progress | None) -> Deployment:
+def with_built_draft_engine(deployment: Deployment, engine: Path, progress: Callable[[str, int, int | None], None] | None) -> Deployment:
     """A copy in which `speculate` names a draft engine where it named a checkpoint. It is built for the device of `engine`.
 
     Raises CheckpointError or ConfigError.
