@@ -35,7 +35,8 @@ and vLLM rotates a part of each head, so a file with it has two meanings. `stoke
 know to have no effect.
 
 A model can be split over any number of ranks. Heads that the ranks do not divide evenly are padded with zeros, and a key-value head that
-several ranks need is stored on each of them.
+several ranks need is stored on each of them. Layers with a [recurrent state](concepts/recurrent-states.md) require a number of ranks that
+divides their heads.
 
 | family | `architectures` | oracle | tensor parallel |
 |---|---|---|---|
@@ -44,11 +45,14 @@ several ranks need is stored on each of them.
 # Rows that tests/gpu has not run yet.
 _CPU_ONLY = (
     "ApertusForCausalLM", "ArceeForCausalLM", "CwmForCausalLM", "Ernie4_5_MoeForCausalLM", "Ernie4_5ForCausalLM", "Exaone4ForCausalLM",
-    "ExaoneForCausalLM", "Glm4MoeForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM", "HunYuanDenseV1ForCausalLM",
-    "HunYuanMoEV1ForCausalLM", "Kimi_K25ForConditionalGeneration", "Llama4ForCausalLM", "Llama4ForConditionalGeneration",
+    "ExaoneForCausalLM", "Glm4MoeForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeHybridForCausalLM",
+    "GraniteMoeSharedForCausalLM", "HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "Kimi_K25ForConditionalGeneration",
+    "Llama4ForCausalLM", "Llama4ForConditionalGeneration", "Mamba2ForCausalLM",
     "MiniCPMForCausalLM", "MiniMaxM2ForCausalLM", "Ministral3ForCausalLM", "MinistralForCausalLM", "Mistral3ForConditionalGeneration",
     "NemotronForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM", "OlmoForCausalLM", "PhimoeForCausalLM",
-    "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "SeedOssForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM", "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration", "SeedOssForCausalLM",
     "SmolLM3ForCausalLM", "StableLmForCausalLM",
 )  # fmt: skip
 _VERSIONS = """

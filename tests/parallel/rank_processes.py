@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import BLOCK, Harness, Sequence, generate_in_batch, prefill_logits
+from harness import BLOCK, NUM_SLOTS, Harness, Sequence, generate_in_batch, prefill_logits
 from torch import Tensor
 
 from stoker.base.config import Mapping
@@ -20,6 +20,7 @@ from stoker.core.forward_batch import ForwardBatch
 from stoker.distributed.world import World, join
 from stoker.engine.reader import Engine
 from stoker.layers.decoder import Decoder
+from stoker.layers.state_cache import StateCache
 from stoker.runtime.worker.memory import make_caches
 
 CPU = torch.device("cpu")
@@ -37,7 +38,8 @@ class RankHarness(Harness):
         engine.check_world(world.size)
         self.model = Decoder(self.config, engine.loader(world.rank, CPU, world.tensor), num_positions, world.stage)
         layers = world.stage.layers(self.config.num_layers)
-        self.caches = make_caches(self.config, num_blocks, BLOCK, engine.kv_dtype, CPU, layers, mapping.tensor_parallel)
+        states = StateCache(self.config, layers, mapping.tensor_parallel, NUM_SLOTS, self.model.dtype, CPU)
+        self.caches = make_caches(self.config, num_blocks, BLOCK, engine.kv_dtype, CPU, layers, mapping.tensor_parallel, states)
         self.model.complete_caches(self.caches)
         self.leader = leader(mapping)
 
@@ -71,7 +73,7 @@ class Job:
         harness = RankHarness(Path(self.engine), self.positions, world)
         main = generate_in_batch(harness, self.prompt, self.strangers, self.num_new)
         again: Sequence | None = None
-        if not harness.config.requires_whole_prompt:
+        if not harness.config.requires_whole_prompt and not harness.config.has_state:
             again = harness.start([*self.prompt[:18], 5, 6, 7], share=main)
             assert again.computed == BLOCK
             harness.step([(again, 5)])

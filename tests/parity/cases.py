@@ -491,6 +491,24 @@ _NTK_ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast":
 _LAST_FULL = ["sliding_attention", "sliding_attention", "full_attention"]
 
 # (row of the table, what is special about this checkpoint) → a function that creates its reference.
+MAMBA2: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 40, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 10, "state_size": 12, "n_groups": 4,
+    "expand": 2, "conv_kernel": 4, "chunk_size": 8, "time_step_limit": (0.0, 90.0), "layer_norm_epsilon": 0.05,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+QWEN3_NEXT = MOE | {
+    "num_hidden_layers": 4, "head_dim": 16, "num_experts": 6, "shared_expert_intermediate_size": 40, "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "norm_topk_prob": True, "rms_norm_eps": 0.05,
+}  # fmt: skip
+_DELTA_NET_KEYS = ("head_dim", "rms_norm_eps", "num_hidden_layers")
+QWEN3_5 = GROUPED | {key: value for key, value in QWEN3_NEXT.items() if key in _DELTA_NET_KEYS or key.startswith("linear_")}
+QWEN3_NEXT_MOE = {key: value for key, value in QWEN3_NEXT.items() if key not in ("intermediate_size", "norm_topk_prob")}
+GRANITE_HYBRID = GROUPED | {
+    "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24, "shared_intermediate_size": 40, "mamba_n_heads": 8,
+    "mamba_d_head": 12, "mamba_d_state": 12, "time_step_limit": (0.0, 90.0), "embedding_multiplier": 3.0, "logits_scaling": 0.5,
+    "residual_multiplier": 0.6, "attention_multiplier": 0.3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+
 CASES: dict[tuple[str, str], Callable[[], Reference]] = {
     ("LlamaForCausalLM", "plain"): partial(native, "Llama", **LLAMA),
     ("LlamaForCausalLM", "tied, biased, no architectures"): partial(
@@ -548,6 +566,73 @@ CASES: dict[tuple[str, str], Callable[[], Reference]] = {
         native, "Qwen2Moe", **MOE, num_experts=6, shared_expert_intermediate_size=56, decoder_sparse_step=1, mlp_only_layers=[1]
     ),
     ("Qwen3ForCausalLM", "plain"): partial(native, "Qwen3", **GROUPED, **_HEAD),
+    ("Mamba2ForCausalLM", "plain"): partial(native, "Mamba2", **MAMBA2),
+    ("Mamba2ForCausalLM", "one group, biased, tied, long kernel"): partial(
+        native,
+        "Mamba2",
+        **MAMBA2 | {"n_groups": 1, "conv_kernel": 7, "time_step_limit": (0.0, float("inf"))},
+        use_bias=True,
+        tie_word_embeddings=True,
+    ),
+    ("Mamba2ForCausalLM", "no convolution bias, bounded time step"): partial(
+        native, "Mamba2", **MAMBA2 | {"expand": 1, "head_dim": 5, "time_step_limit": (0.6, 0.9)}, use_conv_bias=False, bare=True
+    ),
+    ("GraniteMoeHybridForCausalLM", "plain"): partial(native, "GraniteMoeHybrid", **GRANITE_HYBRID),
+    ("GraniteMoeHybridForCausalLM", "no experts, rotary, tied"): partial(
+        native,
+        "GraniteMoeHybrid",
+        **GRANITE_HYBRID | {"num_local_experts": 0, "mamba_n_groups": 2},
+        position_embedding_type="rope",
+        tie_word_embeddings=True,
+    ),
+    ("GraniteMoeHybridForCausalLM", "biased, no attention, bounded time step"): partial(
+        native,
+        "GraniteMoeHybrid",
+        **GRANITE_HYBRID | {"layer_types": None, "time_step_limit": (0.5, 0.8)},
+        mamba_proj_bias=True,
+        mamba_conv_bias=False,
+        mamba_d_conv=3,
+    ),
+    ("Qwen3NextForCausalLM", "plain"): partial(native, "Qwen3Next", **QWEN3_NEXT),
+    ("Qwen3NextForCausalLM", "dense layers, biased attention, other layer types"): partial(
+        native,
+        "Qwen3Next",
+        **QWEN3_NEXT | {"linear_num_value_heads": 6},
+        mlp_only_layers=[1],
+        attention_bias=True,
+        layer_types=["full_attention", "linear_attention", "linear_attention", "full_attention"],
+    ),
+    ("Qwen3NextForCausalLM", "one key head, tied, sparse step 2"): partial(
+        native,
+        "Qwen3Next",
+        **QWEN3_NEXT | {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 2},
+        tie_word_embeddings=True,
+        decoder_sparse_step=2,
+    ),
+    ("Qwen3_5ForCausalLM", "plain"): partial(native, "Qwen3_5Text", **QWEN3_5),
+    ("Qwen3_5ForCausalLM", "biased, tied, other layer types, rotary fraction"): partial(
+        native,
+        "Qwen3_5Text",
+        **QWEN3_5 | {"linear_num_value_heads": 6, "linear_conv_kernel_dim": 3},
+        attention_bias=True,
+        tie_word_embeddings=True,
+        layer_types=["full_attention", "linear_attention", "full_attention", "linear_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+    ),
+    ("Qwen3_5ForCausalLM", "with vision"): partial(
+        qwen_vl,
+        "Qwen3_5",
+        **{key: QWEN3_5[key] for key in QWEN3_5 if key not in GROUPED},
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]},
+    ),
+    ("Qwen3_5MoeForCausalLM", "plain"): partial(native, "Qwen3_5MoeText", **QWEN3_NEXT_MOE),
+    ("Qwen3_5MoeForCausalLM", "one key head, biased, other layer types"): partial(
+        native,
+        "Qwen3_5MoeText",
+        **QWEN3_NEXT_MOE | {"linear_num_key_heads": 1, "linear_num_value_heads": 3},
+        attention_bias=True,
+        layer_types=["full_attention", "linear_attention", "linear_attention", "full_attention"],
+    ),
     ("Qwen3MoeForCausalLM", "plain"): partial(native, "Qwen3Moe", **MOE, num_experts=6, norm_topk_prob=True, **_HEAD),
     ("GPT2LMHeadModel", "plain"): partial(native, "GPT2", **GPT),
     ("GPT2LMHeadModel", "as first published"): partial(native, "GPT2", strip="transformer.", **GPT, scale_attn_by_inverse_layer_idx=True),

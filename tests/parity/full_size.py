@@ -312,6 +312,27 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Command-R": (_as("CohereForCausalLM", _llama(8192, 22528, 40, 64, vocab=256000)), 34_980_831_232),
     "Command-R+": (_as("CohereForCausalLM", _llama(12288, 33792, 64, 96, 8, 256000), use_qk_norm=True), 103_810_674_688),
     "Command-R7B": (_as("Cohere2ForCausalLM", _llama(4096, 14336, 32, 32, 8, 256000)), 8_028_033_024),
+    "Mamba-Codestral-7B": ({"architectures": ["Mamba2ForCausalLM"]}, 7_285_403_648),
+    "Mamba2-2.7B": (
+        {
+            "architectures": ["Mamba2ForCausalLM"],
+            "hidden_size": 2560,
+            "num_heads": 80,
+            "n_groups": 1,
+            "vocab_size": 50288,
+            "tie_word_embeddings": True,
+        },
+        2_702_599_680,
+    ),
+    "Qwen3-Next-80B-A3B": ({"architectures": ["Qwen3NextForCausalLM"]}, 79_674_391_296),
+    "Qwen3.5-9B": (_as("Qwen3_5ForCausalLM", _llama(4096, 12288, 32, 16, 4, 248320)), 8_953_803_264),
+    "Qwen3.5-35B-A3B": ({"architectures": ["Qwen3_5MoeForCausalLM"]}, 34_660_610_688),
+    "Granite-4.0-H-Small": (
+        _as("GraniteMoeHybridForCausalLM", _llama(4096, 768, 40, 32, 8, 100352), tie_word_embeddings=True)
+        | {"shared_intermediate_size": 1536, "num_local_experts": 72, "num_experts_per_tok": 10, "mamba_d_state": 128}
+        | {"layer_types": ["attention" if i in (5, 15, 25, 35) else "mamba" for i in range(40)]},
+        32_207_337_984,
+    ),
     "gpt-oss-20B": (_GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32}, 20_914_757_184),
     "gpt-oss-120B": (_GPT_OSS, 116_829_156_672),
 }

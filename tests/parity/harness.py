@@ -14,9 +14,10 @@ from stoker.core.forward_batch import ForwardBatch
 from stoker.core.prefix_lm import BidirectionalPrefix, find_bidirectional_prefix
 from stoker.engine.reader import Engine
 from stoker.layers.decoder import Decoder
+from stoker.layers.state_cache import StateCache
 from stoker.runtime.worker.memory import make_caches
 
-BLOCK = 16
+BLOCK, NUM_SLOTS = 16, 16
 CPU = torch.device("cpu")
 
 
@@ -29,6 +30,7 @@ class Sequence:
     computed: int = 0
     logits: dict[int, Tensor] = field(default_factory=dict)
     prefix: BidirectionalPrefix | None = None
+    slot: int = -1  # of its recurrent states
 
 
 class Harness:
@@ -40,10 +42,12 @@ class Harness:
             self.load(Engine.open(engine), num_positions, num_blocks)
         self.free = list(range(num_blocks))
         random.Random(7).shuffle(self.free)
+        self.num_sequences = 0
 
     def load(self, engine: Engine, num_positions: int, num_blocks: int) -> None:
         self.model = Decoder(self.config, engine.loader(0, self.device), num_positions)
-        self.caches = make_caches(self.config, num_blocks, BLOCK, engine.kv_dtype, self.device)
+        states = StateCache(self.config, range(self.config.num_layers), 1, NUM_SLOTS, self.model.dtype, self.device)
+        self.caches = make_caches(self.config, num_blocks, BLOCK, engine.kv_dtype, self.device, states=states)
         self.model.complete_caches(self.caches)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -52,7 +56,8 @@ class Harness:
 
     def start(self, prompt: list[int], share: Sequence | None = None) -> Sequence:
         """A new sequence, which shares the full blocks of its common prefix with sequence `share`."""
-        sequence = Sequence(list(prompt))
+        sequence = Sequence(list(prompt), slot=self.num_sequences % NUM_SLOTS)
+        self.num_sequences += 1
         if self.config.prefix is not None:
             sequence.prefix = find_bidirectional_prefix(self.config.prefix, prompt)
         elif share is not None:
@@ -104,6 +109,7 @@ class Harness:
             num_decodes=sum(count == 1 for _, count in work),
             max_query_len=max(count for _, count in work),
             max_seq_len=max(span.stop for _, span in spans),
+            state_slots=ints([s.slot for s, _ in work]),
             logits_idx=ints(range(starts[-1])),
             prefix_lens=ints([p.length for p in prefixes]) if prefixes else None,
             block_positions=ints([s.prefix.block_position(i) for s, span in spans for i in span if s.prefix]) if prefixes else None,

@@ -64,4 +64,6 @@ def test_quantized_logits_are_near_the_reference(row: str, tmp_path: Path, lette
         prompt, _ = make_prompts(reference, harness)
         expected = reference.logits(prompt, len(prompt)).double()
         error = (prefill_logits(harness, prompt).double() - expected).norm() / expected.norm()
+        if harness.config.has_state:  # errors accumulate in the state, and the norm after it amplifies them
+            bound *= 2
         assert 1e-4 < error < bound, f"{recipe}; an error below 1e-4 means that nothing was quantized"

@@ -54,8 +54,8 @@ def test_unknown_architectures_are_refused_and_only_misspelled_ones_are_correcte
         resolve_architecture({"architectures": ["MixtralForCausalML"], "model_type": "mixtral"})
     with pytest.raises(CheckpointError, match=r"'MambaForCausalLM' is not supported\. The \d+ supported architectures are listed"):
         resolve_architecture({"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
-    with pytest.raises(CheckpointError, match=r"'mamba2' is not supported"):
-        resolve_architecture({"model_type": "mamba2"})
+    with pytest.raises(CheckpointError, match=r"'rwkv' is not supported"):
+        resolve_architecture({"model_type": "rwkv"})
     with pytest.raises(CheckpointError, match=r"neither architectures nor model_type"):
         resolve_architecture({})
 

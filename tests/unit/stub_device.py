@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from stoker.base.types import FinishReason
 from stoker.runtime.kv.tiers import BlockTransfer, HostTier, Tier, TierOccupancy
-from stoker.runtime.request import PrefixRoot, Sequence
+from stoker.runtime.request import PrefixRoot, Sequence, Status
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.proposers.proposer import Proposer
 
@@ -164,14 +164,21 @@ class Flight:
     plan: StepPlan
     rows: list[PlannedRow]
     ids: list[list[int]] | None = None
+    restores: list[tuple[int, int]] = field(default_factory=list)  # slots (from, to) of recurrent states
+    saves: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
 class Device:
-    """`p_nothing`: the probability that a row yields no token. `slots` and `host_slots` have a value per token position of each tier."""
+    """`p_nothing`: the probability that a row yields no token. `slots` and `host_slots` have a value per token position of each tier.
+
+    With `has_states`, rows also continue from a recurrent state per slot, which must be that of their tokens.
+    """
 
     size: int
     p_nothing: float
+    has_states: bool = False
+    states: dict[int, int] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)
     host_slots: dict[int, int] = field(default_factory=dict)
     newest: dict[int, int] = field(default_factory=dict)  # row → newest id, as on a real device
@@ -187,12 +194,17 @@ class Device:
             rows.append(
                 PlannedRow(seq, seq.row, start, num_new, samples, known, list(drafts), list(seq.blocks), self.num_applied[seq.seq_id])
             )
-        return Flight(plan, rows)
+        restores = [(slot, seq.row) for seq, slot in plan.state_restores]
+        return Flight(plan, rows, None, restores, [(seq.row, slot) for seq, _, slot in plan.state_saves])
 
     def run(self, flight: Flight) -> None:
         for transfer in flight.plan.transfers:
             self.copy_block(transfer)
+        for source, target in flight.restores:
+            self.states[target] = self.states[source]
         flight.ids = [self.run_row(planned) for planned in flight.rows]
+        for source, target in flight.saves:
+            self.states[target] = self.states[source]
 
     def copy_block(self, transfer: BlockTransfer) -> None:
         tiers = {Tier.DEVICE: self.slots, Tier.HOST: self.host_slots}
@@ -201,7 +213,9 @@ class Device:
             tiers[transfer.target][transfer.target_block * self.size + offset] = value
 
     def fail(self, flight: Flight) -> None:
-        """The step raised: the targets of its transfers have undefined contents."""
+        """The step raised: the targets of its transfers, and the states of its rows, have undefined contents."""
+        for target in [target for _, target in (*flight.restores, *flight.saves)] + [planned.row for planned in flight.rows]:
+            self.states[target] = -1
         for transfer in flight.plan.transfers:
             slots = self.slots if transfer.target is Tier.DEVICE else self.host_slots
             slots.update({transfer.target_block * self.size + offset: -1 for offset in range(self.size)})
@@ -216,9 +230,12 @@ class Device:
         slots = [planned.blocks[p // self.size] * self.size + p % self.size for p in range(start + planned.num_new)]
         read = [self.slots[slot] for slot in slots[:start]]
         states, state = [], read[-1] if read else root(prefix_root)
+        if self.has_states and start and seq.status is not Status.FINISHED:  # a failed step ends its sequences
+            assert self.states[planned.row] == state, "a row continues from another state than that of its tokens"
         for slot, token in zip(slots[start:], [*known, *drafts], strict=True):
             state = self.slots[slot] = link(state, token)
             states.append(state)
+        self.states[planned.row] = state
         expected = chain(prefix_root, [*seq.request.prompt_ids, *EXPECTED[seq.seq_id]])
         # Steps that are planned before the end of a sequence is known continue after it.
         assert read[: len(expected)] == expected[:start], "a row reads the tokens of another sequence"

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from stoker.base.errors import RequestError
 from stoker.base.types import FinishReason, Guide, SamplingParams
 from stoker.runtime.kv.prefix_index import PrefixNode
+from stoker.runtime.kv.snapshots import StateSnapshots
 from stoker.runtime.kv.tiers import Tier
 from stoker.runtime.request import PrefixRoot, Sequence, Status, TokenRequest
 from stoker.runtime.schedule.plan import StepPlan
@@ -101,10 +102,15 @@ def root_of(node: PrefixNode) -> PrefixRoot:
 
 
 def drive(config: dict, workload: dict) -> list:
-    """Run a workload to its end, and check all invariants after each action. Returns a trace, to compare runs."""
+    """Run a workload to its end, and check all invariants after each action. Returns a trace, to compare runs.
+
+    `num_snapshots` in the workload: the model has recurrent states, and that number of snapshots of them.
+    """
     host_tier = StubHostTier(workload["host_blocks"], workload["p_decline"]) if workload["host_blocks"] else None
-    scheduler = Scheduler(**config, num_adapters=2, host_tier=host_tier)
-    device = Device(config["tokens_per_block"], workload["p_nothing"])
+    num_snapshots = workload.get("num_snapshots")
+    snapshots = None if num_snapshots is None else StateSnapshots(1000, num_snapshots)
+    scheduler = Scheduler(**config, num_adapters=2, host_tier=host_tier, snapshots=snapshots)
+    device = Device(config["tokens_per_block"], workload["p_nothing"], snapshots is not None)
     sequences: list[Sequence] = []
     requests: list[tuple[int, TokenRequest]] = list(workload["requests"])
     flights: deque[Flight] = deque()
@@ -174,6 +180,7 @@ def drive(config: dict, workload: dict) -> list:
                 break
     finish(scheduler, config, sequences)
     assert host_tier is None or host_tier.is_idle
+    assert snapshots is None or len(snapshots) + snapshots.num_free == num_snapshots, "a slot is lost"
     return trace
 
 

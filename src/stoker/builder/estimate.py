@@ -10,12 +10,13 @@ import torch
 
 from stoker.builder.conversion.shard_plan import ShardPlan
 from stoker.builder.conversion.tensor_plan import dense_shapes
-from stoker.core.model_config import AttentionConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig
+from stoker.core.model_config import AttentionConfig, LayerConfig, Mamba2Config, MLAConfig, MLPConfig, ModelConfig, MoEConfig
 from stoker.distributed.pipeline import stage_layers
 from stoker.engine.config import EngineConfig
 from stoker.engine.reader import rank_file_name
 from stoker.engine.safetensors_header import num_bytes
 from stoker.layers.decoder import declare, kv_width
+from stoker.layers.state_cache import state_bytes
 
 USABLE_FRACTION = {"cuda": 0.9, "cpu": 0.5}  # of free memory, as the runtime's kv_cache_fraction
 
@@ -28,7 +29,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     weights: int
     activations: int  # of one step of max_num_tokens
     kv_token: int  # KV cache of one token
-    kv_sequence: int  # of one sequence of max_seq_len, in whole blocks
+    kv_sequence: int  # of one sequence of max_seq_len, in whole blocks, with its recurrent states
     kv_limits: int  # of max_batch_size such sequences
     memory: int | None  # of the device; None when this machine has no such device and no size was given
     largest_batch: int | None  # sequences of max_seq_len that fit; None when the memory is unknown
@@ -48,7 +49,7 @@ def estimate(config: EngineConfig, memory: int | None = None) -> Estimate:
     activations = activation_bytes(config, dtype)
     kv_token = kv_token_bytes(config, dtype)
     limits = config.limits
-    kv_sequence = kv_token * -(-limits.max_seq_len // limits.tokens_per_block) * limits.tokens_per_block
+    kv_sequence = kv_token * -(-limits.max_seq_len // limits.tokens_per_block) * limits.tokens_per_block + state_slot_bytes(config, dtype)
     memory = memory if memory is not None else device_memory(config.target.device)
     free = None if memory is None else int((memory - weights - activations) * USABLE_FRACTION[config.target.device])
     return Estimate(
@@ -79,6 +80,12 @@ def kv_token_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     )
 
 
+def state_slot_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
+    """The bytes of the recurrent states of one sequence on one rank, in the pipeline stage that needs the most."""
+    tensor, stages, num_layers = config.mapping.tensor_parallel, config.mapping.pipeline_parallel, config.model.num_layers
+    return max(state_bytes(config.model, stage_layers(num_layers, stages, stage), tensor, dtype) for stage in range(stages))
+
+
 def activation_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     """The peak size in bytes of activations in one step.
 
@@ -86,21 +93,38 @@ def activation_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     model's dtype.
     """
     model, limits = config.model, config.limits
-    widest = max(max(_attention_width(layer.attention), _mlp_width(layer.mlp)) for layer in model.layers)
+    widest = max(max(_attention_width(layer), _mlp_width(layer.mlp)) for layer in model.layers)
     hidden = limits.max_num_tokens * (3 * model.hidden_size + widest) * dtype.itemsize
     logits = limits.max_batch_size * limits.max_beam_width * model.vocab_size * (dtype.itemsize + 4)
     return hidden + logits
 
 
-def _attention_width(attention: AttentionConfig | MLAConfig) -> int:
-    """The number of values per token that exist at the same time: qkv, the rotated queries, and the output of attention."""
+def _attention_width(layer: LayerConfig) -> int:
+    """The number of values per token that exist at the same time: qkv, the rotated queries, and the output of attention.
+
+    For a block with a state: its projected inputs, those after the convolution, and the output.
+    """
+    attention, state = layer.attention, layer.state
+    width = 0
+    if state is not None:
+        inner = state.num_heads * state.state_shape[1 if isinstance(state, Mamba2Config) else 2]
+        width = 2 * state.local_channels() + 2 * inner + state.num_heads
+    if attention is None:
+        return width
+    return width + _kv_width(attention)
+
+
+def _kv_width(attention: AttentionConfig | MLAConfig) -> int:
+    """`_attention_width` of attention alone."""
     if isinstance(attention, AttentionConfig):
         return attention.head_size * (3 * attention.num_heads + 2 * attention.num_kv_heads)
     return 3 * attention.num_heads * (attention.nope_size + attention.rope_size + attention.kv_rank)
 
 
-def _mlp_width(mlp: MLPConfig | MoEConfig) -> int:
+def _mlp_width(mlp: MLPConfig | MoEConfig | None) -> int:
     """The number of values per token that exist at the same time: gate, up and their product; for experts, those of each chosen one."""
+    if mlp is None:
+        return 0
     if isinstance(mlp, MLPConfig):
         return mlp.size * (3 if mlp.gated else 2)
     shared = _mlp_width(mlp.shared) if mlp.shared is not None else 0

@@ -24,7 +24,7 @@ from stoker.builder.conversion.shard_plan import check_shards
 from stoker.builder.conversion.tensor_plan import plan_tensors
 from stoker.builder.conversion.tied_head import untie_different_head
 from stoker.builder.recipe import check_recipe, choose_recipe
-from stoker.core.model_config import ModelConfig, MoEConfig
+from stoker.core.model_config import Mamba2Config, ModelConfig, MoEConfig, StateConfig
 from stoker.engine.config import CheckpointOrigin, EngineConfig, Target
 from stoker.models import Architecture, check_version, resolve_architecture
 from stoker.models.config_reader import read_model_config
@@ -100,7 +100,7 @@ def read_model(
 
 def _apply_rotary_settings(model: ModelConfig, settings: BuildConfig) -> ModelConfig:
     """The model with the rotary settings of the build. Raises ConfigError for a rotary_dim that differs from the checkpoint's."""
-    dims = {layer.attention.rope.dim for layer in model.layers if layer.attention.rope is not None}
+    dims = {rope.dim for rope in model.ropes}
     if settings.rotary_dim is not None and dims != {settings.rotary_dim}:
         found = " or ".join(map(str, sorted(dims))) or "no rotary positions"
         raise ConfigError(f"rotary_dim={settings.rotary_dim}: the checkpoint has {found}.", cure="Leave it out.")
@@ -154,7 +154,20 @@ def _check_mapping(mapping: Mapping, model: ModelConfig) -> None:
     stages = mapping.pipeline_parallel
     if stages > model.num_layers:
         raise ConfigError(f"pipeline_parallel={stages}: the model has {model.num_layers} layers.", cure="Lower it.")
+    for state in dict.fromkeys(layer.state for layer in model.layers if layer.state is not None):
+        _check_state_shards(state, mapping.tensor_parallel)
     if mapping.expert_parallel and mapping.tensor_parallel == 1:
         raise ConfigError("expert_parallel is refused: one rank has all experts.", cure="Leave it out, or raise tensor_parallel.")
     if mapping.expert_parallel and not any(isinstance(layer.mlp, MoEConfig) for layer in model.layers):
         raise ConfigError("expert_parallel is refused: the model has no experts.", cure="Leave it out.")
+
+
+def _check_state_shards(state: StateConfig, size: int) -> None:
+    """Raise ConfigError if `size` ranks cannot divide the heads of a block with a state among themselves, each with whole groups."""
+    heads, groups = state.num_heads, state.key_heads
+    if heads % size or (groups % size and size % groups):
+        limit = f"it must divide the {heads} heads of the recurrent states, and divide or be a multiple of their {groups} groups"
+        raise ConfigError(f"tensor_parallel={size} is refused: {limit}.", cure="Use another number of ranks.")
+    if isinstance(state, Mamba2Config) and state.norm is not None and state.norm_groups > 1 and state.norm_groups % size:
+        limit = f"it must divide the {state.norm_groups} groups of the norm of the recurrent states"
+        raise ConfigError(f"tensor_parallel={size} is refused: {limit}.", cure="Use another number of ranks.")

@@ -28,6 +28,7 @@ class ForwardBatch:
     logits_idx: Tensor | None = None  # [L] int32, tokens whose logits are computed; None: the last token of each row
     prefix_lens: Tensor | None = None  # [R] int32, prefix LM: tokens below this position attend in both directions
     block_positions: Tensor | None = None  # [T] int32, prefix LM: the second position of each token
+    state_slots: Tensor | None = None  # [R] int32, slot of each row in the recurrent states; None: the model has none
     adapter_ids: Tensor | None = None  # [T] int32, the low-rank adapter of each token; -1: none. None: no token has an adapter
     shared: dict[str, object] = field(default_factory=dict)  # values that one layer computes for all layers (masks, indices)
 
@@ -45,6 +46,17 @@ class ForwardBatch:
     def is_decode(self) -> bool:
         """Whether every row has exactly one token."""
         return self.num_decodes == self.num_rows
+
+
+@dataclass(slots=True)
+class LayerState:
+    """The recurrent states of one layer, for each slot: that of the convolution, and that of the recurrence.
+
+    A row whose first token is the first of its sequence does not read the state of its slot, whatever the slot contains.
+    """
+
+    conv: Tensor  # [slots, channels, kernel - 1], the last inputs of the convolution, in the model's dtype
+    recurrent: Tensor  # float32 [slots, heads, …], see `StateConfig.state_shape`
 
 
 @dataclass(slots=True)
@@ -67,6 +79,7 @@ class KVCache:
     value_scale: Tensor | None = None
     key_balance: Tensor | None = None
     key_mean: Tensor | None = None
+    state: LayerState | None = None  # of a layer with a recurrent state; its keys have no heads
 
     @property
     def block_size(self) -> int:

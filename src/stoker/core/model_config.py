@@ -79,6 +79,7 @@ class AttentionConfig(Frozen, frozen=True, kw_only=True, tag="attention"):
     qk_norm_heads: bool = False  # each head has its own norm weight (Command-R+)
     sinks: bool = False  # a learned logit per head takes part in the softmax (gpt-oss)
     clip_qkv: float | None = None  # clamp q, k and v to this absolute value
+    out_gate: bool = False  # multiply the output of each head by sigmoid(a linear of the input) (Qwen3-Next)
     logn_length: int | None = None  # Qwen 1: beyond this position, queries are multiplied by log(position) / log(logn_length)
     query_scale: QueryScaleConfig | None = None  # Llama 4, Ministral 3
 
@@ -108,6 +109,63 @@ class MLAConfig(Frozen, frozen=True, kw_only=True, tag="mla"):
     def cached_rope(self) -> RopeConfig:
         """The rotary embedding that is applied as keys are stored."""
         return self.rope
+
+
+class Mamba2Config(Frozen, frozen=True, kw_only=True, tag="mamba2"):
+    """A Mamba 2 block (arXiv 2405.21060): a causal convolution, and a state per head that decays by a scalar at each token."""
+
+    num_heads: int
+    head_size: int  # features of one head
+    num_groups: int  # heads of a group share B and C
+    state_size: int  # features of B and C
+    kernel: int  # tokens of the convolution
+    norm: NormConfig | None  # of the gated output, within each of `norm_groups` groups; None: the output is gated only
+    norm_groups: int = 1
+    gate_first: bool = True  # gate, then norm; otherwise norm, then gate
+    activation: str = "silu"  # after the convolution
+    conv_bias: bool = True
+    in_bias: bool = False
+    out_bias: bool = False
+    min_step: float = 0.0  # bounds of the time step
+    max_step: float | None = None
+
+    def local_channels(self, num_ranks: int = 1) -> int:
+        """The channels of the convolution on one of several ranks: the inputs of its heads, then B and C of its groups."""
+        return self.num_heads // num_ranks * self.head_size + 2 * max(self.num_groups // num_ranks, 1) * self.state_size
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """The recurrent state of a sequence: (heads, features, state features)."""
+        return self.num_heads, self.head_size, self.state_size
+
+    @property
+    def key_heads(self) -> int:
+        """The number of groups of heads, which tensor parallelism keeps together."""
+        return self.num_groups
+
+
+class DeltaNetConfig(Frozen, frozen=True, kw_only=True, tag="delta_net"):
+    """A gated delta net (arXiv 2412.06464): linear attention whose state decays, and is corrected by what a key already retrieves."""
+
+    num_heads: int  # of values
+    key_heads: int  # of queries and keys, which groups of value heads share
+    key_size: int
+    value_size: int
+    kernel: int  # tokens of the convolution
+    norm: NormConfig  # of each head's output, which is then gated
+    activation: str = "silu"  # after the convolution
+
+    def local_channels(self, num_ranks: int = 1) -> int:
+        """The channels of the convolution on one of several ranks: queries, keys and values of its heads."""
+        return 2 * max(self.key_heads // num_ranks, 1) * self.key_size + self.num_heads // num_ranks * self.value_size
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """The recurrent state of a sequence: (value heads, key features, value features)."""
+        return self.num_heads, self.key_size, self.value_size
+
+
+StateConfig = Mamba2Config | DeltaNetConfig
 
 
 class MLPConfig(Frozen, frozen=True, kw_only=True, tag="mlp"):
@@ -146,17 +204,19 @@ class MoEConfig(Frozen, frozen=True, kw_only=True, tag="moe"):
 class LayerConfig(Frozen, frozen=True, kw_only=True):
     """One decoder layer: attention, MLP, and how norms and residual additions are placed around them.
 
-    `layout` is a row of layers.layer.LAYOUTS:
+    A layer of a hybrid model has a block with a recurrent state (`state`) instead of attention. `layout` is a row of layers.layer.LAYOUTS:
       pre       norm → block → add
       post      block → norm → add
       sandwich  norm → block → norm → add
       parallel  attention and MLP have the same input, and both outputs are added
       add_norm  norm → block → add to the output of the norm
       last      block → add → norm
+      single    norm → block → add, without an MLP
     """
 
-    attention: AttentionConfig | MLAConfig
-    mlp: MLPConfig | MoEConfig
+    attention: AttentionConfig | MLAConfig | None = None
+    state: Mamba2Config | DeltaNetConfig | None = None
+    mlp: MLPConfig | MoEConfig | None = None
     norm: NormConfig
     layout: str = "pre"
     parallel_norms: int = 1  # parallel layout: 2 when attention and MLP have separate norms
@@ -207,10 +267,23 @@ class ModelConfig(Frozen, frozen=True, kw_only=True):
         """Whether a prompt must be prefilled in one step and shares no prefix, because its tokens attend to later ones."""
         return self.prefix is not None
 
+    @property
+    def ropes(self) -> set[RopeConfig]:
+        """The rotary embeddings of all layers that have one."""
+        return {layer.attention.rope for layer in self.layers if layer.attention is not None and layer.attention.rope is not None}
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a layer has a recurrent state, which a sequence holds beside its blocks of the KV cache."""
+        return any(layer.state is not None for layer in self.layers)
+
     def windowed(self, window: int) -> ModelConfig:
         """A copy in which the sliding window of every layer is at most `window`."""
         layers = []
         for layer in self.layers:
+            if layer.attention is None:
+                layers.append(layer)
+                continue
             narrow = min(window, layer.attention.window or window)
             layers.append(msgspec.structs.replace(layer, attention=msgspec.structs.replace(layer.attention, window=narrow)))
         return msgspec.structs.replace(self, layers=tuple(layers))

@@ -32,7 +32,8 @@ class LinearSpec(msgspec.Struct, frozen=True, kw_only=True):
     bias: bool = False
     split: Split = "none"
     head_size: int = 0  # features of one head, for splits by heads
-    num_kv_heads: int = 0  # row_heads: number of key-value heads that the query heads share; 0: each query head has its own
+    num_kv_heads: int = 0  # heads, row_heads: number of key-value heads that the query heads share; 0: that of the last part
+    part_heads: tuple[int, ...] = ()  # heads: number of heads of each part, which are split independently; (): query and KV heads
     num_experts: int = 0  # more than 0: stacked experts
     quantize: bool = True  # False for routers, output heads and embeddings, which only an override of the recipe quantizes
 
@@ -61,6 +62,8 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     split: Literal["none", "vocab", "heads", "kv_heads"] = "none"  # along the first axis
     head_size: int = 1  # rows of one head, for splits by heads
     num_kv_heads: int = 0  # heads: number of key-value heads that the query heads share; 0: each query head has its own
+    parts: tuple[int, ...] = ()  # kv_heads: rows of parts that are split independently; (): one part
+    part_heads: tuple[int, ...] = ()  # kv_heads: number of heads of each part
     dtype: str | None = None  # None: the engine's dtype
 
 

@@ -21,6 +21,7 @@ from stoker.kernels.types import MEAN_TOKENS
 from stoker.layers.decoder import Decoder, kv_shapes, load_cache_fields
 from stoker.layers.layer import RopeTables, make_layer
 from stoker.layers.loader import Loader
+from stoker.layers.state_cache import StateCache
 
 LOGITS_ROWS = 128  # positions whose logits are in memory at the same time
 
@@ -138,7 +139,11 @@ class LayerwiseModel:
         kv_cache = loader.recipe.kv_cache
         dtype = getattr(torch, kv_cache) if kv_cache is not None else loader.dtype
         keys, values = (torch.zeros(1, heads, length, size, dtype=dtype, device=loader.device) for size in (key_size, value_size))
-        return KVCache(keys, values if value_size else None, **cache_fields)
+        cache = KVCache(keys, values if value_size else None)
+        for name, tensor in cache_fields.items():
+            setattr(cache, name, tensor)
+        cache.state = StateCache(self.config, [self.layer], 1, 1, loader.dtype, loader.device).layers[0]
+        return cache
 
 
 def _single_row_batch(window: Tensor) -> ForwardBatch:
@@ -160,4 +165,5 @@ def _single_row_batch(window: Tensor) -> ForwardBatch:
         num_decodes=int(length == 1),
         max_query_len=length,
         max_seq_len=length,
+        state_slots=int32(0),
     )

@@ -31,9 +31,12 @@ from stoker.kernels import reference
 from stoker.kernels.reference import activation as activation_ref
 from stoker.kernels.reference import all_reduce as all_reduce_ref
 from stoker.kernels.reference import attention as attention_ref
+from stoker.kernels.reference import causal_conv as conv_ref
+from stoker.kernels.reference import delta_rule as delta_ref
 from stoker.kernels.reference import embedding as embedding_ref
 from stoker.kernels.reference import fused_layer as fused_layer_ref
 from stoker.kernels.reference import linear as linear_ref
+from stoker.kernels.reference import mamba2 as mamba2_ref
 from stoker.kernels.reference import moe as moe_ref
 from stoker.kernels.reference import norm as norm_ref
 from stoker.kernels.reference import quant_int8 as int8_ref
@@ -41,7 +44,7 @@ from stoker.kernels.reference import rope as rope_ref
 from stoker.kernels.reference import sampling as sampling_ref
 from stoker.kernels.reference.linear import format_reference
 from stoker.kernels.routing import Routing, RoutingParams
-from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, FusedLayer, Fusion, Rotary
+from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, FusedLayer, Fusion, Mamba2Params, Rotary
 
 if TYPE_CHECKING:
     from stoker.core.forward_batch import ForwardBatch, KVCache
@@ -392,3 +395,30 @@ def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
     gate_up [..., 2 × size], gate first → [..., size].
     """
     return _pick(gate_up, moe_ref).clipped_gate(gate_up, limit, alpha)
+
+
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, batch: ForwardBatch, activation: str) -> Tensor:
+    """activation(conv(x) + bias), where conv sums the last K inputs of each channel, multiplied by weight [C, K].
+
+    x [T, C] → [T, C]. states [slots, C, K - 1] holds the inputs before the step of the row with that slot, and is replaced by the last
+    ones of the step. A row that begins its sequence has zeros before its first token.
+    """
+    return _pick(x, conv_ref).causal_conv(x, weight, bias, states, batch, activation)
+
+
+def mamba2(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, params: Mamba2Params, states: Tensor, batch: ForwardBatch) -> Tensor:
+    """The recurrence of Mamba 2: state = exp(step × a) × state + step × x bᵀ, out = state c + skip × x, in float32.
+
+    step = softplus(dt + dt_bias), within its bounds. x [T, H, P]; dt [T, H]; b, c [T, G, N] of groups of H / G heads; states float32
+    [slots, H, P, N] are read and replaced. Returns [T, H, P].
+    """
+    return _pick(x, mamba2_ref).mamba2(x, dt, b, c, params, states, batch)
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor, batch: ForwardBatch) -> Tensor:
+    """The gated delta rule, in float32, with q and k divided by their length, and q by √Dk.
+
+    state = exp(decay) × state; state = state + k (beta × (v - stateᵀ k))ᵀ; out = stateᵀ q. q, k [T, Hk, Dk] of groups of H / Hk heads;
+    v [T, H, Dv]; decay (at most 0), beta [T, H]; states float32 [slots, H, Dk, Dv] are read and replaced. Returns [T, H, Dv].
+    """
+    return _pick(q, delta_ref).delta_rule(q, k, v, decay, beta, states, batch)

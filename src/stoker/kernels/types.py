@@ -41,6 +41,17 @@ class AttentionParams:
     before_fused_layer: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Mamba2Params:
+    """The parameters of the recurrence of a Mamba 2 block: see `ops.mamba2`. Tensors are float32 [heads]."""
+
+    a: Tensor  # below 0: the state decays by exp(a × time step)
+    dt_bias: Tensor  # added to the time step before the softplus
+    skip: Tensor  # multiplies the input that is added to the output
+    min_step: float = 0.0
+    max_step: float | None = None
+
+
 @dataclass(slots=True)
 class DrawParams:
     """The sampling parameters of L rows. Tensors are [L], on the device of the logits."""

@@ -26,7 +26,7 @@ class Attention:
     def __init__(self, config: AttentionConfig, loader: Loader, name: str, hidden: int, cos_sin: Tensor | None) -> None:
         self.config = config
         weights = loader.load(self.specs(config, name, hidden))
-        self.qkv, self.out = weights["qkv"], weights["out"]
+        self.qkv, self.out, self.gate = weights["qkv"], weights["out"], weights.get("gate")
         self.attend, self.group = loader.attention, loader.group
         self.num_heads = len(_heads(config, loader))
         self.num_kv_heads = num_local_kv_heads(config.num_kv_heads, loader.sharding.size)
@@ -64,6 +64,16 @@ class Attention:
                 num_kv_heads=kv_heads,
             ),
         }
+        if config.out_gate:
+            specs["gate"] = LinearSpec(
+                name=f"{name}.gate",
+                in_features=hidden,
+                parts=(q,),
+                bias=config.qkv_bias,
+                split="heads",
+                head_size=size,
+                num_kv_heads=kv_heads,
+            )
         if config.sinks:
             specs["sinks"] = TensorSpec(
                 name=f"{name}.sinks", shape=(config.num_heads,), split="heads", num_kv_heads=kv_heads, dtype="float32"
@@ -80,8 +90,11 @@ class Attention:
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """attention(norm(x)) + residual, [T, hidden], summed over ranks. Stores the keys and values of the step in `cache`."""
-        qkv = self.qkv(x, PLAIN if norm is None else norm.fusion)
-        return linear_all_reduce(self.out, self.attend_heads(qkv, batch, cache, self.params), self.group, residual)
+        fusion = PLAIN if norm is None else norm.fusion
+        heads = self.attend_heads(self.qkv(x, fusion), batch, cache, self.params)
+        if self.gate is not None:
+            heads = heads * torch.sigmoid(self.gate(x, fusion))
+        return linear_all_reduce(self.out, heads, self.group, residual)
 
     def attend_heads(self, qkv: Tensor, batch: ForwardBatch, cache: KVCache, params: AttentionParams) -> Tensor:
         """Attention of this rank's heads before the output projection: [T, heads × head_size]. Stores keys and values in `cache`.

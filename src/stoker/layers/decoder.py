@@ -14,7 +14,7 @@ from stoker.distributed.pipeline import ALONE, Stage
 from stoker.kernels import ops
 from stoker.kernels.types import PLAIN
 from stoker.layers.fused_layer import FusedLayers
-from stoker.layers.layer import FEED_FORWARDS, LAYOUTS, MIXERS, RopeTables, make_layer
+from stoker.layers.layer import FEED_FORWARDS, LAYOUTS, RopeTables, make_layer, mixer_specs
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
 from stoker.layers.shard import num_local_kv_heads
@@ -38,8 +38,13 @@ def declare(config: ModelConfig, kv_cache: str | None = None, stage: Stage = ALO
 
 
 def kv_shapes(config: ModelConfig, layer: int) -> tuple[int, int, int]:
-    """(kv_heads, key size, value size) of a layer's cache over all ranks. With MLA the value size is 0, since keys contain the values."""
+    """(kv_heads, key size, value size) of a layer's cache over all ranks.
+
+    With MLA the value size is 0, since keys contain the values. All are 0 for a layer without attention.
+    """
     attention = config.layers[layer].attention
+    if attention is None:
+        return 0, 0, 0
     if isinstance(attention, AttentionConfig):
         return attention.num_kv_heads, attention.head_size, attention.head_size
     return 1, attention.kv_rank + attention.rope_size, 0
@@ -60,6 +65,8 @@ def local_kv_shapes(config: ModelConfig, layer: int, tensor_parallel: int) -> tu
 def kv_cache_specs(config: ModelConfig, layer: int, kv_cache: str) -> dict[str, Spec]:
     """The specs of a layer's tensors for a quantized cache, per head: scales, the balance of keys, and their mean before rotation."""
     heads, key_size, value_size = kv_shapes(config, layer)
+    if not heads:
+        return {}
     name = f"layers.{layer}.attention"
     if not value_size:  # one latent head, which every rank holds
         return {"key_scale": TensorSpec(name=f"{name}.key_scale", shape=(heads,), dtype="float32")}
@@ -131,10 +138,9 @@ def layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
     specs: list[Spec] = []
     for norm in LAYOUTS[layer.layout].norms(layer):
         specs += Norm.specs(layer.norm, f"{name}.{norm}", hidden).values()
-    mixer = MIXERS[type(layer.attention)]
-    specs += mixer.all_specs(layer.attention, f"{name}.attention", hidden).values()
-    feed_forward = FEED_FORWARDS[type(layer.mlp)]
-    specs += feed_forward.all_specs(layer.mlp, f"{name}.mlp", hidden).values()
+    specs += mixer_specs(layer, name, hidden)
+    if layer.mlp is not None:
+        specs += FEED_FORWARDS[type(layer.mlp)].all_specs(layer.mlp, f"{name}.mlp", hidden).values()
     return {spec.name: spec for spec in specs}
 
 

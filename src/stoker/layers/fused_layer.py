@@ -75,7 +75,7 @@ class FusedLayers:
 def _can_be_cut(layer: Layer) -> bool:
     """Whether a layer has the form norm → attention → add → norm → gated MLP → add, without tensor parallelism."""
     attention, mlp = layer.attention, layer.mlp
-    kinds = type(layer) is PreNorm and isinstance(attention, Attention) and isinstance(mlp, MLP)
+    kinds = type(layer) is PreNorm and isinstance(attention, Attention) and attention.gate is None and isinstance(mlp, MLP)
     return kinds and mlp.gated and layer.residual_scale == 1.0 and mlp.group.size == 1
 
 

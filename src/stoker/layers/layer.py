@@ -8,9 +8,21 @@ import torch
 from torch import Tensor
 
 from stoker.core.forward_batch import ForwardBatch, KVCache
-from stoker.core.model_config import AttentionConfig, LayerConfig, MLAConfig, MLPConfig, MoEConfig, RopeConfig
+from stoker.core.model_config import (
+    AttentionConfig,
+    DeltaNetConfig,
+    LayerConfig,
+    Mamba2Config,
+    MLAConfig,
+    MLPConfig,
+    MoEConfig,
+    RopeConfig,
+)
+from stoker.core.specs import Spec
 from stoker.layers.attention import Attention
+from stoker.layers.delta_net import DeltaNet
 from stoker.layers.loader import Loader
+from stoker.layers.mamba2 import Mamba2
 from stoker.layers.mla import MLA
 from stoker.layers.mlp import MLP
 from stoker.layers.moe import MoE
@@ -19,6 +31,7 @@ from stoker.layers.rope import rope_table
 
 # The block for each type of config.
 MIXERS: dict[type, Any] = {AttentionConfig: Attention, MLAConfig: MLA}
+STATE_BLOCKS: dict[type, Any] = {Mamba2Config: Mamba2, DeltaNetConfig: DeltaNet}
 FEED_FORWARDS: dict[type, Any] = {MLPConfig: MLP, MoEConfig: MoE}
 
 
@@ -43,15 +56,17 @@ class Layer:
     """Base of the layouts. Blocks receive the norm before them and the residual after them, and fuse both into their linears."""
 
     def __init__(self, config: LayerConfig, loader: Loader, name: str, hidden: int, tables: RopeTables) -> None:
-        attention, mlp = config.attention, config.mlp
-        self.attention = MIXERS[type(attention)](attention, loader, f"{name}.attention", hidden, tables.get(attention.rope))
-        self.mlp = FEED_FORWARDS[type(mlp)](mlp, loader, f"{name}.mlp", hidden)
+        mlp = config.mlp
+        self.attention = _make_mixer(config, loader, name, hidden, tables)
+        self.mlp = None if mlp is None else FEED_FORWARDS[type(mlp)](mlp, loader, f"{name}.mlp", hidden)
         self.residual_scale = config.residual_scale
         self.skip_scale = config.skip_scale
         self.has_mlp_norm = "mlp_norm" in self.norms(config)
         for norm in self.norms(config):
             setattr(self, norm, Norm(config.norm, loader, f"{name}.{norm}", hidden))
 
+    attention: Any  # the block that mixes tokens: attention, a block with a state, or both
+    mlp: Any
     # Norms of this layer, as `norms` names them.
     attention_norm: Norm
     attention_post_norm: Norm
@@ -148,6 +163,52 @@ class Parallel(Layer):
         return self.mlp(normalized, None, self.attention(normalized, batch, cache, residual=x))
 
 
+class Single(Layer):
+    """norm → block → add, without an MLP (Mamba)."""
+
+    @staticmethod
+    def norms(config: LayerConfig) -> tuple[str, ...]:
+        return ("attention_norm",)
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        if self.residual_scale == 1.0:
+            return self.attention(x, batch, cache, self.attention_norm, x)
+        return x + self.attention(x, batch, cache, self.attention_norm) * self.residual_scale
+
+
+class AttentionAndState:
+    """Attention and a block with a state, which have the same input and whose outputs are added (Falcon-H1)."""
+
+    def __init__(self, attention: Any, state: Any) -> None:
+        self.attention, self.state = attention, state
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        """attention(norm(x)) + state(norm(x)) + residual, [T, hidden], summed over ranks."""
+        normalized = x if norm is None else norm(x)
+        return self.state(normalized, batch, cache, None, self.attention(normalized, batch, cache, None, residual))
+
+
+def _make_mixer(config: LayerConfig, loader: Loader, name: str, hidden: int, tables: RopeTables) -> Any:
+    """The block of a layer that mixes tokens, with its weights loaded."""
+    attention, state = config.attention, config.state
+    blocks = []
+    if attention is not None:
+        blocks.append(MIXERS[type(attention)](attention, loader, f"{name}.attention", hidden, tables.get(attention.rope)))
+    if state is not None:
+        blocks.append(STATE_BLOCKS[type(state)](state, loader, f"{name}.state", hidden))
+    return blocks[0] if len(blocks) == 1 else AttentionAndState(*blocks)
+
+
+def mixer_specs(config: LayerConfig, name: str, hidden: int) -> list[Spec]:
+    """The specs of the blocks of a layer that mix tokens."""
+    specs: list[Spec] = []
+    if config.attention is not None:
+        specs += MIXERS[type(config.attention)].all_specs(config.attention, f"{name}.attention", hidden).values()
+    if config.state is not None:
+        specs += STATE_BLOCKS[type(config.state)].specs(config.state, f"{name}.state", hidden).values()
+    return specs
+
+
 LAYOUTS: dict[str, type[Layer]] = {
     "pre": PreNorm,
     "sandwich": Sandwich,
@@ -155,6 +216,7 @@ LAYOUTS: dict[str, type[Layer]] = {
     "add_norm": AddNorm,
     "last": NormLast,
     "parallel": Parallel,
+    "single": Single,
 }
 
 

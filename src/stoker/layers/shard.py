@@ -63,11 +63,7 @@ def row_slices(spec: LinearSpec, sharding: Sharding, rank: int) -> list[AxisSlic
     """The slices of the weight's output rows that a rank holds, in the order in which its shard stores them."""
     if sharding.size == 1 or spec.split in ("none", "row", "row_heads") or (spec.num_experts and sharding.by_expert):
         return [AxisSlice(0, spec.out_features)]
-    slices, offset = [], 0
-    for rows, part in zip(spec.parts, _part_slices(spec, sharding, rank), strict=True):
-        slices += [AxisSlice(start + offset if start >= 0 else start, length) for start, length in part]
-        offset += rows
-    return slices
+    return _offset_parts(spec.parts, _part_slices(spec, sharding, rank))
 
 
 def column_slices(spec: LinearSpec, sharding: Sharding, rank: int) -> list[AxisSlice]:
@@ -85,6 +81,8 @@ def tensor_slices(spec: TensorSpec, sharding: Sharding, rank: int) -> list[AxisS
     size, unit = sharding.size, spec.head_size
     if size == 1 or spec.split == "none":
         return [AxisSlice(0, spec.shape[0])]
+    if spec.parts:
+        return _offset_parts(spec.parts, _independent_parts(spec.parts, spec.part_heads, size, rank))
     heads = spec.shape[0] // unit
     if spec.split == "kv_heads":
         return _head_slices(kv_heads(heads, size, rank), unit)
@@ -134,11 +132,27 @@ def _part_slices(spec: LinearSpec, sharding: Sharding, rank: int) -> list[list[A
     """For each part of a fused weight, the slices of its rows that a rank holds: whole heads for split "heads", otherwise equal numbers."""
     if spec.split != "heads":
         return [_even_slices(rows, sharding.size, rank, sharding.unit) for rows in spec.parts]
+    if spec.part_heads:
+        return _independent_parts(spec.parts, spec.part_heads, sharding.size, rank)
     heads = [rows // spec.head_size for rows in spec.parts]
-    num_kv = heads[-1]
+    num_kv = spec.num_kv_heads or heads[-1]
     queries = query_heads(heads[0], num_kv, sharding.size, rank)
     keys = kv_heads(num_kv, sharding.size, rank)
     return [_head_slices(queries if i == 0 else keys, spec.head_size) for i in range(len(heads))]
+
+
+def _independent_parts(parts: tuple[int, ...], part_heads: tuple[int, ...], size: int, rank: int) -> list[list[AxisSlice]]:
+    """For each part, the slices of its rows that a rank holds, if each part is divided by its own number of heads."""
+    return [_head_slices(kv_heads(heads, size, rank), rows // heads) for rows, heads in zip(parts, part_heads, strict=True)]
+
+
+def _offset_parts(parts: tuple[int, ...], part_slices: list[list[AxisSlice]]) -> list[AxisSlice]:
+    """The slices of all parts, as indices of the axis on which the parts follow each other."""
+    slices, offset = [], 0
+    for rows, part in zip(parts, part_slices, strict=True):
+        slices += [AxisSlice(start + offset if start >= 0 else start, length) for start, length in part]
+        offset += rows
+    return slices
 
 
 def _even_slices(count: int, size: int, rank: int, unit: int) -> list[AxisSlice]:

@@ -70,8 +70,8 @@ def replace_fields(
 
     layers = []
     for i, old in enumerate(config.layers):
-        new_attention = msgspec.structs.replace(old.attention, **fields_of(attention, i))
-        layers.append(msgspec.structs.replace(old, attention=new_attention, **fields_of(layer, i)))
+        new_attention = None if old.attention is None else msgspec.structs.replace(old.attention, **fields_of(attention, i))
+        layers.append(msgspec.structs.replace(old, **{"attention": new_attention} | fields_of(layer, i)))
     return msgspec.structs.replace(config, layers=tuple(layers), **model)
 
 

@@ -71,7 +71,8 @@ def _unknown_architecture(hf: dict[str, Any]) -> CheckpointError:
     if wanted == "None":
         return CheckpointError("config.json has neither architectures nor model_type.", cure="Add one of them.")
     known = {_stem(name): name for name in reversed([*_REGISTRY])}  # an alias does not replace its row
-    similar = [known[stem] for stem in difflib.get_close_matches(_stem(wanted), known, n=2, cutoff=0.8)]
+    close = difflib.get_close_matches(_stem(wanted), known, n=2, cutoff=0.8)
+    similar = [known[stem] for stem in close if stem == _stem(wanted) or stem.rstrip("0123456789") != _stem(wanted)]  # other versions
     meant = f"If it is misspelled, write {' or '.join(similar)}. " if similar else ""
     listed = f"The {len(all_architectures())} supported architectures are listed in docs/architectures.md."
     return CheckpointError(f"the architecture {wanted!r} is not supported.", cure=meant + listed)

@@ -20,10 +20,10 @@ def override_rotary(
     Raises ConfigError for a value out of range, for a model without rotary embeddings, and for a scaling of a model that already has one.
     """
     _check_settings(base, scaling, factor)
-    ropes = {layer.attention.rope for layer in config.layers} - {None}
+    ropes = config.ropes
     if not ropes:
         raise ConfigError(f"{config.architecture} has no rotary positions.", cure="Leave the rotary settings out.")
-    existing = next((rope.scaling for rope in ropes if rope is not None and rope.scaling != "default"), None)
+    existing = next((rope.scaling for rope in ropes if rope.scaling != "default"), None)
     if scaling is not None and existing is not None:
         raise ConfigError(
             f"rotary_scaling_type={scaling!r}: the checkpoint already scales its positions ({existing}).", cure="Leave it out."
@@ -34,7 +34,8 @@ def override_rotary(
 
     def attention_fields(i: int) -> dict[str, Any]:
         """The replaced fields of the attention of layer number i."""
-        rope = config.layers[i].attention.rope
+        attention = config.layers[i].attention
+        rope = None if attention is None else attention.rope
         return {"rope": None if rope is None else msgspec.structs.replace(rope, **fields)}
 
     return replace_fields(config, attention=attention_fields, max_positions=int(config.max_positions * (factor or 1)))

@@ -36,6 +36,11 @@ def in_features_last(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     return tensors[0].transpose(1, 2) if tensors[0].dim() == 3 else tensors[0]
 
 
+def squeeze_conv(tensors: list[Tensor], config: ModelConfig) -> Tensor:
+    """The weight [channels, kernel] of a depthwise convolution from [channels, 1, kernel]. A bias [channels] does not change."""
+    return tensors[0].squeeze(1) if tensors[0].dim() == 3 else tensors[0]
+
+
 def ungroup_qkv(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     """All q rows, then all k rows, then all v rows, from rows that are fused in groups.
 

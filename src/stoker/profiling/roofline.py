@@ -92,6 +92,8 @@ def attention_work(model: ModelConfig, layers: range, tensor_parallel: int, item
 def _pair_flops(model: ModelConfig, layer: int) -> float:
     """The number of operations of attention for one pair of query and key, over all heads of a layer."""
     attention = model.layers[layer].attention
+    if attention is None:
+        return 0.0
     if isinstance(attention, AttentionConfig):
         return 4.0 * attention.num_heads * attention.head_size
     return 2.0 * attention.num_heads * (2 * attention.kv_rank + attention.rope_size)

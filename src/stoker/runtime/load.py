@@ -18,6 +18,7 @@ from stoker.runtime.client import ExecutorInfo, Mailbox
 from stoker.runtime.executor import Executor
 from stoker.runtime.kv.events.log import BlockEventLog
 from stoker.runtime.kv.events.publisher import EventPublisher
+from stoker.runtime.kv.snapshots import StateSnapshots
 from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.transfer.transfers import RankTransfers, Transfers, check_transfers, transfer_address
 from stoker.runtime.worker.devices import rank_devices
@@ -117,6 +118,15 @@ def _check(engine: Engine, config: RuntimeConfig, ranks: list[int]) -> None:
     for name in ("target_itl_ms", "target_ttft_ms"):
         if getattr(config, name) is not None and engine.config.model.requires_whole_prompt:
             raise ConfigError(f"{name} is refused: this model computes a prompt in one step, whatever its length.", cure="Leave it out.")
+    if config.speculate != "none" and engine.config.model.has_state:
+        raise ConfigError(
+            f"speculate={config.speculate} is refused: the recurrent states of this model cannot be taken back when a draft is rejected.",
+            cure="Use speculate=none.",
+        )
+    if config.transfer is not None and engine.config.model.has_state:
+        raise ConfigError(
+            f"transfer={config.transfer} is refused: the recurrent states of this model are not transferred.", cure="Leave it out."
+        )
     for rank in ranks:
         engine.check_rank(rank)
 
@@ -150,6 +160,7 @@ def _load(
     requires_whole_prompt = model_config.requires_whole_prompt
     if requires_whole_prompt:
         log.info("this model computes a prompt in one step: chunked prefill, prefix reuse and CUDA graphs are disabled")
+    snapshots = StateSnapshots(capacity.max_num_sequences + 1, loaded.num_snapshots) if model_config.has_state else None
     scheduler = Scheduler(
         num_blocks=num_blocks,
         tokens_per_block=size,
@@ -159,7 +170,8 @@ def _load(
         max_num_sequences=capacity.max_num_sequences,
         policy=config.policy,
         chunked_prefill=config.chunked_prefill and not requires_whole_prompt,
-        prefix_reuse=config.prefix_reuse and not requires_whole_prompt,
+        prefix_reuse=config.prefix_reuse and not requires_whole_prompt and (snapshots is None or snapshots.num_slots > 0),
+        snapshots=snapshots,
         num_stages=world.stage.num_stages,
         event_log=BlockEventLog() if events is not None else None,
         proposer="drafter" if uses_drafter(config) else config.speculate,

@@ -133,6 +133,7 @@ class Sequence:
         "bidirectional_prefix",
         "blocks",
         "deadline",
+        "decode_snapshot",
         "end_ids",
         "fault",
         "finish_reason",
@@ -163,6 +164,7 @@ class Sequence:
         "row",
         "seed",
         "seq_id",
+        "snapshot_at",
         "status",
         "stop_id",
         "tokens",
@@ -208,6 +210,8 @@ class Sequence:
         self.prefix: Any = self.prefix_root  # entry of its last block in the prefix index, or the root
         self.bidirectional_prefix: BidirectionalPrefix | None = None  # for a prefix LM
         self.grammar: Any = None  # the compiled guide
+        self.snapshot_at: list[int] = []  # for recurrent states: positions at which a chunk of its prefill ends, in order
+        self.decode_snapshot: Any = None  # entry of the block after which its newest snapshot of generated tokens was taken
         self.announced_key: Any = None  # key of the prompt block that it adds to the prefix index next
         self.acceptance: Any = None  # the drafts that were verified and accepted
         self.proposal: Any = None  # the state that the draft proposer has for this sequence

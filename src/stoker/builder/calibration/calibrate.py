@@ -101,6 +101,9 @@ def _run_quantized_layer(plan: BuildPlan, model: LayerwiseModel, dense: Loader, 
         model.run_layer(Loader(TensorTable(stored), without_cache, dense.dtype, dense.device, SINGLE))
         return stored
     attention = config.layers[index].attention
+    if attention is None:
+        model.run_layer(Loader(TensorTable(stored), without_cache, dense.dtype, dense.device, SINGLE))
+        return stored
     stats = CacheStats(attention, recipe.kv_cache, model.rope_tables(dense.device).get(attention.cached_rope))
     model.run_layer(CacheRecordingLoader(TensorTable(stored), without_cache, dense.dtype, dense.device, stats))
     cache_tensors = stats.tensors()

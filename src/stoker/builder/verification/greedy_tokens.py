@@ -14,13 +14,14 @@ from torch import Tensor
 from stoker.base.errors import EngineError, first_line
 from stoker.builder.checkpoint.checkpoint import Checkpoint
 from stoker.builder.verification.reference_model import load_reference_model
-from stoker.core.forward_batch import ForwardBatch, KVCache
+from stoker.core.forward_batch import ForwardBatch, KVCache, LayerState
 from stoker.distributed.group import SINGLE
 from stoker.engine.config import EngineConfig
 from stoker.engine.reader import Engine, rank_file_name
 from stoker.engine.tensor_source import FileTensorSource
 from stoker.layers.decoder import Decoder, kv_shapes
 from stoker.layers.loader import Loader
+from stoker.layers.state_cache import StateCache
 from stoker.quant.format import TensorSource
 
 CPU = torch.device("cpu")
@@ -118,7 +119,8 @@ def _generate(engine: Engine, prompt: list[int], advance: Callable[[], None]) ->
     source = Float32Source(FileTensorSource(engine.path / rank_file_name(0), CPU))
     loader = Loader(source, engine.config.recipe, torch.float32, CPU, SINGLE)
     decoder = Decoder(model, loader, max(length, engine.config.limits.max_seq_len))
-    caches = [_make_cache(*kv_shapes(model, i), length) for i in range(model.num_layers)]
+    states = StateCache(model, range(model.num_layers), 1, 1, decoder.dtype, decoder.device).layers
+    caches = [_make_cache(*kv_shapes(model, i), length, states[i]) for i in range(model.num_layers)]
     tokens: list[int] = []
     rows, new, start = [], prompt, 0
     while len(tokens) < NUM_TOKENS:
@@ -131,10 +133,10 @@ def _generate(engine: Engine, prompt: list[int], advance: Callable[[], None]) ->
     return tokens, torch.stack(rows)
 
 
-def _make_cache(heads: int, key_size: int, value_size: int, length: int) -> KVCache:
-    """A KV cache of one block of `length` tokens."""
+def _make_cache(heads: int, key_size: int, value_size: int, length: int, state: LayerState | None) -> KVCache:
+    """A KV cache of one block of `length` tokens, and the layer's recurrent state."""
     values = torch.zeros(1, heads, length, value_size) if value_size else None
-    return KVCache(torch.zeros(1, heads, length, key_size), values)
+    return KVCache(torch.zeros(1, heads, length, key_size), values, state=state)
 
 
 def _single_row_batch(tokens: list[int], start: int) -> ForwardBatch:
@@ -151,6 +153,7 @@ def _single_row_batch(tokens: list[int], start: int) -> ForwardBatch:
         positions=positions,
         slots=positions,
         query_starts=int32([0, count]),
+        state_slots=torch.zeros(1, dtype=torch.int32),
         seq_lens=int32([stop]),
         block_tables=int32([[0]]),
         num_decodes=int(count == 1),

@@ -22,7 +22,8 @@ def arcee_config(hf: dict[str, Any]) -> ModelConfig:
 
 def without_gates(config: ModelConfig) -> ModelConfig:
     """A copy of `config` whose MLPs are down(act(up(x)))."""
-    return replace_fields(config, layer=lambda i: {"mlp": msgspec.structs.replace(config.layers[i].mlp, gated=False)})
+    mlps = [layer.mlp for layer in config.layers]
+    return replace_fields(config, layer=lambda i: {"mlp": None if (mlp := mlps[i]) is None else msgspec.structs.replace(mlp, gated=False)})
 
 
 def names_without_gates(config: ModelConfig) -> TensorNames:

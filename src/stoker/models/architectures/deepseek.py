@@ -121,7 +121,7 @@ def latent_attention_config(hf: dict[str, Any], architecture: str) -> ModelConfi
     if rope.scaling == "yarn" and rope.mscale_all_dim:
         scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
     attention = MLAConfig(
-        num_heads=config.layers[0].attention.num_heads,
+        num_heads=config.layers[0].attention.num_heads,  # type: ignore[union-attr]
         q_rank=hf["q_lora_rank"],
         kv_rank=hf["kv_lora_rank"],
         nope_size=hf["qk_nope_head_dim"],
@@ -177,7 +177,7 @@ def _v_up(tensors: list[Tensor], config: ModelConfig) -> Tensor:
 
 def _by_head(fused: Tensor, config: ModelConfig) -> Tensor:
     """kv_b_proj [heads × (nope_size + v_size), kv_rank] → [heads, nope_size + v_size, kv_rank]."""
-    rows: Tensor = fused.unflatten(0, (config.layers[0].attention.num_heads, -1))
+    rows: Tensor = fused.unflatten(0, (config.layers[0].attention.num_heads, -1))  # type: ignore[union-attr]
     return rows
 
 

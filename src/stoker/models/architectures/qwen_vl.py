@@ -50,17 +50,17 @@ def _qwen3_moe_text_config(text: dict[str, Any]) -> ModelConfig:
 
 def qwen25_vl_config(hf: dict[str, Any]) -> ModelConfig:
     """The ModelConfig of a Qwen2.5-VL checkpoint, from `hf`, the data of its config.json."""
-    return _qwen25_text_config(_text_data(hf))
+    return _qwen25_text_config(text_data(hf))
 
 
 def qwen3_vl_config(hf: dict[str, Any]) -> ModelConfig:
     """The ModelConfig of a Qwen3-VL checkpoint, from `hf`, the data of its config.json."""
-    return _qwen3_text_config(_text_data(hf))
+    return _qwen3_text_config(text_data(hf))
 
 
 def qwen3_vl_moe_config(hf: dict[str, Any]) -> ModelConfig:
     """The ModelConfig of a Qwen3-VL checkpoint with experts, from `hf`, the data of its config.json."""
-    return _qwen3_moe_text_config(_text_data(hf) | {"tie_word_embeddings": bool(hf.get("tie_word_embeddings"))})
+    return _qwen3_moe_text_config(text_data(hf) | {"tie_word_embeddings": bool(hf.get("tie_word_embeddings"))})
 
 
 def qwen3_vl_moe_names(config: ModelConfig) -> TensorNames:
@@ -83,7 +83,7 @@ def _expert_down(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     return tensors[1] if tensors[1].shape[1] == config.hidden_size else tensors[1].transpose(1, 2)
 
 
-def _text_data(hf: dict[str, Any]) -> dict[str, Any]:
+def text_data(hf: dict[str, Any]) -> dict[str, Any]:
     """text_config, or a file without it, with the rotary type `mrope` replaced by the default. A tied head may be set at either level."""
     text: dict[str, Any] = value_or(hf, "text_config", hf)
     for key in ("rope_scaling", "rope_parameters"):
@@ -93,13 +93,13 @@ def _text_data(hf: dict[str, Any]) -> dict[str, Any]:
     return text | {"tie_word_embeddings": bool(hf.get("tie_word_embeddings")) or bool(text.get("tie_word_embeddings"))}
 
 
-_IGNORED_TENSORS = (*IGNORED, "*visual.*")
+VISION_TENSORS = (*IGNORED, "*visual.*")
 # Settings of images and videos. The sections of mrope only matter for the positions of images.
-_IGNORED_KEYS = (
+VISION_KEYS = (
     "vision_config*", "vision_start_token_id", "vision_end_token_id", "vision_token_id", "image_token_id", "video_token_id",
     "mrope_section", "mrope_interleaved",
 )  # fmt: skip
-_RENAMES = ((r"^model\.language_model\.", "model."),)
+TEXT_RENAMES = ((r"^model\.language_model\.", "model."),)
 ARCHITECTURES = (
     Architecture(
         name="Qwen2_5_VLForConditionalGeneration",
@@ -108,9 +108,9 @@ ARCHITECTURES = (
         family="Qwen2.5-VL (text)",
         oracle="transformers",
         model_types=("qwen2_5_vl",),
-        ignored_tensors=_IGNORED_TENSORS,
-        tensor_renames=_RENAMES,
-        ignored_keys=(*_IGNORED_KEYS, *WINDOW_KEYS),
+        ignored_tensors=VISION_TENSORS,
+        tensor_renames=TEXT_RENAMES,
+        ignored_keys=(*VISION_KEYS, *WINDOW_KEYS),
     ),
     Architecture(
         name="Qwen3VLForConditionalGeneration",
@@ -119,9 +119,9 @@ ARCHITECTURES = (
         family="Qwen3-VL (text, dense)",
         oracle="transformers",
         model_types=("qwen3_vl",),
-        ignored_tensors=_IGNORED_TENSORS,
-        tensor_renames=_RENAMES,
-        ignored_keys=_IGNORED_KEYS,
+        ignored_tensors=VISION_TENSORS,
+        tensor_renames=TEXT_RENAMES,
+        ignored_keys=VISION_KEYS,
     ),
     Architecture(
         name="Qwen3VLMoeForConditionalGeneration",
@@ -130,8 +130,8 @@ ARCHITECTURES = (
         family="Qwen3-VL (text, experts)",
         oracle="transformers",
         model_types=("qwen3_vl_moe",),
-        ignored_tensors=_IGNORED_TENSORS,
-        tensor_renames=_RENAMES,
-        ignored_keys=_IGNORED_KEYS,
+        ignored_tensors=VISION_TENSORS,
+        tensor_renames=TEXT_RENAMES,
+        ignored_keys=VISION_KEYS,
     ),
 )

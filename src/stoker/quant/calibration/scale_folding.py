@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from stoker.core.model_config import AttentionConfig, LayerConfig, MLPConfig, MoEConfig
+from stoker.core.model_config import AttentionConfig, DeltaNetConfig, LayerConfig, MLPConfig, MoEConfig
 from stoker.quant.calibration.input_stats import InputStats
 
-_NORM_BEFORE = ("pre", "sandwich")  # layouts in which a norm is the input of one block only
+_NORM_BEFORE = ("pre", "sandwich", "single")  # layouts in which a norm is the input of one block only
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,8 @@ def _attention(layer: LayerConfig, name: str) -> list[ScaleFold]:
 def _mlp(layer: LayerConfig, name: str) -> list[ScaleFold]:
     """The folds of the inputs of an MLP's `down` linears."""
     mlp = layer.mlp
+    if mlp is None:
+        return []
     if isinstance(mlp, MLPConfig):
         return _down(mlp, name)
     shared = _down(mlp.shared, f"{name}.shared") if mlp.shared is not None else []
@@ -69,11 +71,25 @@ def _norms(layer: LayerConfig, name: str) -> list[ScaleFold]:
     separate = layer.layout in _NORM_BEFORE or (layer.layout == "parallel" and layer.parallel_norms == 2)
     if not layer.norm.weight or not (separate or layer.layout == "parallel"):
         return []
-    attention = f"{name}.attention.{'qkv' if isinstance(layer.attention, AttentionConfig) else 'down'}"
+    attention = _attention_inputs(layer, name)
     up, plain = _mlp_inputs(layer, f"{name}.mlp")
     if not separate:
-        return [ScaleFold((attention, *up), plain, norm=f"{name}.attention_norm")]
-    return [ScaleFold((attention,), norm=f"{name}.attention_norm"), ScaleFold(up, plain, norm=f"{name}.mlp_norm")]
+        return [ScaleFold((*attention, *up), plain, norm=f"{name}.attention_norm")]
+    gates = (f"{name}.state.gates.weight",) if isinstance(layer.state, DeltaNetConfig) else ()
+    first = ScaleFold(attention, gates, norm=f"{name}.attention_norm")
+    return [first] if layer.mlp is None else [first, ScaleFold(up, plain, norm=f"{name}.mlp_norm")]
+
+
+def _attention_inputs(layer: LayerConfig, name: str) -> tuple[str, ...]:
+    """The names of linears that read the input of attention, and of the block with a state."""
+    attention, names = layer.attention, []
+    if attention is not None:
+        names.append(f"{name}.attention.{'qkv' if isinstance(attention, AttentionConfig) else 'down'}")
+        if isinstance(attention, AttentionConfig) and attention.out_gate:
+            names.append(f"{name}.attention.gate")
+    if layer.state is not None:
+        names.append(f"{name}.state.in")
+    return tuple(names)
 
 
 def _mlp_inputs(layer: LayerConfig, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

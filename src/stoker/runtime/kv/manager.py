@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from stoker.runtime.kv.block_pool import BlockPool
 from stoker.runtime.kv.events.log import BlockEventLog
 from stoker.runtime.kv.prefix_index import Key, PrefixIndex, PrefixNode, child_digest, pack
+from stoker.runtime.kv.snapshots import StateSnapshots
 from stoker.runtime.kv.tiers import NO_TRANSFERS, BlockTransfer, HostTier, Tier, TierOccupancy
 from stoker.runtime.request import PrefixRoot, Sequence
 
@@ -14,12 +15,24 @@ from stoker.runtime.request import PrefixRoot, Sequence
 class Match:
     """The cached blocks that a waiting sequence can reuse, and the number of blocks that must be allocated for the rest."""
 
-    __slots__ = ("blocks", "host_blocks", "num_blocks_later", "num_blocks_now", "num_free", "prefix", "producer")
+    __slots__ = (
+        "blocks",
+        "host_blocks",
+        "num_blocks_later",
+        "num_blocks_now",
+        "num_free",
+        "num_indexed",
+        "prefix",
+        "producer",
+        "state_slot",
+    )
 
     def __init__(self, prefix: PrefixNode | PrefixRoot) -> None:
         self.blocks: list[int] = []  # device blocks to share
         self.host_blocks: Seq[int] = ()  # blocks of the host tier to load, which follow `blocks`
         self.prefix = prefix  # entry of the last of `blocks`, or the root
+        self.num_indexed = 0  # leading blocks of the sequence that are in the prefix index, with or without a snapshot
+        self.state_slot = -1  # of the snapshot after `blocks`, whose recurrent states the sequence continues from; -1: none
         self.producer: Sequence | None = None  # a running sequence that computes the next block
         self.num_free = 0  # free blocks after `blocks` are shared
         self.num_blocks_now = 0  # blocks to allocate for the known tokens, including the targets of loads
@@ -43,6 +56,10 @@ class KVCacheManager:
     with the commit of the sequence's step, like a computed one. Until then the transfer holds a reference to it.
 
     `event_log` collects which blocks enter and leave the prefix index.
+
+    For a model with recurrent states, a prefix can be reused only up to a block after which `snapshots` has the states. A prefill is
+    divided at the positions in `Sequence.snapshot_at`, so that a step ends there and its states can be saved: after the last full block,
+    and where the tokens of another sequence continue differently.
     """
 
     def __init__(
@@ -53,7 +70,9 @@ class KVCacheManager:
         prefix_reuse: bool,
         host_tier: HostTier | None = None,
         event_log: BlockEventLog | None = None,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
+        self.snapshots = snapshots if prefix_reuse else None
         self.tokens_per_block = tokens_per_block
         self.index = PrefixIndex(num_blocks) if prefix_reuse else None
         self.host_tier = host_tier if prefix_reuse else None
@@ -75,13 +94,21 @@ class KVCacheManager:
         return tiers if self.host_tier is None else [*tiers, self.host_tier.occupancy(num_cells)]
 
     def match(self, seq: Sequence) -> Match:
-        """Find the cached blocks that `seq` can reuse. At least one token remains to be computed, because its logits are needed.
+        """Find the cached blocks that `seq` can reuse, and set its `snapshot_at`.
+
+        At least one token remains to be computed, because its logits are needed.
 
         Sequences that request log-probabilities of their prompt reuse nothing: each of their positions must be computed.
         """
         match = Match(seq.prefix_root)
         if self.index is not None and seq.params.prompt_logprobs is None:
             self._walk(seq, match, self.index)
+            if self.snapshots is not None:
+                _cut_to_snapshot(match, self.snapshots)
+        if self.snapshots is not None:
+            size = self.tokens_per_block
+            ends = {match.num_indexed * size, (len(seq.tokens) - 1) // size * size}
+            seq.snapshot_at = sorted(end for end in ends if end > len(match.blocks) * size)
         refs = self.pool.refs
         match.num_free = self.pool.num_free - sum(not refs[block] for block in match.blocks)
         num_blocks = self.num_blocks_for(len(seq.tokens))
@@ -255,6 +282,37 @@ class KVCacheManager:
         self._poisoned_in_use -= freed
         self._poisoned_free += freed
 
+    # Snapshots of recurrent states.
+
+    def request_snapshot(self, seq: Sequence, num_blocks: int) -> None:
+        """Divide the prefill of `seq` after `num_blocks` blocks, if it is not computed that far, because another sequence shares them."""
+        end = num_blocks * self.tokens_per_block
+        if self.snapshots is not None and seq.num_computed < end < seq.num_prefill and end not in seq.snapshot_at:
+            seq.snapshot_at = sorted([*seq.snapshot_at, end])
+
+    def plan_save(self, seq: Sequence, end: int) -> int:
+        """A reserved slot for the states of `seq` after `end` tokens, the end of a block; -1 if there is none.
+
+        A sequence that decodes has one snapshot of its generated tokens, which the next one replaces.
+        """
+        assert self.snapshots is not None
+        return self.snapshots.reserve(seq.decode_snapshot if end > seq.num_prefill else None)
+
+    def end_save(self, seq: Sequence, end: int, slot: int, *, succeeded: bool) -> None:
+        """Attach a reserved slot to the block of `seq` that ends after `end` tokens. The step was committed (`succeeded`) or has failed.
+
+        The slot is freed if the block is not in the prefix index, because the sequence ended before the commit.
+        """
+        assert self.snapshots is not None and self.index is not None
+        node = seq.prefix
+        is_indexed = isinstance(node, PrefixNode) and self.index.node_of(node.block) is node
+        if not succeeded or not is_indexed or seq.num_hashed * self.tokens_per_block != end:
+            self.snapshots.cancel(slot)
+            return
+        self.snapshots.attach(node, slot)
+        if end > seq.num_prefill:
+            seq.decode_snapshot = node
+
     # Announcements of blocks that are being computed.
 
     def _announce_next_block(self, seq: Sequence) -> None:
@@ -319,5 +377,18 @@ class KVCacheManager:
         if self.index is None or (node := self.index.node_of(block)) is None:
             return
         self.index.forget(block)
+        if self.snapshots is not None:
+            self.snapshots.forget(node)
         if self.event_log is not None:
             self.event_log.remove(node)
+
+
+def _cut_to_snapshot(match: Match, snapshots: StateSnapshots) -> None:
+    """Shorten `match` to the last block after which there is a snapshot of the recurrent states."""
+    match.num_indexed = len(match.blocks)
+    match.host_blocks = ()
+    while isinstance(match.prefix, PrefixNode) and not snapshots.has(match.prefix):
+        match.prefix = match.prefix.parent
+        match.blocks.pop()
+    if isinstance(match.prefix, PrefixNode):
+        match.state_slot = snapshots.use(match.prefix)

@@ -23,6 +23,8 @@ class StepPlan:
     drafts[i]: ids of the draft tokens that follow the newest token; -1 for an id that only the device knows. A row with k drafts
         computes k + 1 tokens and yields 1 to k + 1 tokens: the accepted drafts, and the token sampled after them.
     adapters: the adapter index of each row, NO_ADAPTER for none; None if no row has an adapter.
+    state_restores: (sequence, slot) of snapshots that are copied to the states of the sequences before the step is computed.
+    state_saves: (sequence, number of its tokens, slot) of the states that are copied to slots for snapshots after it was computed.
     transfers: copies between tiers of the KV cache, which are performed in order before the step is computed.
     num_wanted: the largest number of drafts of a row that the next step can verify, which a drafter computes in this step.
     num_decodes: the number of rows that have one new token after a completed prefill.
@@ -31,7 +33,7 @@ class StepPlan:
 
     __slots__ = (
         "adapters", "drafts", "num_decodes", "num_new", "num_prefill_tokens", "num_tokens", "num_wanted", "samples",
-        "sequences", "starts", "transfers",
+        "sequences", "starts", "state_restores", "state_saves", "transfers",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -41,6 +43,8 @@ class StepPlan:
         self.samples: list[bool] = []
         self.drafts: list[Seq[int]] = []
         self.adapters: list[int] | None = None
+        self.state_restores: list[tuple[Sequence, int]] = []
+        self.state_saves: list[tuple[Sequence, int, int]] = []
         self.transfers: Seq[BlockTransfer] = NO_TRANSFERS
         self.num_wanted = 0
         self.num_decodes = 0

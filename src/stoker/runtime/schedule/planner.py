@@ -76,7 +76,7 @@ class Planner:
         sequences, starts = plan.sequences, plan.starts
         prefills: list[Sequence] = []
         starved = False
-        size = self._running_set.kv_cache.tokens_per_block
+        size, has_snapshots = self._running_set.kv_cache.tokens_per_block, self._running_set.kv_cache.snapshots is not None
         running = Status.RUNNING
         for seq in self._select():
             start = seq.num_computed
@@ -93,6 +93,8 @@ class Planner:
             seq.num_computed = start + 1
             seq.num_pending += 1
             seq.num_in_flight += 1
+            if has_snapshots and not (start + 1) % size:
+                self._add_save(plan, seq)
         plan.num_decodes = plan.num_tokens = len(sequences)
         plan.num_new = [1] * len(sequences)
         plan.samples = [True] * len(sequences)
@@ -151,7 +153,7 @@ class Planner:
                 num_new = self._num_new(seq, seq.num_computed, self._token_limit - plan.num_tokens)
                 if not num_new:
                     return False
-                _add_prefill(plan, seq, num_new)
+                self._add_prefill(plan, seq, num_new)
         return True
 
     def _admissions(self, plan: StepPlan, num_holding: int, now: float, paused: bool) -> None:
@@ -167,8 +169,12 @@ class Planner:
                 continue
             match = kv_cache.match(seq)
             if match.producer is not None and not policy.whole_batches:
-                queue.park(seq, match.producer, kv_cache.num_common_blocks(seq, match.producer))
+                num_common = kv_cache.num_common_blocks(seq, match.producer)
+                kv_cache.request_snapshot(match.producer, num_common)
+                queue.park(seq, match.producer, num_common)
                 continue
+            if len(plan.state_restores) == self._max_rows:  # the buffer of a step has room for one copy per row
+                return
             all_rows_taken = len(plan) == self._max_rows
             budget = 0 if all_rows_taken else max(self._token_limit - plan.num_tokens, 0)
             num_new = self._num_new(seq, match.num_reused * kv_cache.tokens_per_block, budget)
@@ -182,8 +188,31 @@ class Planner:
             if not num_new:
                 match.host_blocks = ()  # a failed step ends its rows only, so what it loads must belong to one of them
             running_set.admit(seq, match, now)
+            if match.state_slot >= 0:
+                plan.state_restores.append((seq, match.state_slot))
             if num_new:
-                _add_prefill(plan, seq, num_new)
+                self._add_prefill(plan, seq, num_new)
+
+    def _up_to_snapshot(self, seq: Sequence, start: int, num_new: int) -> int:
+        """At most `num_new` tokens from position `start` on, up to where the states of `seq` are saved, or up to the end of a block."""
+        size = self._running_set.kv_cache.tokens_per_block
+        end = min([start + num_new, *(at for at in seq.snapshot_at if at > start)])
+        if end < len(seq.tokens) and end // size * size > start:
+            end = end // size * size
+        return end - start
+
+    def _add_prefill(self, plan: StepPlan, seq: Sequence, num_new: int) -> None:
+        """Add a row with a chunk of a prefill, whose states are saved if it ends at the end of a block."""
+        _add_prefill(plan, seq, num_new)
+        kv_cache = self._running_set.kv_cache
+        if kv_cache.snapshots is not None and not seq.num_computed % kv_cache.tokens_per_block:
+            self._add_save(plan, seq)
+
+    def _add_save(self, plan: StepPlan, seq: Sequence) -> None:
+        """Save the states of `seq` after its newest planned token, which ends a block, if there is a slot for a snapshot."""
+        slot = self._running_set.kv_cache.plan_save(seq, seq.num_computed)
+        if slot >= 0:
+            plan.state_saves.append((seq, seq.num_computed, slot))
 
     def _add_drafts(self, plan: StepPlan) -> None:
         """Add draft tokens to decodes, as far as the step has tokens left, `max_sampled_tokens` allows, and blocks are free.
@@ -240,6 +269,8 @@ class Planner:
         steps, because prompt and generated tokens together can exceed max_num_tokens.
         """
         num_left = len(seq.tokens) - start
+        if self._running_set.kv_cache.snapshots is not None and self._chunked_prefill:
+            return self._up_to_snapshot(seq, start, min(num_left, budget))
         if num_left <= budget:
             return num_left
         return budget if self._chunked_prefill or seq.num_prompt - start <= budget else 0

@@ -10,6 +10,7 @@ from stoker.base.errors import RequestError
 from stoker.base.types import FinishReason
 from stoker.runtime.kv.events.log import BlockEventLog
 from stoker.runtime.kv.manager import KVCacheManager
+from stoker.runtime.kv.snapshots import StateSnapshots
 from stoker.runtime.kv.tiers import HostTier
 from stoker.runtime.request import NO_ADAPTER, Sequence, Status, TokenRequest
 from stoker.runtime.schedule.draft_length import DraftLength
@@ -35,7 +36,7 @@ class Scheduler:
     `chunked_prefill` a prompt is computed in a single step. `num_adapters` is the number of low-rank adapters that the model has. A
     row has at most `draft_tokens` drafts of the proposer, fewer if that is faster (`adaptive_drafts`), and none in a step with prefills
     unless `drafts_beside_prefill` is set. The latency targets choose the prompt tokens of a step from the times that `record_time` is
-    called with.
+    called with. `snapshots`: those of the states of a model with recurrent states.
     """
 
     def __init__(
@@ -60,8 +61,11 @@ class Scheduler:
         num_adapters: int = 0,
         host_tier: HostTier | None = None,
         event_log: BlockEventLog | None = None,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
-        self.kv_cache = KVCacheManager(num_blocks, tokens_per_block, prefix_reuse=prefix_reuse, host_tier=host_tier, event_log=event_log)
+        self.kv_cache = KVCacheManager(
+            num_blocks, tokens_per_block, prefix_reuse=prefix_reuse, host_tier=host_tier, event_log=event_log, snapshots=snapshots
+        )
         self.max_num_tokens = max_num_tokens
         self.max_seq_len = max_seq_len
         self.chunked_prefill = chunked_prefill
@@ -283,6 +287,8 @@ class Scheduler:
                 self._running_set.release_unplanned(seq)
             elif proposes:  # this row may have no drafts, and an earlier one rejected drafts
                 self._running_set.trim(seq)
+        for seq, end, slot in plan.state_saves:
+            self.kv_cache.end_save(seq, end, slot, succeeded=True)
         return outcome
 
     def record_time(self, plan: StepPlan, duration_s: float) -> None:
@@ -301,7 +307,13 @@ class Scheduler:
             self.kv_cache.end_transfers(plan.transfers, succeeded=False)
         for seq in plan.sequences:
             self.kv_cache.poison(seq.blocks[seq.num_hashed :])
+        for seq, end, slot in plan.state_saves:
+            self.kv_cache.end_save(seq, end, slot, succeeded=False)
         failed = [seq for seq in plan.sequences if seq.status is not Status.FINISHED]
+        for seq, _ in plan.state_restores:  # admitted by this plan, perhaps without a row: its states were not restored
+            if seq.status is not Status.FINISHED and seq not in failed:
+                failed.append(seq)
+                self.end(seq, FinishReason.ERROR)
         for seq, samples, drafts in zip(plan.sequences, plan.samples, plan.drafts, strict=True):
             seq.num_in_flight -= 1
             seq.num_pending -= samples * (1 + len(drafts))

@@ -29,6 +29,7 @@ from stoker.kernels.triton.aot.compiler import CompileJob, collecting
 from stoker.layers.decoder import Decoder, layer_specs
 from stoker.layers.fused_layer import FusedLayers
 from stoker.layers.loader import Loader
+from stoker.layers.state_cache import StateCache
 from stoker.quant.format import TensorSource
 from stoker.runtime.worker.cuda_graphs import Graphs
 from stoker.runtime.worker.dummy_step import Bounds
@@ -105,7 +106,9 @@ def _runner(engine: Engine, config: RuntimeConfig, rank: int) -> ModelRunner:
     )
     size = limits.tokens_per_block
     layers = stage.layers(settings.model.num_layers)
-    caches = make_caches(settings.model, 1 << 10, size, engine.kv_dtype, META, layers, mapping.tensor_parallel)
+    dtype, num_slots = getattr(torch, settings.dtype), capacity.max_num_sequences + 1
+    states = StateCache(settings.model, layers, mapping.tensor_parallel, num_slots, dtype, META)
+    caches = make_caches(settings.model, 1 << 10, size, engine.kv_dtype, META, layers, mapping.tensor_parallel, states)
     model.complete_caches(caches)
     first = _distinct_layers(engine, layers, model.fused_layers)
     model.keep_layers(first)

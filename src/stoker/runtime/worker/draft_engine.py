@@ -111,6 +111,9 @@ def check_draft_engine(draft: Engine, target: Engine, device: torch.device, max_
                 f"speculate={str(draft.path)!r} is refused: the tokens of a prompt of {engine.path} attend to later ones.",
                 cure="Use --speculate ngram.",
             )
+    if draft.config.model.has_state:
+        limit = "the recurrent states of a draft engine cannot be taken back when a draft is rejected"
+        raise ConfigError(f"speculate={str(draft.path)!r} is refused: {limit}.", cure="Use a draft engine without recurrent states.")
     if draft.config.model.max_positions < max_seq_len:
         positions = draft.config.model.max_positions
         raise ConfigError(

@@ -35,7 +35,7 @@ def static_buffer_size(max_tokens: int, max_rows: int, width: int) -> int:
 def fill_dummy_step(static: Tensor, tables: Tensor, shape: Shape, bounds: Bounds, padding_row: int) -> StepInputs:
     """Write a dummy step to the buffer `static` (int32), in the layout of InputBuilder. It stores no token and reads no key."""
     parts = split_buffer(static, _sizes(shape))
-    for part, value in zip(parts, (0, 0, -1, 0, 0, 0, padding_row, 0, 0, 0, padding_row), strict=True):
+    for part, value in zip(parts, (0, 0, -1, 0, 0, 0, padding_row, 0, 0, 0, padding_row, padding_row), strict=True):
         part.fill_(value)
     batch = ForwardBatch(
         token_ids=parts[0],
@@ -48,8 +48,9 @@ def fill_dummy_step(static: Tensor, tables: Tensor, shape: Shape, bounds: Bounds
         max_query_len=bounds.max_query_len,
         max_seq_len=bounds.max_seq_len,
         logits_idx=parts[5],
+        state_slots=parts[11],
     )
-    return StepInputs(batch, parts[6], parts[7], *parts[8:]) if shape.max_drafts else StepInputs(batch, parts[6], parts[7])
+    return StepInputs(batch, parts[6], parts[7], *parts[8:11]) if shape.max_drafts else StepInputs(batch, parts[6], parts[7])
 
 
 def allocate_dummy_step(
@@ -75,9 +76,10 @@ def pack_dummy_step(inputs: InputBuilder, shape: Shape, *, is_prefix_lm: bool = 
     )  # fmt: skip
     packed.host = inputs.buffer(packed.buffer_size)
     packed.host.zero_()
-    _, _, slots, _, _, _, rows, *_ = split_buffer(packed.host, packed.sizes)
+    _, _, slots, _, _, _, rows, _, _, _, _, state_slots, *_ = split_buffer(packed.host, packed.sizes)
     slots.fill_(-1)
     rows.fill_(inputs.num_rows)
+    state_slots.fill_(inputs.num_rows)
     return packed
 
 
@@ -85,5 +87,5 @@ def _sizes(shape: Shape) -> tuple[int, ...]:
     """The sizes of the parts of a step's buffer, in int32 elements, without block tables."""
     tokens, rows = shape.tokens, shape.rows
     if shape.max_drafts:
-        return (*[tokens] * 3, rows + 1, rows, *[tokens] * 3, rows + 1, tokens, rows)
-    return (*[tokens] * 3, rows + 1, *[rows] * 4, 0, 0, 0)
+        return (*[tokens] * 3, rows + 1, rows, *[tokens] * 3, rows + 1, tokens, rows, rows)
+    return (*[tokens] * 3, rows + 1, *[rows] * 4, 0, 0, 0, rows)

@@ -51,6 +51,8 @@ class PackedStep:
     has_adapters: bool = False  # tokens have an adapter index
     max_drafts: int = 0  # the largest number of drafts of a row; 0: no row verifies drafts
     num_sequences: int = 0  # with drafts: the sequences that sample; each has as many logits as drafts, and one more
+    num_restores: int = 0  # recurrent states to copy before the step, and after it
+    num_saves: int = 0
     draft_ids: list[Seq[int]] = field(default_factory=list)  # with drafts: those of each sampled sequence; empty on followers
 
     @property
@@ -58,10 +60,12 @@ class PackedStep:
         """The sizes of the buffer's parts, in int32 elements, in their order."""
         tokens, rows = self.shape.tokens, self.shape.rows
         sizes: tuple[int, ...] = (tokens, tokens, tokens, rows + 1, rows)
-        sizes = (*sizes, self.num_logits, self.num_sampled, self.num_sampled, *self._draft_sizes, rows * self.width)
+        sizes = (*sizes, self.num_logits, self.num_sampled, self.num_sampled, *self._draft_sizes, rows, rows * self.width)
         if self.is_prefix_lm:
             sizes = (*sizes, tokens, rows)
-        return (*sizes, tokens) if self.has_adapters else sizes
+        if self.has_adapters:
+            sizes = (*sizes, tokens)
+        return (*sizes, 2 * self.num_restores, 2 * self.num_saves) if self.num_restores or self.num_saves else sizes
 
     @property
     def _draft_sizes(self) -> tuple[int, int, int]:
@@ -84,6 +88,8 @@ class StepInputs:
     starts: Tensor | None = None  # int32 [num_sequences + 1], with drafts: the first logits of each sequence, and num_sampled
     owners: Tensor | None = None  # int32 [num_sampled], with drafts: the sequence of the logits
     sequence_rows: Tensor | None = None  # int32 [num_sequences], with drafts: like rows, for each sequence
+    restores: Tensor | None = None  # int32 [N, 2], slots (from, to) of recurrent states to copy before the step; None: no copies
+    saves: Tensor | None = None  # the same after the step
 
     @property
     def newest_rows(self) -> Tensor:
@@ -157,23 +163,31 @@ class InputBuilder:
             is_prefix_lm=sequences[0].bidirectional_prefix is not None,
             has_adapters=plan.adapters is not None,
             max_drafts=max_drafts,
+            num_restores=len(plan.state_restores),
+            num_saves=len(plan.state_saves),
             num_sequences=(shape.rows if is_padded else len(sampled)) if max_drafts else 0,
             draft_ids=[plan.drafts[i] for i in sampled] if max_drafts else [],
         )
         packed.host = self.buffer(packed.buffer_size)
         parts = split_buffer(packed.host.numpy(), packed.sizes)
-        ids, positions, slots, query_starts, lens, logits_idx, sampled_rows, counters, *drafted, flat_tables = parts[:12]
-        optional = parts[12:]
+        ids, positions, slots, query_starts, lens, logits_idx, sampled_rows, counters, *drafted, state_slots, flat_tables = parts[:13]
+        optional = parts[13:]
 
         query_starts[0] = 0
         np.cumsum(counts, out=query_starts[1 : num_rows + 1])
         query_starts[num_rows + 1 :] = num_tokens
         lens[:num_rows] = seq_lens
         lens[num_rows:] = 0
+        state_slots[:num_rows] = rows
+        state_slots[num_rows:] = self.num_rows
         block_tables = flat_tables.reshape(shape.rows, packed.width)
         np.take(self.tables.table[:, : packed.width], rows, axis=0, out=block_tables[:num_rows])
         block_tables[num_rows:] = 0
         _fill_tokens(plan, ids, self.num_rows)
+        if packed.num_restores or packed.num_saves:
+            saves, restores = optional.pop(), optional.pop()
+            restores[:] = [slot for seq, saved in plan.state_restores for slot in (saved, seq.row)]
+            saves[:] = [slot for seq, _, saved in plan.state_saves for slot in (seq.row, saved)]
         self._fill_positions(plan, starts, counts, query_starts, block_tables, positions, slots)
         if plan.adapters is not None:
             adapter_ids = optional.pop()
@@ -202,16 +216,20 @@ class InputBuilder:
             slots=views[2],
             query_starts=views[3],
             seq_lens=views[4],
-            block_tables=views[11].view(packed.shape.rows, -1),
+            block_tables=views[12].view(packed.shape.rows, -1),
+            state_slots=views[11],
             num_decodes=packed.num_decodes,
             max_query_len=packed.max_query_len,
             max_seq_len=packed.max_seq_len,
             logits_idx=views[5],
-            block_positions=views[12] if packed.is_prefix_lm else None,
-            prefix_lens=views[13] if packed.is_prefix_lm else None,
-            adapter_ids=views[-1] if packed.has_adapters else None,
+            block_positions=views[13] if packed.is_prefix_lm else None,
+            prefix_lens=views[14] if packed.is_prefix_lm else None,
+            adapter_ids=views[15 if packed.is_prefix_lm else 13] if packed.has_adapters else None,
         )
-        return StepInputs(batch, views[6], views[7], *views[8:11]) if packed.max_drafts else StepInputs(batch, views[6], views[7])
+        inputs = StepInputs(batch, views[6], views[7], *(views[8:11] if packed.max_drafts else ()))
+        if packed.num_restores or packed.num_saves:
+            inputs.restores, inputs.saves = views[-2].view(-1, 2), views[-1].view(-1, 2)
+        return inputs
 
     def buffer(self, size: int) -> Tensor:
         """A host buffer, int32 [size], that is valid for one step."""
@@ -276,8 +294,8 @@ class InputBuilder:
         buffer.copy_(host, non_blocking=True)
         views = split_buffer(buffer, sizes)
         rows = tables.shape[0]
-        tables[:, : packed.width].copy_(views[11].view(rows, packed.width))
-        views[11] = tables.view(-1)
+        tables[:, : packed.width].copy_(views[12].view(rows, packed.width))
+        views[12] = tables.view(-1)
         return views
 
 

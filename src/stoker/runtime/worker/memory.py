@@ -14,6 +14,7 @@ from stoker.base.errors import ConfigError
 from stoker.core.forward_batch import KVCache
 from stoker.core.model_config import ModelConfig
 from stoker.layers.decoder import kv_width, local_kv_shapes
+from stoker.layers.state_cache import StateCache
 
 _DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.5}
 
@@ -31,11 +32,12 @@ class MemoryBudget:
     kv: int
     num_blocks: int
     tokens_per_block: int
+    states: int = 0  # recurrent states of sequences, and snapshots of them
 
     @property
     def left_over(self) -> int:
         """The bytes that remain unused."""
-        return self.free - (self.activations or 0) - self.graphs - self.kv
+        return self.free - (self.activations or 0) - self.graphs - self.kv - self.states
 
     @property
     def purposes(self) -> dict[str, int]:
@@ -47,6 +49,7 @@ class MemoryBudget:
             "activations": self.activations or 0,
             "graphs": self.graphs,
             "KV cache": self.kv,
+            **({"states": self.states} if self.states else {}),
             "left over": self.left_over,
         }
 
@@ -85,7 +88,7 @@ def num_kv_blocks(free: int, bytes_per_block: int, limits: Limits, config: Runti
     """
     size = limits.tokens_per_block
     fraction = config.kv_cache_fraction if config.kv_cache_fraction is not None else _DEFAULT_FRACTION[device]
-    fitting = int(free * fraction) // bytes_per_block
+    fitting = int(free * fraction) // max(bytes_per_block, 1)  # blocks without attention take no memory
     if config.kv_cache_tokens is not None:
         requested = -(-config.kv_cache_tokens // size)
         if config.kv_cache_fraction is None and requested * bytes_per_block > free:
@@ -107,17 +110,39 @@ def num_kv_blocks(free: int, bytes_per_block: int, limits: Limits, config: Runti
     return min(fitting, useful)
 
 
+def num_snapshots(free: int, slot_bytes: int, num_rows: int, config: RuntimeConfig, device: str) -> int:
+    """The number of snapshots of recurrent states that are kept for prefix reuse, beside the states of `num_rows` sequences.
+
+    It is twice the number of sequences, if that takes at most a quarter of the memory that the states of the sequences leave. `free` and
+    `slot_bytes`, the size of one sequence's states, are in bytes. Raises ConfigError if the states of the sequences do not fit.
+    """
+    fraction = config.kv_cache_fraction if config.kv_cache_fraction is not None else _DEFAULT_FRACTION[device]
+    room = int(free * fraction) - (num_rows + 1) * slot_bytes
+    if room <= 0:
+        fitting = max(int(free * fraction) // slot_bytes - 1, 0)
+        raise ConfigError(
+            f"max_num_sequences={num_rows} is refused: the recurrent states of {num_rows} sequences need "
+            f"{(num_rows + 1) * slot_bytes / 2**30:.2f} GiB, and {int(free * fraction) / 2**30:.2f} GiB are available for them.",
+            cure=f"Use at most {fitting} for max_num_sequences and max_batch_size." if fitting else "Use a smaller engine.",
+        )
+    return min(2 * num_rows, room // 4 // slot_bytes) if config.prefix_reuse else 0
+
+
 def make_caches(
     model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
-    layers: range | None = None, tensor_parallel: int = 1,
+    layers: range | None = None, tensor_parallel: int = 1, states: StateCache | None = None,
 ) -> list[KVCache]:  # fmt: skip
-    """A zeroed cache for each layer of a rank. Unwritten slots must be finite, because attention multiplies masked values by zero."""
+    """A zeroed cache for each layer of a rank, with its recurrent state in `states`.
+
+    Unwritten slots must be finite, because attention multiplies masked values by zero.
+    """
     caches = []
-    for layer in range(model.num_layers) if layers is None else layers:
+    for i, layer in enumerate(range(model.num_layers) if layers is None else layers):
         heads, key, value = local_kv_shapes(model, layer, tensor_parallel)
         shape = (num_blocks, heads, block_size)
         keys = _zeros((*shape, key), dtype, device)
-        caches.append(KVCache(keys, _zeros((*shape, value), dtype, device) if value else None))
+        state = states.layers[i] if states is not None else None
+        caches.append(KVCache(keys, _zeros((*shape, value), dtype, device) if value else None, state=state))
     return caches
 
 
@@ -127,7 +152,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     On the CPU it consists of zero pages of the operating system, which use memory only when they are written. torch.zeros writes all pages,
     which takes 70 s for 12 GB on a small machine.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or not math.prod(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

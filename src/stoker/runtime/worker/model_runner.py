@@ -18,6 +18,7 @@ from stoker.core.prefix_lm import find_bidirectional_prefix
 from stoker.distributed.world import ALONE_WORLD, World
 from stoker.kernels import ops
 from stoker.layers.decoder import Decoder
+from stoker.layers.state_cache import StateCache
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.sampling.grammar_compiler import Grammars
 from stoker.runtime.sampling.logprobs import score
@@ -53,9 +54,10 @@ class ModelRunner:
         self, model: Decoder, caches: list[KVCache], *,
         num_rows: int, max_batch_size: int, max_num_tokens: int, max_seq_len: int, block_size: int, device: torch.device, use_graphs: bool,
         world: World = ALONE_WORLD, publisher: StepPublisher | None = None, grammars: Grammars | None = None,
-        drafter: Drafter | None = None, max_drafts: int = 0,
+        drafter: Drafter | None = None, max_drafts: int = 0, states: StateCache | None = None,
     ) -> None:  # fmt: skip
-        """`max_drafts`: the largest number of drafts of a row, for which steps are captured."""
+        """`max_drafts`: the largest number of drafts of a row, for which steps are captured. `states`: the storage of recurrent states."""
+        self.states = states
         self.model = model
         self.caches = caches
         self.device = device
@@ -150,7 +152,7 @@ class ModelRunner:
             inputs = self.inputs.unpack(packed)
             batch = self._resolve(inputs.batch)
             with self._observed():
-                logits = self.model(batch, self.caches)
+                logits = self._compute(inputs, batch)
         prompt = prompt_chunks(plan) if packed.num_extra else []
         drafts = DraftedRows(packed.draft_ids, drafts_of(inputs, batch, packed.max_drafts)) if packed.max_drafts else None
         with self._fatal_error(self._broadcasts_ids):
@@ -206,7 +208,7 @@ class ModelRunner:
             return
         inputs = self.inputs.unpack(packed)
         with self._observed():
-            self._logits(inputs.batch)
+            self._compute(inputs, self._resolve(inputs.batch))
         self._store_last_ids(inputs.newest_rows, torch.zeros_like(inputs.newest_rows))
 
     @torch.inference_mode()
@@ -265,6 +267,15 @@ class ModelRunner:
         num_wanted = self.drafter.num_drafts if self.drafter is not None else 0
         drafted = self._draft(batch, inputs, newest, verified, num_wanted, all_greedy)
         return PlainStep(token_ids if verified is None else verified, drafted)
+
+    def _compute(self, inputs: StepInputs, batch: ForwardBatch) -> Tensor:
+        """The logits [L, V] of a step whose ids were resolved, with the copies of recurrent states before and after it."""
+        if self.states is not None and inputs.restores is not None:
+            self.states.copy(inputs.restores)
+        logits = self.model(batch, self.caches)
+        if self.states is not None and inputs.saves is not None:
+            self.states.copy(inputs.saves)
+        return logits
 
     def _logits(self, batch: ForwardBatch) -> Tensor:
         """The logits [L, V] of a step, after ids that only the device has were resolved."""

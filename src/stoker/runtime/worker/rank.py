@@ -15,13 +15,14 @@ from stoker.distributed.world import World
 from stoker.engine.reader import Engine
 from stoker.kernels import ops
 from stoker.layers.decoder import Decoder
+from stoker.layers.state_cache import StateCache, state_bytes
 from stoker.runtime.sampling.grammar_compiler import Grammars
 from stoker.runtime.schedule.planner import max_sampled_tokens
 from stoker.runtime.worker.draft_sources import DraftTask, load_drafter, uses_drafter
 from stoker.runtime.worker.drafter import DraftSource
 from stoker.runtime.worker.dummy_step import Bounds
 from stoker.runtime.worker.inputs import Shape
-from stoker.runtime.worker.memory import MemoryBudget, block_bytes, free_memory, make_caches, num_kv_blocks
+from stoker.runtime.worker.memory import MemoryBudget, block_bytes, free_memory, make_caches, num_kv_blocks, num_snapshots
 from stoker.runtime.worker.model_runner import ModelRunner, StepPublisher
 
 log = get_logger(__name__)
@@ -62,6 +63,7 @@ class LoadedRank:
     weights: int
     free: int = 0  # free memory after the weights and libraries were loaded; set by `num_blocks`
     activations: int | None = None
+    num_snapshots: int = 0  # of recurrent states; set by `num_blocks`
     draft_source: DraftSource | None = None  # of the leader, if `config` names a draft engine
 
     @property
@@ -72,7 +74,7 @@ class LoadedRank:
         return self.config.draft_tokens if self.draft_source is None else self.draft_source.num_drafts
 
     def num_blocks(self) -> int:
-        """The number of KV cache blocks that fit beside the activations of the largest step and the graphs.
+        """The number of KV cache blocks that fit beside the activations of the largest step, the graphs and recurrent states.
 
         Every rank must call it at the same time, because it runs steps.
         """
@@ -85,6 +87,10 @@ class LoadedRank:
         room = self.free - (self.activations or 0) - graphs
         if self.draft_source is not None:
             room -= self.draft_source.spare_bytes(self.capacity.max_num_sequences)
+        if self.engine.config.model.has_state:
+            slots = self.capacity.max_num_sequences, self.config, self.device.type
+            self.num_snapshots = self.world.everyone.smallest(num_snapshots(room, self._slot_bytes() or 1, *slots))
+            room -= self._state_bytes()
         return num_kv_blocks(room, self._block_bytes(), self.engine.config.limits, self.config, self.device.type)
 
     def _free(self) -> int:
@@ -113,11 +119,27 @@ class LoadedRank:
         model = block_bytes(config.model, config.limits.tokens_per_block, self.engine.kv_dtype, layers, config.mapping.tensor_parallel)
         return model if self.draft_source is None else model + self.draft_source.block_bytes()
 
+    def _slot_bytes(self) -> int:
+        """The number of bytes of the recurrent states of one sequence on this rank."""
+        config = self.engine.config
+        layers = self.world.stage.layers(config.model.num_layers)
+        return state_bytes(config.model, layers, config.mapping.tensor_parallel, getattr(torch, config.dtype))
+
+    @property
+    def _num_slots(self) -> int:
+        """The number of slots of recurrent states: of the rows, of padding, and of snapshots."""
+        return self.capacity.max_num_sequences + 1 + self.num_snapshots
+
+    def _state_bytes(self) -> int:
+        """The number of bytes of all slots."""
+        return self._num_slots * self._slot_bytes()
+
     def budget(self, num_blocks: int, graphs: int) -> MemoryBudget:
         """The memory budget for a cache of `num_blocks` blocks and graphs of `graphs` bytes."""
         size, total = self.engine.config.limits.tokens_per_block, free_memory(self.device)[1]
         kv = num_blocks * self._block_bytes()
-        return MemoryBudget(str(self.device), total, self.weights, self.free, self.activations, graphs, kv, num_blocks, size)
+        sizes = self.weights, self.free, self.activations, graphs, kv, num_blocks, size, self._state_bytes()
+        return MemoryBudget(str(self.device), total, *sizes)
 
     def runner(self, num_blocks: int, publisher: StepPublisher | None = None) -> ModelRunner:
         """Allocate the cache with `num_blocks` blocks, and create the runner."""
@@ -146,7 +168,10 @@ class LoadedRank:
         config, capacity = self.engine.config, self.capacity
         size, tensor = config.limits.tokens_per_block, config.mapping.tensor_parallel
         layers = self.world.stage.layers(config.model.num_layers)
-        caches = make_caches(config.model, num_blocks, size, self.engine.kv_dtype, self.device, layers, tensor)
+        states = None
+        if config.model.has_state:
+            states = StateCache(config.model, layers, tensor, self._num_slots, getattr(torch, config.dtype), self.device)
+        caches = make_caches(config.model, num_blocks, size, self.engine.kv_dtype, self.device, layers, tensor, states)
         self.model.complete_caches(caches)
         return ModelRunner(
             self.model,
@@ -163,12 +188,17 @@ class LoadedRank:
             world=self.world,
             publisher=publisher,
             grammars=grammars,
+            states=states,
         )
 
 
 def captures_steps(config: RuntimeConfig, model: ModelConfig) -> bool:
-    """Whether steps are captured as CUDA graphs. Prefix LMs are excluded, because a captured step has no block positions."""
-    return config.cuda_graphs and not model.requires_whole_prompt
+    """Whether steps are captured as CUDA graphs.
+
+    Prefix LMs are excluded, because a captured step has no block positions, and models with recurrent states, because their ops pad rows
+    to the longest one, which in a captured step is as long as the step.
+    """
+    return config.cuda_graphs and not model.requires_whole_prompt and not model.has_state
 
 
 def largest_steps(capacity: Capacity, *, speculates: bool = False) -> list[tuple[Shape, Bounds]]:

@@ -24,8 +24,8 @@ class Record(NamedTuple):
 
 
 def max_step_size(max_num_tokens: int, max_rows: int, max_blocks: int) -> int:
-    """The largest number of int32 values of a step: nine per token, three per row, and the block tables."""
-    return buffer_size((*[max(max_num_tokens, max_rows)] * 9, max_rows + 1, max_rows + 1, max_rows, max_rows * max_blocks))
+    """The largest number of int32 values of a step: nine per token, eight per row, and the block tables."""
+    return buffer_size((*[max(max_num_tokens, max_rows)] * 9, max_rows + 1, max_rows + 1, *[max_rows] * 6, max_rows * max_blocks))
 
 
 def encode_step(packed: PackedStep, all_greedy: bool) -> tuple[int, ...]:
@@ -34,25 +34,26 @@ def encode_step(packed: PackedStep, all_greedy: bool) -> tuple[int, ...]:
     return (
         STEP, shape.tokens, shape.rows, shape.is_decode, packed.width, packed.num_logits, packed.num_sampled, packed.num_decodes,
         packed.max_query_len, packed.max_seq_len, packed.max_drafts, packed.num_sequences, packed.is_padded, all_greedy,
-        packed.is_prefix_lm, packed.has_adapters,
+        packed.is_prefix_lm, packed.has_adapters, packed.num_restores, packed.num_saves,
     )  # fmt: skip
 
 
 def decode_record(record: Numbers, buffer: Callable[[int], torch.Tensor]) -> Record:
     """A copy of a record's content. The numbers of a step are copied to `buffer(size)`, int32 [size]."""
-    kind, *fields = (int(value) for value in record[:16])
+    kind, *fields = (int(value) for value in record[:18])
     if kind == ZERO_BLOCKS:
         return Record(kind, None, False, record[HEADER_SIZE : HEADER_SIZE + fields[0]].tolist())
     if kind == PROFILE:
         return Record(kind, None, False, [], (fields[0], fields[1], bool(fields[2])))
     if kind != STEP:
         return Record(kind, None, False, [])
-    *sizes, is_padded, all_greedy, is_prefix_lm, has_adapters = fields
+    *sizes, is_padded, all_greedy, is_prefix_lm, has_adapters, num_restores, num_saves = fields
     tokens, rows, is_decode, width, num_logits, num_sampled, num_decodes, max_query_len, max_seq_len, max_drafts, num_sequences = sizes
     shape = Shape(tokens, rows, bool(is_decode))
     packed = PackedStep(
         torch.empty(0), shape, width, num_logits, num_sampled, num_decodes, max_query_len, max_seq_len, bool(is_padded), [],
         is_prefix_lm=bool(is_prefix_lm), has_adapters=bool(has_adapters), max_drafts=max_drafts, num_sequences=num_sequences,
+        num_restores=num_restores, num_saves=num_saves,
     )  # fmt: skip
     size = packed.buffer_size
     packed.host = buffer(size)

@@ -56,8 +56,10 @@ def tensor_names(row: GGUFArchitecture, config: ModelConfig, tensors: Container[
     return names
 
 
-def _up_names(mlp: MLPConfig | MoEConfig) -> dict[str, str | tuple[str, ...]]:
-    """The GGUF modules of the up-projection."""
+def _up_names(mlp: MLPConfig | MoEConfig | None) -> dict[str, str | tuple[str, ...]]:
+    """The GGUF modules of the up-projection; empty without an MLP."""
+    if mlp is None:
+        return {}
     if isinstance(mlp, MoEConfig):
         return {"experts.up": ("ffn_gate_exps.{e}", "ffn_up_exps.{e}") if mlp.expert.gated else "ffn_up_exps.{e}"}
     return {"up": ("ffn_gate", "ffn_up") if mlp.gated else "ffn_up"}

@@ -1,0 +1,57 @@
+"""The recurrence of Mamba 2 in plain PyTorch: token by token for decodes, in chunks for prefills (arXiv 2405.21060, section 6)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stoker.kernels.reference.state_rows import state_rows
+from stoker.kernels.types import Mamba2Params
+
+if TYPE_CHECKING:
+    from stoker.core.forward_batch import ForwardBatch
+
+CHUNK = 64  # tokens whose pairs are computed at once
+
+
+def mamba2(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, params: Mamba2Params, states: Tensor, batch: ForwardBatch) -> Tensor:
+    """The output [T, H, P] of the recurrence (`ops.mamba2`). Replaces the states of the rows."""
+    rows = state_rows(batch)
+    num, heads = rows.num_decodes, x.shape[1]
+    step = F.softplus(dt.float() + params.dt_bias).clamp(params.min_step, params.max_step)
+    decay = step * params.a
+    wide, repeats = x.float(), heads // b.shape[1]
+    b, c = (t.float().repeat_interleave(repeats, dim=1) for t in (b, c))  # [T, H, N]
+    parts = []
+    if num:
+        state = rows.initial(states, slice(num)) * decay[:num].exp()[..., None, None]
+        state = state + (step[:num, :, None] * wide[:num])[..., None] * b[:num, :, None]
+        rows.store(states, slice(num), state)
+        parts.append((state * c[:num, :, None]).sum(-1))
+    if rows.num_prefills:
+        state = rows.initial(states, slice(num, None))
+        padded = [rows.pad(t) for t in (wide * step[..., None], decay, b, c)]
+        outs = []
+        for values, log_decay, keys, queries in zip(*(t.split(CHUNK, dim=1) for t in padded), strict=True):
+            out, state = _chunk(values, log_decay, keys, queries, state)
+            outs.append(out)
+        rows.store(states, slice(num, None), state)
+        parts.append(rows.unpad(torch.cat(outs, dim=1)))
+    return (torch.cat(parts) + wide * params.skip[:, None]).to(x.dtype)
+
+
+def _chunk(x: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """(output [P, L, H, D], state after the chunk [P, H, D, N]). x [P, L, H, D] is multiplied by the time step; decay [P, L, H]; b, c
+    [P, L, H, N]; state [P, H, D, N]."""
+    total = decay.cumsum(1)  # the logarithm of the decay from the start of the chunk
+    pairs = total[:, :, None] - total[:, None]  # [P, to, from, H]
+    is_later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()[..., None]
+    scores = torch.einsum("plhn,pshn->plsh", c, b) * pairs.masked_fill(~is_later, -torch.inf).exp()
+    out = torch.einsum("plsh,pshd->plhd", scores, x)
+    out = out + torch.einsum("plhn,phdn->plhd", c, state) * total.exp()[..., None]
+    to_end = (total[:, -1:] - total).exp()
+    state = state * total[:, -1, :, None, None].exp() + torch.einsum("plhn,plhd->phdn", b * to_end[..., None], x)
+    return out, state

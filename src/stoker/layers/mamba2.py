@@ -1,0 +1,93 @@
+"""The Mamba 2 block: input projection, causal convolution, recurrence, gated norm, output projection."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from stoker.core.forward_batch import ForwardBatch, KVCache
+from stoker.core.model_config import Mamba2Config
+from stoker.core.specs import LinearSpec, Spec, TensorSpec
+from stoker.kernels import ops
+from stoker.kernels.types import PLAIN, Mamba2Params
+from stoker.layers.linear import linear_all_reduce
+from stoker.layers.loader import Loader
+from stoker.layers.norm import Norm
+
+
+class Mamba2:
+    """Ranks divide the heads, and with them the groups of B and C."""
+
+    def __init__(self, config: Mamba2Config, loader: Loader, name: str, hidden: int) -> None:
+        self.config = config
+        weights = loader.load(self.specs(config, name, hidden))
+        self.project, self.out = weights["in"], weights["out"]
+        self.conv, self.conv_bias = weights["conv"], weights.get("conv_bias")
+        self.norm_weight: Tensor | None = weights.get("norm")
+        self.group, size = loader.group, loader.sharding.size
+        self.num_heads = config.num_heads // size
+        self.num_groups = max(config.num_groups // size, 1)
+        self.params = Mamba2Params(-weights["a_log"].exp(), weights["dt_bias"], weights["skip"], config.min_step, config.max_step)
+
+    @staticmethod
+    def specs(config: Mamba2Config, name: str, hidden: int) -> dict[str, Spec]:
+        """The specs of all weights of the block. The input projection has the parts gate, x, B, C and time step."""
+        heads, groups, size = config.num_heads, config.num_groups, config.head_size
+        inner, bc = heads * size, groups * config.state_size
+        specs: dict[str, Spec] = {
+            "in": LinearSpec(
+                name=f"{name}.in", in_features=hidden, parts=(inner, inner, bc, bc, heads), bias=config.in_bias, split="heads",
+                head_size=size, part_heads=(heads, heads, groups, groups, heads),
+            ),
+            "out": LinearSpec(
+                name=f"{name}.out", in_features=inner, parts=(hidden,), bias=config.out_bias, split="row_heads", head_size=size
+            ),
+        }  # fmt: skip
+        shapes: dict[str, tuple[int, ...]] = {"weight": (config.local_channels(), config.kernel)}
+        if config.conv_bias:
+            shapes["bias"] = (config.local_channels(),)
+        for suffix, shape in shapes.items():
+            specs["conv" if suffix == "weight" else "conv_bias"] = TensorSpec(
+                name=f"{name}.conv.{suffix}", shape=shape, split="kv_heads", parts=(inner, bc, bc), part_heads=(heads, groups, groups)
+            )
+        for key in ("a_log", "dt_bias", "skip"):
+            specs[key] = TensorSpec(name=f"{name}.{key}", shape=(heads,), split="kv_heads", dtype="float32")
+        if config.norm is not None:
+            specs["norm"] = TensorSpec(name=f"{name}.norm.weight", shape=(inner,), split="kv_heads", head_size=size)
+        return specs
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        """mamba(norm(x)) + residual, [T, hidden], summed over ranks. Replaces the states of the step's rows in `cache`."""
+        config, state = self.config, cache.state
+        assert state is not None
+        heads, groups, size = self.num_heads, self.num_groups, config.head_size
+        inner, bc = heads * size, groups * config.state_size
+        projected = self.project(x, PLAIN if norm is None else norm.fusion)
+        gate, inputs, dt = projected.split_with_sizes((inner, inner + 2 * bc, heads), dim=-1)
+        convolved = ops.causal_conv(inputs, self.conv, self.conv_bias, state.conv, batch, config.activation)
+        values, b, c = convolved.split_with_sizes((inner, bc, bc), dim=-1)
+        b, c = b.unflatten(-1, (groups, -1)), c.unflatten(-1, (groups, -1))
+        out = ops.mamba2(values.unflatten(-1, (heads, size)), dt, b, c, self.params, state.recurrent, batch)
+        return linear_all_reduce(self.out, self._gated(out.flatten(1), gate), self.group, residual)
+
+    def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
+        """The output of the recurrence [T, inner], multiplied by silu(gate) and normalized within each group of features."""
+        config, factor = self.config, F.silu(gate.float())
+        wide = out.float()
+        if config.norm is None:
+            return (wide * factor).to(out.dtype)
+        assert self.norm_weight is not None
+        if config.gate_first:
+            wide = wide * factor
+        wide = (wide * self._rsqrt(wide, config.norm.eps)).to(out.dtype) * self.norm_weight
+        return wide if config.gate_first else (wide * factor).to(out.dtype)
+
+    def _rsqrt(self, x: Tensor, eps: float) -> Tensor:
+        """1 / the root mean square of the group of each feature of x [T, inner]. All ranks have features of a single group."""
+        num_groups, size = self.config.norm_groups, self.config.num_heads // self.num_heads
+        if num_groups == 1 and size > 1:
+            total = ops.all_reduce(x.square().sum(-1, keepdim=True), self.group)
+            return (total / (x.shape[-1] * size) + eps).rsqrt()
+        groups = x.unflatten(-1, (num_groups // size, -1))
+        factors = (groups.square().mean(-1, keepdim=True) + eps).rsqrt()
+        return factors.expand_as(groups).flatten(-2)

@@ -1,0 +1,72 @@
+"""The recurrent states of a rank: sizes, and one tensor that holds the states of all layers, so that a slot is copied at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from stoker.core.forward_batch import LayerState
+from stoker.core.model_config import ModelConfig, StateConfig
+
+_ALIGN = 256  # bytes
+
+
+class StateCache:
+    """The states of `num_slots` slots. A slot has the states of all layers of this rank.
+
+    `layers` has an entry for each of the rank's layers, None for a layer without a state.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layers: Iterable[int], tensor_parallel: int, num_slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        states = [config.layers[i].state for i in layers]
+        self.num_slots = num_slots
+        slot_bytes = sum(_layer_bytes(state, tensor_parallel, dtype) for state in states if state is not None)
+        self._storage = torch.zeros(num_slots, slot_bytes, dtype=torch.uint8, device=device)
+        self.layers: list[LayerState | None] = []
+        start = 0
+        for state in states:
+            if state is None:
+                self.layers.append(None)
+                continue
+            conv, recurrent = _local_shapes(state, tensor_parallel)
+            conv_bytes = _aligned(math.prod(conv) * dtype.itemsize)
+            self.layers.append(LayerState(self._view(start, conv, dtype), self._view(start + conv_bytes, recurrent, torch.float32)))
+            start += _layer_bytes(state, tensor_parallel, dtype)
+
+    def copy(self, pairs: Tensor) -> None:
+        """Copy the states of slot pairs[i, 0] to slot pairs[i, 1] for each i. `pairs`: int32 [N, 2] on the device."""
+        source, target = pairs.long().unbind(1)
+        self._storage.index_copy_(0, target, self._storage.index_select(0, source))
+
+    def _view(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """[slots, *shape] of `dtype` in the storage, from byte number `start` of each slot on."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return self._storage[:, start : start + num_bytes].view(dtype).unflatten(1, shape)
+
+
+def state_bytes(config: ModelConfig, layers: Iterable[int], tensor_parallel: int, dtype: torch.dtype) -> int:
+    """The bytes of one slot on one rank: the states of a sequence in all `layers` of the rank."""
+    states = [config.layers[i].state for i in layers]
+    return sum(_layer_bytes(state, tensor_parallel, dtype) for state in states if state is not None)
+
+
+def _layer_bytes(state: StateConfig, tensor_parallel: int, dtype: torch.dtype) -> int:
+    """The bytes of one slot of a layer."""
+    conv, recurrent = _local_shapes(state, tensor_parallel)
+    return _aligned(math.prod(conv) * dtype.itemsize) + _aligned(math.prod(recurrent) * torch.float32.itemsize)
+
+
+def _local_shapes(state: StateConfig, tensor_parallel: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of the convolution's and of the recurrence's state of one sequence on one rank."""
+    heads, *features = state.state_shape
+    return (state.local_channels(tensor_parallel), state.kernel - 1), (heads // tensor_parallel, *features)
+
+
+def _aligned(num_bytes: int) -> int:
+    """The next multiple of the alignment."""
+    return -(-num_bytes // _ALIGN) * _ALIGN
