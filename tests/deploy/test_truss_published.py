@@ -139,7 +139,7 @@ def test_draft_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str,
     assert (deployment.runtime.speculate, deployment.runtime.draft_tokens) == (location, 4)
 
     def resolve(location: str, **options: Any) -> Path:
-        assert (location, options["revision"], options["token"]) == ("org/heads", "abc", "secret")
+        assert (location, options["revision"], options["token"].reveal()) == ("org/heads", "abc", "secret")
         return tmp_path / "fetched"
 
     monkeypatch.setattr("stoker.deploy.sources.resolve", resolve)

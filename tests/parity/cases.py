@@ -559,6 +559,7 @@ CASES: dict[tuple[str, str], Callable[[], Reference]] = {
     ("GPTJForCausalLM", "tied head with a bias"): partial(native, "GPTJ", **GPT, rotary_dim=4, tie_word_embeddings=True),
     ("QWenLMHeadModel", "within"): partial(qwen, POSITIONS),
     ("QWenLMHeadModel", "past"): partial(qwen, 50),
+    ("Qwen2ForCausalLM", "MiMo"): partial(native, "Qwen2", architecture="MiMoForCausalLM", **GROUPED),
     ("Qwen2ForCausalLM", "window"): partial(
         native, "Qwen2", **GROUPED, use_sliding_window=True, sliding_window=9, max_window_layers=1, tie_word_embeddings=True
     ),

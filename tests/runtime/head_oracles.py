@@ -193,24 +193,29 @@ class Eagle3Oracle(Oracle):
 class MtpOracle(Oracle):
     """A multi-token prediction layer with the blocks of the last layer of `model`, within the checkpoint of the model."""
 
-    def __init__(self, model: Any, layer: type[nn.Module]) -> None:
+    def __init__(self, model: Any, layer: type[nn.Module], *, mimo: bool = False) -> None:
         super().__init__(model)
-        config = model.config
+        config, self.mimo = model.config, mimo
         number = config.num_hidden_layers
         self.layer = layer(config, number - 1)
         self.norms = nn.ModuleDict({name: LlamaRMSNorm(self.hidden, config.rms_norm_eps) for name in ("enorm", "hnorm", "norm")})
         self.project = nn.Linear(2 * self.hidden, self.hidden, bias=False)
         for module in (self.layer, self.norms, self.project):
             randomize(module, 8)
-        stem = f"model.layers.{number}"
-        tensors = {f"{name}.weight": self.norms[name].weight for name in ("enorm", "hnorm")} | {"eh_proj.weight": self.project.weight}
-        tensors |= {"shared_head.norm.weight": self.norms["norm"].weight, "shared_head.head.weight": model.lm_head.weight}
-        tensors |= {"embed_tokens.weight": model.model.embed_tokens.weight}
+        stem = "model.mtp_layers.0" if mimo else f"model.layers.{number}"
+        names = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj")
+        if not mimo:
+            names = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
+        modules = (*self.norms.values(), self.project)
+        tensors = {f"{name}.weight": module.weight for name, module in zip(names, modules, strict=True)}
+        if not mimo:
+            tensors |= {"shared_head.head.weight": model.lm_head.weight, "embed_tokens.weight": model.model.embed_tokens.weight}
         tensors |= per_expert(self.layer.state_dict())
         self.files = {f"{stem}.{name}": tensor for name, tensor in tensors.items()}
 
     def head(self, x: Tensor, embedded: Tensor) -> Tensor:
-        x = self.project(torch.cat((self.norms["enorm"](embedded), self.norms["hnorm"](x)), dim=-1))
+        parts = self.norms["enorm"](embedded), self.norms["hnorm"](x)
+        x = self.project(torch.cat(parts[::-1] if self.mimo else parts, dim=-1))
         return self.norms["norm"](run_layer(self.model, self.layer, x))
 
 

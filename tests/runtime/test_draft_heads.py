@@ -75,6 +75,17 @@ def test_drafts(drive: Make, prompts: list[list[int]], heads: dict[str, tuple[Pa
         check_drafts(drive, *heads[name], prompt)
 
 
+def served(model: Any, oracle: MtpOracle, changes: dict[str, Any], folder: Path) -> tuple[Make, Path]:
+    """Executors of an engine that is built without the prediction layer, and the checkpoint with it."""
+    config = json.loads(model.config.to_json_string()) | {"num_nextn_predict_layers": 1} | changes
+    tensors = per_expert(model.state_dict())
+    plain, complete = (write(folder / name, config, tensors | extra) for name, extra in (("plain", {}), ("complete", oracle.files)))
+    tiny.save_tokenizer(plain)
+    limits = Limits(max_batch_size=4, max_input_len=64, max_output_len=64, tokens_per_block=16)
+    engine = build(plain, folder / "engine", BuildConfig(device="cpu", limits=limits), verify="none").path
+    return lambda **settings: Driven(engine, None, kv_cache_tokens=512, **settings), complete
+
+
 @torch.no_grad()
 def test_multi_token_prediction(prompts: list[list[int]], tmp_path: Path) -> None:
     """The layer of DeepSeek V3, with latent attention and experts, in the checkpoint of its model."""
@@ -84,35 +95,24 @@ def test_multi_token_prediction(prompts: list[list[int]], tmp_path: Path) -> Non
     sizes |= {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "head_dim": 8}
     model = tiny.model("deepseek_v3", **sizes, first_k_dense_replace=1, num_key_value_heads=6)
     oracle = MtpOracle(model, DeepseekV3DecoderLayer)
-    config = json.loads(model.config.to_json_string()) | {"architectures": ["DeepseekV3ForCausalLM"]}
-    config |= {"num_nextn_predict_layers": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    tensors = per_expert(model.state_dict())
-    plain, path = (write(tmp_path / name, config, tensors | extra) for name, extra in (("plain", {}), ("complete", oracle.files)))
-    tiny.save_tokenizer(plain)
-    limits = Limits(max_batch_size=4, max_input_len=64, max_output_len=64, tokens_per_block=16)
-    engine = build(plain, tmp_path / "engine", BuildConfig(device="cpu", limits=limits), verify="none").path
-
-    def make(**settings: Any) -> Driven:
-        return Driven(engine, None, kv_cache_tokens=512, **settings)
-
+    changes = {"architectures": ["DeepseekV3ForCausalLM"], "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    make, path = served(model, oracle, changes, tmp_path)
     check_drafts(make, path, oracle, prompts[0])
 
 
-@pytest.mark.parametrize("name", ["medusa-vllm", "eagle", "eagle3"])
-def test_under_load(drive: Make, prompts: list[list[int]], heads: dict[str, tuple[Path, Oracle]], name: str) -> None:
-    """Chunked prefill, preemption, prefix reuse, rows without drafts: the answers are those of plain decoding."""
-    cases = [(prompt, {"max_tokens": 20} | CASES[i % len(CASES)]) for i, prompt in enumerate([*prompts, prompts[1], prompts[4]])]
-    plain = drive()
-    expected = [answer.tokens for answer in plain.run(*(request(prompt, **params) for prompt, params in cases))]
-    driven = drive(
-        speculate=str(heads[name][0]), draft_tokens=DRAFTS, adaptive_drafts=False, max_num_tokens=24, policy="max_utilization",
-        kv_cache_tokens=14 * 16,
-    )  # fmt: skip
-    for _ in range(2):  # the second time with the cached prefixes of the first
-        found = driven.run(*(request(prompt, **params) for prompt, params in cases))
-        assert [answer.tokens for answer in found] == expected
-    assert driven.stats.num_preemptions > 0
-    assert driven.stats.num_draft_tokens > 100
+@torch.no_grad()
+def test_multi_token_prediction_of_mimo(prompts: list[list[int]], tmp_path: Path) -> None:
+    """Names of its own, and the projection reads the hidden state first."""
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+
+    model = tiny.model("qwen2")
+    oracle = MtpOracle(model, Qwen2DecoderLayer, mimo=True)
+    make, path = served(model, oracle, {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}, tmp_path)
+    check_drafts(make, path, oracle, prompts[0])
+    with pytest.raises(StokerError, match="num_layers of its heads is 2, and that of the model is 3"):
+        config = json.loads((path / "config.json").read_text()) | {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+        (path / "config.json").write_text(json.dumps(config))
+        make(speculate=str(path))
 
 
 def without(files: dict[str, Tensor], *names: str) -> dict[str, Tensor]:

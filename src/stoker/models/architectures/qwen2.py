@@ -82,11 +82,12 @@ ARCHITECTURES = (
         name="Qwen2ForCausalLM",
         read_config=qwen2_config,
         tensor_names=llama_names,
-        family="Qwen 2, 2.5",
+        family="Qwen 2, 2.5, MiMo",
         oracle="transformers",
-        model_types=("qwen2",),
-        ignored_tensors=IGNORED,
-        ignored_keys=WINDOW_KEYS,
+        model_types=("qwen2", "mimo"),
+        aliases=("MiMoForCausalLM",),
+        ignored_tensors=(*IGNORED, "model.mtp_layers.*"),  # the multi-token prediction layer of MiMo, which `--speculate` reads
+        ignored_keys=(*WINDOW_KEYS, "num_nextn_predict_layers"),
     ),
     Architecture(
         name="Qwen2MoeForCausalLM",
