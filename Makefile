@@ -9,7 +9,7 @@ MINUTES ?= 2
 SEED ?= 0
 RUNS ?= 3000
 
-.PHONY: help demo serve test test-cluster test-fast chaos fuzz coverage bounds triton check check-deploy docs wheel setup clean
+.PHONY: help demo serve test test-slow test-cluster test-fast chaos fuzz coverage bounds triton check check-deploy docs wheel setup clean
 
 # Tests without a model that is trained or downloaded, and without processes that serve one. FAST_SKIPS are files of these folders that take long.
 FAST := tests/test_architecture.py tests/test_vocabulary.py tests/project tests/unit tests/base tests/engine tests/deploy \
@@ -30,8 +30,11 @@ demo: $(VENV)/.installed  ## Build, serve and ask a small model, then stop
 serve: $(VENV)/.installed  ## The same, with the server left running
 	@$(BIN)/stoker demo --serve
 
-test: $(VENV)/.installed-dev  ## The whole test suite, except test-cluster
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore=tests/cluster
+test: $(VENV)/.installed-dev  ## The test suite, except test-slow and test-cluster
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" --ignore=tests/cluster
+
+test-slow: $(VENV)/.installed-dev  ## Kernels on an emulated device and compiled for GPUs, accuracy of quantization, memory of builds
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow --ignore=tests/cluster
 
 test-cluster: $(VENV)/.installed-dev  ## Several hosts, Slurm and MPI: needs root; installs slurm-wlm, munge and iproute2 with apt if it can
 	sh scripts/cluster_packages.sh

@@ -35,7 +35,7 @@ from stoker.quant.formats.int8 import Int8
 from stoker.quant.formats.smoothquant import SmoothQuant
 from stoker.quant.recipe import Recipe
 
-pytestmark = pytest.mark.timeout(400)  # a test of seconds takes minutes on a busy machine
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # a test of seconds takes minutes on a busy machine
 CPU = torch.device("cpu")
 CACHE_DTYPES = ("int8", "float8_e4m3fn")
 PROSE = slice(3000, 7500)  # characters of the held-out text; the rest are dictionary entries, whose perplexity varies more

@@ -13,6 +13,8 @@ import tiny
 import torch
 from safetensors.torch import save_file
 
+pytestmark = pytest.mark.slow
+
 LAYERS, HIDDEN, MLP = 24, 512, 1536
 LAYER_BYTES = (4 * HIDDEN * HIDDEN + 3 * HIDDEN * MLP) * 4  # 13.6 MB in float32; the model has 326 MB
 

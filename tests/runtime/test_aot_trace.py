@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PUBLISHED = sorted((Path(__file__).parents[1] / "parity" / "published").glob("*.json"))
 FORMATS = [{}, {"quantization": "FP8_KV"}, {"quantization": "AWQ", "kv_cache_dtype": "int8"}]
 FUSED = ("Llama-2-7b-hf", "Mistral-7B-v0.1", "Qwen2.5-7B-Instruct")

@@ -6,6 +6,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 # Kernels that share helper functions, which use constants of their own modules.
 NAMES = [
     "decode 1", "decode fp8", "prefill 80 wide", "rope fp8", "quant int4, 64 rows", "quant fp8, 1 rows",

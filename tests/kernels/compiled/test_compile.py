@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from compile_all import LAUNCHES
 
+pytestmark = pytest.mark.slow
+
 SHARED_LIMIT = 227 << 10  # bytes of one CTA on sm_90
 SMALL = 48  # registers: 40 warps per SM, enough to hide the latency of memory
 FOUR_CTAS = 128  # registers: four CTAs of four warps per SM

@@ -10,6 +10,8 @@ import pytest
 
 from stoker.kernels.triton.device import REQUIREMENTS
 
+pytestmark = pytest.mark.slow
+
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 100: 227 << 10}  # of one CTA, CUDA C++ Programming Guide, compute capabilities
 # Triton has no e4m3 conversion for sm_80, so FP8 engines need sm_89.
 WITHOUT_A_KERNEL = {80: {"quant fp8, 32 rows"}, 89: set(), 100: set()}

@@ -11,6 +11,8 @@ import pytest
 from filelock import FileLock
 from mutants import CASES, MUTANTS
 
+pytestmark = pytest.mark.slow
+
 Detected = Callable[[str], dict[str, str]]
 
 

@@ -20,6 +20,8 @@ from stoker.kernels.triton.moe import launch as moe
 from stoker.kernels.triton.moe import operands as moe_operands
 from stoker.kernels.tuning.tiles import QuantTile
 
+pytestmark = pytest.mark.slow
+
 EXPERTS = 5
 # (rows of each expert, rows of earlier ranks, rows of later ranks): experts without rows, with full tiles, and with several tiles.
 ROUTINGS = {

@@ -20,6 +20,8 @@ from stoker.kernels.triton.gemm.skinny.launch import skinny_linear, supports_ski
 from stoker.kernels.triton.gemm.skinny_int4.launch import skinny_int4_linear
 from stoker.kernels.tuning.tiles import SkinnyInt4Tile, SkinnyTile
 
+pytestmark = pytest.mark.slow
+
 CASES = [(1, "nbgr", SkinnyTile(2, 1, 4, 1)), (3, "br", SkinnyTile(2, 3, 1, 2)), (8, "ng", SkinnyTile(2, 1, 2, 2))]
 
 
