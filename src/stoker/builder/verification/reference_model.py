@@ -18,10 +18,13 @@ def load_reference_model(checkpoint: Checkpoint, dtype: str, trust_remote_code: 
     with contextlib.redirect_stderr(io.StringIO()):  # transformers draws progress bars
         if checkpoint.gguf is not None:
             return _from_gguf(checkpoint, rounded).eval()
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
-        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(str(checkpoint.path), dtype=rounded, **options)
+        kind = type(AutoConfig.from_pretrained(str(checkpoint.path), **options))
+        is_multimodal = kind in AutoModelForImageTextToText._model_mapping and kind not in AutoModelForCausalLM._model_mapping
+        auto: Any = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
+        model: torch.nn.Module = auto.from_pretrained(str(checkpoint.path), dtype=rounded, **options)
         return model.float().eval()
 
 
