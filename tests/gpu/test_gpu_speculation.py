@@ -18,6 +18,7 @@ from stoker.runtime.load import load_executor
 from stoker.runtime.request import TokenRequest
 
 sys.path.append(str(Path(__file__).parents[1] / "builder"))
+sys.path.append(str(Path(__file__).parents[1] / "runtime"))
 
 PROMPTS = [[(7 * i + 13 * j) % 300 + 3 for j in range(5 + 9 * i)] for i in range(6)]
 FEATURES: list[dict[str, Any]] = [
@@ -72,6 +73,24 @@ def test_the_tokens_are_those_of_plain_decoding(engine: Path, settings: dict[str
     assert steps < 0.7 * plain_steps or settings.get("overlap", True)
     found, _ = answers(engine, calls, speculate="ngram", **settings)
     assert found == expected
+
+
+@pytest.mark.parametrize("name", ["medusa-vllm", "eagle", "eagle3"])
+def test_draft_heads(engine: Path, name: str, tmp_path: Path) -> None:
+    """Captured and launched steps with heads give the tokens of plain decoding, and verify the same drafts."""
+    import tiny
+    from head_oracles import ORACLES, write
+
+    oracle = ORACLES[name](tiny.model())
+    path = str(write(tmp_path / name, oracle.config, oracle.files))
+    bias = {"logit_bias": dict.fromkeys((5, 8, 20), 4.0)}  # so that some drafts of the small draft vocabularies are accepted
+    calls = [
+        TokenRequest(request_id=str(i), prompt_ids=prompt, params=SamplingParams(max_tokens=40, **bias if i % 2 else {}))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    expected, _ = answers(engine, calls)
+    for settings in ({}, {"cuda_graphs": False}):
+        assert answers(engine, calls, speculate=path, draft_tokens=3, **settings)[0] == expected
 
 
 def test_verification_equals_the_reference() -> None:
