@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import textwrap
 
+from stoker.builder.checkpoint.gguf.registry import ARCHITECTURES
+from stoker.builder.tokenizers.gguf_pre_tokenizers import PATTERNS
 from stoker.builder.tokenizers.published import TOKENIZERS
 from stoker.models import Architecture, all_architectures
 from stoker.quant.named_recipes import RECIPES
@@ -38,8 +40,14 @@ A model can be split over any number of ranks. Heads that the ranks do not divid
 several ranks need is stored on each of them. Layers with a [recurrent state](concepts/recurrent-states.md) require a number of ranks that
 divides their heads.
 
-| family | `architectures` | oracle | tensor parallel |
-|---|---|---|---|
+The column GGUF has the values of `general.architecture` with which a row is read from a GGUF file. Every key of the metadata of that
+architecture and every tensor is used, known to have no effect, or rejected by name. `tests/parity/test_gguf_architectures.py` writes such
+a file from a tiny model of transformers, with the keys and names of the gguf library, and compares the logits: they are within 1e-4, and
+the greedy tokens are equal. The format does not have a few settings. Sliding windows of Mistral and StarCoder 2 are used if a file has
+them, the head of Baichuan 2 is used as it is stored, and Qwen 1 is computed as within its trained length.
+
+| family | `architectures` | GGUF | oracle | tensor parallel |
+|---|---|---|---|---|
 """
 
 # Rows that tests/gpu has not run yet.
@@ -94,6 +102,10 @@ possible, it stops and names the missing file.
 | tokenizer.model of sentencepiece (Llama, Baichuan, InternLM, ...) | by Stoker; splits are compared with the sentencepiece library |
 {classes}
 | vocab.json and merges.txt, tiktoken.model, spiece.model, vocab.txt | by the converters of transformers |
+| tokenizer.ggml.* of a GGUF file: `gpt2` (byte-level BPE) and `llama` (sentencepiece BPE) | by Stoker |
+
+Pre-tokenizers of GGUF files (`tokenizer.ggml.pre`): {pre}.
+Other names, and the kinds `bert`, `t5`, `rwkv` and `plamo2`, which no architecture of the table has, are rejected by name.
 
 The tokenizer classes in this table are published as Python code with the weights. Stoker converts their vocabulary files and never runs
 that code. Any other tokenizer class that is part of a checkpoint needs `--trust-remote-code`, or a tokenizer.json given with `--tokenizer`.
@@ -112,7 +124,7 @@ def markdown() -> str:
         + _VERSIONS
         + "\n".join(versions)
         + "\n"
-        + _NOTES.format(classes="\n".join(_classes()))
+        + _NOTES.format(classes="\n".join(_classes()), pre=textwrap.fill(", ".join(sorted(PATTERNS)), 100))
     )
 
 
@@ -123,7 +135,13 @@ def _classes() -> list[str]:
 
 def _row(row: Architecture) -> str:
     names = ", ".join(f"`{name}`" for name in (row.name, *row.aliases))
-    return f"| {row.family} | {names} | {row.oracle} | {row.tensor_parallel} |"
+    return f"| {row.family} | {names} | {_gguf_names(row)} | {row.oracle} | {row.tensor_parallel} |"
+
+
+def _gguf_names(row: Architecture) -> str:
+    """The values of general.architecture that are read with this row."""
+    found = (name for name, kind in sorted(ARCHITECTURES.items()) if set(kind.model_types) & set(row.model_types))
+    return ", ".join(f"`{name}`" for name in found) or "–"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,17 @@ def gguf_name(name: str) -> str:
 def write(
     path: Path,
     made: Any,
-    kind: gguf.GGMLQuantizationType | None = None,
+    kind: gguf.GGMLQuantizationType | Callable[[str], gguf.GGMLQuantizationType] | None = None,
     tokenizer: dict[str, Any] | None = None,
     metadata: dict[str, Any] | None = None,
+    max_tensors: int = 0,
 ) -> Path:
-    """Write a model. `kind`: block type of the matrices. `metadata`: values to replace; None removes a value."""
+    """Write a model. `kind`: block type of the matrices, or a function of their names. `metadata`: values to replace; None removes a value.
+
+    `max_tensors`: the number of tensors in each part of a split file.
+    """
     config, arch = made.config, made.config.model_type
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=max_tensors)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -67,7 +72,8 @@ def write(
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
             data = permute(data, config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads)
         if kind is not None and data.ndim == 2:
-            writer.add_tensor(gguf_name(name), gguf.quants.quantize(data, kind), raw_dtype=kind)
+            code = kind(gguf_name(name)) if callable(kind) and not isinstance(kind, gguf.GGMLQuantizationType) else kind
+            writer.add_tensor(gguf_name(name), gguf.quants.quantize(data, code), raw_dtype=code)
         else:
             writer.add_tensor(gguf_name(name), np.ascontiguousarray(data))
     writer.write_header_to_file()

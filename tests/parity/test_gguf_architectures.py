@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,16 @@ from gguf_writer import write_gguf
 from harness import Harness, prefill_logits
 
 from stoker.base.config import Limits
+from stoker.base.errors import CheckpointError
 from stoker.builder.build import build
+from stoker.builder.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from stoker.builder.checkpoint.gguf.config import read_config
+from stoker.builder.checkpoint.gguf.metadata import Metadata
 from stoker.builder.checkpoint.gguf.registry import ARCHITECTURES
+from stoker.builder.checkpoint.gguf.weights import GGUFWeights
 from stoker.builder.config import BuildConfig
+from stoker.builder.conversion.tensor_plan import plan_tensors
+from stoker.builder.prepare import read_model
 
 TOLERANCE = 1e-4
 LIMITS = Limits(max_input_len=128, max_output_len=128, max_num_tokens=512, max_batch_size=8, tokens_per_block=16)
@@ -31,8 +39,53 @@ def test_logits_equal_those_of_the_model(name: str, tmp_path: Path, tokenizer: P
     source = write_gguf(tmp_path / "m.gguf", tmp_path / "hf", case.arch, case.change, case.describe)
     settings = BuildConfig(tokenizer=str(tokenizer), device="cpu", dtype="float32", limits=LIMITS)
     build(source, tmp_path / "engine", settings, verify="none")
+    check_metadata(GGUFWeights(source), source)
+    check_tensors(open_checkpoint(source))
     prompt = torch.randint(3, 90, (33,), generator=torch.Generator().manual_seed(1)).tolist()
     found, expected = prefill_logits(Harness(tmp_path / "engine", 256), prompt), reference.logits(prompt, len(prompt))
     assert expected.abs().max() > 0.3
     assert float((found.double() - expected.double()).abs().max()) <= TOLERANCE
     assert found.argmax(-1).tolist() == expected.argmax(-1).tolist()
+
+
+def check_metadata(weights: GGUFWeights, path: Path) -> None:
+    """Any value of a key is read, or refused with a CheckpointError. A key that the architecture does not have is refused by name."""
+    file, row = weights.file, weights.row
+
+    def read() -> None:
+        config = read_config(file, row, Metadata(file, row.name, weights.read))
+        read_model(Checkpoint(path, path.name, config, weights, gguf=weights))
+
+    file.metadata[f"{row.name}.attention.unknown_setting"] = 1
+    with pytest.raises(CheckpointError, match=rf"{row.name}\.attention\.unknown_setting is not supported"):
+        read()
+    del file.metadata[f"{row.name}.attention.unknown_setting"]
+    read()
+    for key in [key for key in file.metadata if key.startswith(row.name)]:
+        value = file.metadata.pop(key)
+        for other in (None, "x", [1], 0, -1, True, 1 << 40, float("nan")):
+            if other is not None:
+                file.metadata[key] = other
+            with contextlib.suppress(CheckpointError):
+                read()
+        file.metadata[key] = value
+    read()
+
+
+def check_tensors(checkpoint: Checkpoint) -> None:
+    """A tensor that is missing, and one that the architecture does not have, are refused by name."""
+    architecture, model = read_model(checkpoint)
+    tensors: dict = checkpoint.weights.tensors
+    plan_tensors(architecture, model, checkpoint.weights)
+    assert checkpoint.gguf is not None
+    for table in (tensors, checkpoint.gguf._tensors):
+        table["blk.0.attn_extra.weight"] = table["token_embd.weight"]
+    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_extra\.weight would not be used"):
+        plan_tensors(architecture, model, checkpoint.weights)
+    for table in (tensors, checkpoint.gguf._tensors):
+        del table["blk.0.attn_extra.weight"]
+    for name in [name for name in tensors if not name.startswith(("blk.1.", "blk.2.", "output.", "rope_"))]:
+        info = tensors.pop(name)
+        with pytest.raises(CheckpointError, match=r"tensor (blk\.\d\.|token_embd|position_embd|output_norm).* is missing"):
+            plan_tensors(architecture, model, checkpoint.weights)
+        tensors[name] = info

@@ -23,6 +23,7 @@ from stoker.builder.config import BuildConfig
 from stoker.builder.prequantized.dequantize import dequantize
 from stoker.engine.layerwise import LayerwiseModel, split_windows
 from stoker.engine.reader import Engine
+from stoker.layers.decoder import declare
 from stoker.quant.format import Format
 from stoker.quant.formats.block_fp8 import BlockFp8
 from stoker.quant.formats.fp8 import Fp8
@@ -297,6 +298,8 @@ def test_gguf_blocks_have_the_values_of_the_gguf_package(kind: gguf.GGMLQuantiza
     if kind.name == "MXFP4":
         raw[..., 0] &= 0xF7  # exponents whose products are finite
     rows = raw.reshape(12, -1)
+    if kind.name == "MXFP4":
+        rows[:, ::size] &= 0x7F  # exponents with which products are finite
     if kind.name == "Q8_K":  # the library cannot dequantize it: a float32 scale, 256 int8 values, and 16 int16 sums that are not needed
         scale, values = rows.reshape(-1, size)[:, :4].copy().view(np.float32), rows.reshape(-1, size)[:, 4:260].copy().view(np.int8)
         expected = torch.from_numpy(scale * values.astype(np.float32)).view(12, -1)
@@ -319,3 +322,26 @@ def test_gguf_files_are_imported_with_heads_in_the_order_of_hugging_face(kind: s
         if any(name.startswith(layer) for layer in names) and tensor.ndim == 2
     }
     check_weights(engine, weights)
+
+
+def test_parts_of_different_block_types_have_int8_groups_in_common(tmp_path: Path) -> None:
+    """As in Q4_K_M files, where v and down have more bits than the other matrices of some layers."""
+    made = tiny.model(**SIZES)
+    types = {"attn_q": "Q4_0", "attn_k": "Q5_1", "attn_v": "Q8_0", "ffn_gate": "Q4_1", "ffn_up": "Q8_0"}
+
+    def kind(name: str) -> gguf.GGMLQuantizationType:
+        return gguf.GGMLQuantizationType[types.get(name.split(".")[-2], "Q5_0")]
+
+    source = gguf_files.write(tmp_path / "m.gguf", made, kind)
+    engine = build(source, tmp_path / "engine", BuildConfig(device="cpu"), verify="files")
+    weights = {}
+    for name, tensor in made.state_dict().items():
+        if "layers" in name and tensor.ndim == 2:
+            code = kind(gguf_files.gguf_name(name))
+            weights[name] = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), code), code))
+    check_weights(engine, weights)
+    recipe, formats = engine.config.recipe, {}
+    for spec in declare(engine.config.model).values():
+        if spec.name in ("layers.0.attention.qkv", "layers.0.mlp.up"):
+            formats[spec.name] = recipe.format_for(spec)
+    assert all(isinstance(found, GroupedInt8) and found.shifted for found in formats.values()) and len(formats) == 2

@@ -13,7 +13,7 @@ from stoker.base.logging import get_logger
 from stoker.builder.checkpoint.checkpoint import Checkpoint
 from stoker.builder.config import BuildConfig
 from stoker.builder.conversion.canonical_names import CanonicalWeights
-from stoker.builder.conversion.import_linear import import_format
+from stoker.builder.conversion.import_linear import import_format, is_widened
 from stoker.builder.conversion.shard_plan import fit_recipe_to_shards
 from stoker.builder.conversion.tensor_plan import TensorPlan, is_transformed
 from stoker.builder.prequantized.cache_scales import KV_CACHE
@@ -116,6 +116,9 @@ def _stored_recipe(config: EngineConfig, plans: dict[str, TensorPlan], checkpoin
     """
     linears = [spec for spec in declare(config.model).values() if isinstance(spec, LinearSpec)]
     formats = {spec.name: _with_dtype(import_format(spec, plans, checkpoint.weights) or Dense(), config.dtype) for spec in linears}
+    widened = [formats[spec.name] for spec in linears if is_widened(spec, plans, checkpoint.weights)]
+    for wider, count in Counter(config.dtype if found == Dense() else "int8 in groups" for found in widened).items():
+        log.info("%d linears are stored as %s, because no kernel reads all of their parts as the checkpoint stores them.", count, wider)
     counts = Counter(formats[spec.name] for spec in linears if spec.quantize and formats[spec.name] != Dense())
     default = counts.most_common(1)[0][0] if counts else Dense()
     recipe = Recipe(default=default, name=AS_STORED)

@@ -28,19 +28,42 @@ _PER_GROUP_SUFFIXES = ("scale", "zero", "offset")
 
 
 def import_format(spec: LinearSpec, plans: Mapping[str, TensorPlan], weights: CheckpointWeights) -> Format | None:
-    """The format in which the checkpoint stores all parts of `spec`. None if they are plain numbers or have different formats."""
+    """The format that can store all parts of `spec` as the checkpoint has them. None if a part consists of plain numbers.
+
+    Parts in different kinds of groups, such as q in Q4_K and v in Q6_K, have int8 in groups in common.
+    """
     plan = plans[f"{spec.name}.weight"]
     if plan.transformed is not None:
         return None
     sources = [source for group in plan.sources for source in group]
     formats = {weights.prequantized.get(source) for source in sources}
-    found = formats.pop() if len(formats) == 1 else None
+    found = formats.pop() if len(formats) == 1 else _common_groups(formats)
     if spec.name == "embed" and not isinstance(found, (Int8, GroupedInt8)):
         return None  # only these formats have a row lookup
     if isinstance(found, BlockFp8):
         # A block must not span two parts. Blocks of fewer rows repeat the scale of the block they are cut from.
         found = msgspec.structs.replace(found, rows=math.gcd(found.rows, *(weights.tensors[s].shape[0] for s in sources)))
     return found
+
+
+def is_widened(spec: LinearSpec, plans: Mapping[str, TensorPlan], weights: CheckpointWeights) -> bool:
+    """Whether the checkpoint stores a part of `spec` in fewer bits than `import_format`, which stores all parts in the same way."""
+    stored = {weights.prequantized.get(source) for group in plans[f"{spec.name}.weight"].sources for source in group}
+    return stored != {None} and (len(stored) > 1 or import_format(spec, plans, weights) is None)
+
+
+def _common_groups(formats: set[Format | None]) -> GroupedInt8 | None:
+    """The format of int8 in groups that can store the values of all `formats` unchanged; None if there is no such format."""
+    groups = [found for found in formats if isinstance(found, GroupedInt8) or (isinstance(found, Int4) and _is_wideable(found))]
+    if len(groups) < len(formats):
+        return None
+    shifted = any(found.shifted if isinstance(found, GroupedInt8) else found.zero == "float" for found in groups)
+    return GroupedInt8(group_size=min(found.group_size for found in groups), shifted=shifted)
+
+
+def _is_wideable(found: Int4) -> bool:
+    """Whether int8 in groups can store the values of this format with the same rounding of each real value."""
+    return found.zero in ("none", "float") and not found.reorder
 
 
 def import_linear(spec: LinearSpec, chosen: Format, plans: Mapping[str, TensorPlan], weights: CheckpointWeights) -> dict[str, Tensor]:
@@ -75,6 +98,8 @@ def _split_scales(tensors: dict[str, Tensor], stored: Format, chosen: Format, sh
     """The tensors with scales repeated, so that each group or block of `chosen`, which divides those of `stored`, has its own scale."""
     if stored == chosen:
         return tensors
+    if isinstance(chosen, GroupedInt8) and isinstance(stored, (Int4, GroupedInt8)):
+        tensors, stored = _widened(tensors, stored, chosen)
     row_repeats = column_repeats = columns = 1
     if isinstance(stored, BlockFp8) and isinstance(chosen, BlockFp8):
         row_repeats, column_repeats = stored.rows // chosen.rows, stored.columns // chosen.columns
@@ -91,3 +116,16 @@ def _split_scales(tensors: dict[str, Tensor], stored: Format, chosen: Format, sh
         return t.repeat_interleave(row_repeats, 0)[:num_rows].repeat_interleave(column_repeats, 1)[:, :num_columns].contiguous()
 
     return {suffix: repeat(tensor) if suffix in _PER_GROUP_SUFFIXES else tensor for suffix, tensor in tensors.items()}
+
+
+def _widened(tensors: dict[str, Tensor], stored: Int4 | GroupedInt8, chosen: GroupedInt8) -> tuple[dict[str, Tensor], GroupedInt8]:
+    """The tensors of a weight as int8, with scales and offsets as `chosen` has them and the groups of `stored`, and their format."""
+    weight = tensors["weight"]
+    if isinstance(stored, Int4):
+        weight = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(-2).to(torch.int8)
+        weight = weight - 8 if stored.zero == "none" else weight
+    dtype = getattr(torch, chosen.scale_dtype)
+    widened = {"weight": weight, "scale": tensors["scale"].to(dtype)}
+    if chosen.shifted:
+        widened["offset"] = tensors["offset"].to(dtype) if "offset" in tensors else torch.zeros_like(widened["scale"])
+    return widened, msgspec.structs.replace(chosen, group_size=stored.group_size)

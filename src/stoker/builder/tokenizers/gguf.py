@@ -1,49 +1,19 @@
-"""Converts the tokenizer in a GGUF file to tokenizer.json and tokenizer_config.json.
-
-Sources: llama.cpp's src/llama-vocab.cpp for the names of pre-tokenizers and their expressions, and Hugging Face's converters for the rest.
-"""
+"""Converts the tokenizer in a GGUF file to tokenizer.json and tokenizer_config.json."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.gguf.file import GGUFFile
 from stoker.builder.checkpoint.gguf.weights import GGUFWeights
+from stoker.builder.tokenizers.gguf_pre_tokenizers import BEGINS_WITH_BOS, COMPOSES, IGNORES_MERGES, PATTERNS, pre_tokenizer
 from stoker.builder.tokenizers.sentencepiece import add_special_pieces, make_bpe, prepend_bos, use_space_symbol
-from stoker.builder.tokenizers.split_patterns import ONE_DIGIT, THREE_DIGITS
 
 _CURE = "Download the file again, or name a tokenizer with --tokenizer."
-
-
-def _gpt2_steps() -> list[Any]:
-    """The pre-tokenizers of GPT-2."""
-    return [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
-
-
-def _smollm_steps() -> list[Any]:
-    """The pre-tokenizers of SmolLM: single digits, then those of GPT-2."""
-    return [pre_tokenizers.Digits(individual_digits=True), *_gpt2_steps()]
-
-
-def _split_by(pattern: str) -> Callable[[], list[Any]]:
-    """A function that creates pre-tokenizers which split by a regular expression, then map bytes to characters."""
-    steps = [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    return lambda: steps
-
-
-# tokenizer.ggml.pre → the pre-tokenizers of byte-level BPE.
-PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
-    "gpt-2": _gpt2_steps,
-    "default": _gpt2_steps,
-    "smollm": _smollm_steps,
-    "llama-bpe": _split_by(THREE_DIGITS),
-    "llama3": _split_by(THREE_DIGITS),
-    "qwen2": _split_by(ONE_DIGIT),
-}
 
 
 def convert_gguf_tokenizer(weights: GGUFWeights) -> tuple[Tokenizer, dict[str, Any]]:
@@ -52,7 +22,7 @@ def convert_gguf_tokenizer(weights: GGUFWeights) -> tuple[Tokenizer, dict[str, A
     tokens = file.get("tokenizer.ggml.tokens", [str])
     kind = file.get("tokenizer.ggml.model", str)
     if not tokens or kind not in _CONVERTERS:
-        found = f"a tokenizer of kind {kind!r}" if tokens else "no tokenizer"
+        found = f"a tokenizer of kind {kind!r}{_OTHER_KINDS.get(str(kind), '')}" if tokens else "no tokenizer"
         raise CheckpointError(f"{file.path} has {found}.", cure=f"Known kinds: {', '.join(_CONVERTERS)}; or name one with --tokenizer.")
     tokenizer = _CONVERTERS[kind](file, tokens)
     add_special_pieces(tokenizer, list(zip(tokens, file.get("tokenizer.ggml.token_type", [int], []), strict=False)))
@@ -70,21 +40,20 @@ def convert_gguf_tokenizer(weights: GGUFWeights) -> tuple[Tokenizer, dict[str, A
 def _convert_byte_level(file: GGUFFile, tokens: list[str]) -> Tokenizer:
     """A byte-level BPE tokenizer from tokens and merges. Raises CheckpointError for an unknown pre-tokenizer."""
     pre = file.get("tokenizer.ggml.pre", str, "default")
-    if pre not in PRE_TOKENIZERS:
-        known = ", ".join(PRE_TOKENIZERS)
+    if pre not in PATTERNS:
+        known = ", ".join(PATTERNS)
         raise CheckpointError(
             f"{file.path}: pre-tokenizer {pre!r} is not known.", cure=f"Known: {known}; or name a tokenizer with --tokenizer."
         )
     merges = [tuple(line.split(" ", 1)) for line in file.get("tokenizer.ggml.merges", [str], [])]
     vocab = {token: i for i, token in enumerate(tokens)}
-    ignore_merges = pre in ("llama-bpe", "llama3")  # a word that is in the vocabulary is one token, even if no merges produce it
     try:
-        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges))
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in IGNORES_MERGES))
     except Exception as problem:  # the library raises bare Exception for every defect
         raise CheckpointError(f"{file.path}: tokens and merges do not form a tokenizer ({problem}).", cure=_CURE) from None
-    if pre == "qwen2":
+    if pre in COMPOSES:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(PRE_TOKENIZERS[pre]())
+    tokenizer.pre_tokenizer = pre_tokenizer(pre)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -100,6 +69,8 @@ def _convert_sentencepiece(file: GGUFFile, tokens: list[str]) -> Tokenizer:
     return tokenizer
 
 
+# Kinds of tokenizers that no supported architecture has, with what they are.
+_OTHER_KINDS = {"bert": " (WordPiece)", "t5": " (unigram)", "rwkv": " (a trie)", "plamo2": " (Aho-Corasick)", "gemma4": " (BPE of Gemma 4)"}
 # tokenizer.ggml.model → the converter of its vocabulary.
 _CONVERTERS: dict[str, Callable[[GGUFFile, list[str]], Tokenizer]] = {"gpt2": _convert_byte_level, "llama": _convert_sentencepiece}
 
@@ -112,9 +83,20 @@ def _tokenizer_config(file: GGUFFile, tokens: list[str], max_length: int | None)
         token_id = file.get(f"tokenizer.ggml.{key}_token_id", int)
         if token_id is not None and 0 <= token_id < len(tokens):
             config[name] = tokens[token_id]
-    config["add_bos_token"] = file.get("tokenizer.ggml.add_bos_token", bool, kind == "llama" or pre in ("llama-bpe", "llama3"))
+    config["add_bos_token"] = file.get("tokenizer.ggml.add_bos_token", bool, kind == "llama" or pre in BEGINS_WITH_BOS)
     config["add_eos_token"] = file.get("tokenizer.ggml.add_eos_token", bool, False)
     config["model_max_length"] = max_length
-    if template := file.get("tokenizer.chat_template", str):
+    if template := _chat_template(file):
         config["chat_template"] = template
     return config
+
+
+def _chat_template(file: GGUFFile) -> str | list[dict[str, str]] | None:
+    """The chat template, or a list of {name, template} if the file has further ones with a name; None without one."""
+    prefix = "tokenizer.chat_template."
+    found = {"default": file.get("tokenizer.chat_template", str)}
+    found |= {key.removeprefix(prefix): file.get(key, str) for key in file.metadata if key.startswith(prefix)}
+    templates = {name: template for name, template in found.items() if template}
+    if set(templates) <= {"default"}:
+        return templates.get("default")
+    return [{"name": name, "template": template} for name, template in templates.items()]

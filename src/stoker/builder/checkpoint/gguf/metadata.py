@@ -38,6 +38,7 @@ class Metadata:
         self.architecture = architecture
         self._read = read
         self.tensors: Mapping[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in file.tensors.items()}
+        self.vectors: list[str] = []  # names of tensors that were read as metadata
         self._used: set[str] = set()
 
     def get(self, key: str, kind: type | list[type], default: Any = None) -> Any:
@@ -79,6 +80,7 @@ class Metadata:
         """The elements of a tensor of one dimension. Raises CheckpointError when it is absent, or not small enough to be a vector."""
         if self.tensors.get(name, ()) == () or len(self.tensors[name]) != 1 or self.tensors[name][0] > MAX_VECTOR:
             raise CheckpointError(f"{self.file.path}: the tensor {name} is missing, or not a short vector.", cure=DOWNLOAD_AGAIN)
+        self.vectors.append(name)
         return [float(value) for value in self._read(name).tolist()]
 
     def has_bias(self, *modules: str) -> bool:

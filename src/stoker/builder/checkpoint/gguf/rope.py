@@ -9,7 +9,6 @@ from stoker.builder.checkpoint.gguf.metadata import Metadata
 # One divisor per frequency. With rope_freqs, Llama 3.1's scaling was evaluated by the converter.
 ROPE_FREQS = "rope_freqs.weight"
 ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
-ROPE_TENSORS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
 
 
 def rope_scaling(m: Metadata) -> dict[str, Any] | None:

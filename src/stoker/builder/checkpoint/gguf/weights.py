@@ -23,7 +23,6 @@ from stoker.builder.checkpoint.gguf.file import GGUFFile, GGUFTensor
 from stoker.builder.checkpoint.gguf.metadata import Metadata
 from stoker.builder.checkpoint.gguf.names import tensor_names
 from stoker.builder.checkpoint.gguf.registry import find_architecture
-from stoker.builder.checkpoint.gguf.rope import ROPE_TENSORS
 from stoker.builder.checkpoint.weights import CheckpointWeights, TensorInfo
 from stoker.engine.byte_io import as_bytes, read_into
 from stoker.models import Architecture
@@ -32,8 +31,8 @@ log = get_logger(__name__)
 
 _MAX_EXPERTS = 4096  # of a layer
 
-# Tensors without effect, as fnmatch patterns: rotary tables of old files, and the divisors that `rope_scaling` of the config contains.
-_IGNORED_TENSORS = ("blk.*.attn_rot_embd.*", "blk.*.rope_freqs.*", "rope_freqs.*", "rope_factors_*")
+# Tensors without effect, as fnmatch patterns: rotary tables of old files.
+_IGNORED_TENSORS = ("blk.*.attn_rot_embd.*", "blk.*.rope_freqs.*")
 _EXPERTS = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down|gate_up)_exps)\.(weight|bias)")
 _ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.(weight|bias)")  # in files of early 2024
 
@@ -53,8 +52,7 @@ class GGUFWeights(CheckpointWeights):
         }
         _check_kinds(self.file)
         self.config = read_config(self.file, self.row, metadata)
-        for name in ROPE_TENSORS:
-            self.tensors.pop(name, None)
+        self._vectors = tuple(metadata.vectors)
         kinds = {name: self._tensors[name].kind for name, info in self.tensors.items() if len(info.shape) == 2}
         self.prequantized = {name: PREQUANTIZED_BLOCKS[kind].format for name, kind in kinds.items() if kind in PREQUANTIZED_BLOCKS}
 
@@ -64,7 +62,7 @@ class GGUFWeights(CheckpointWeights):
             architecture,
             tensor_names=partial(tensor_names, self.row, tensors=self.tensors),
             tensor_renames=(),
-            ignored_tensors=(*_IGNORED_TENSORS, *self.row.ignored_tensors),
+            ignored_tensors=(*_IGNORED_TENSORS, *self._vectors, *self.row.ignored_tensors),
         )
 
     def chunks(self, name: str) -> Iterator[Tensor]:
