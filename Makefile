@@ -36,7 +36,7 @@ test: $(VENV)/.installed-dev  ## The test suite, except test-slow and test-clust
 test-slow: $(VENV)/.installed-dev  ## Kernels on an emulated device and compiled for GPUs, accuracy of quantization, memory of builds
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow --ignore=tests/cluster
 
-test-cluster: $(VENV)/.installed-dev  ## Several hosts, Slurm and MPI: needs root; installs slurm-wlm, munge and iproute2 with apt if it can
+test-cluster: $(VENV)/.installed-dev  ## Several hosts, Slurm, MPI and Ray: needs root; installs slurm-wlm, munge and iproute2 with apt if it can
 	sh scripts/cluster_packages.sh
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 tests/cluster
 

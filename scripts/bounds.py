@@ -20,7 +20,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("gpu", "grpc", "guided", "otel", "s3", "route")
+EXTRAS = ("gpu", "grpc", "guided", "otel", "s3", "route", "ray")
 EXEMPT = ("torch",)
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?P<extras>\[[\w,]+\])?(?:>=(?P<lowest>[\w.]+))?")
 

@@ -13,7 +13,8 @@ SOURCE = Path(__file__).parent.parent / "src"
 
 # Higher may import lower, never the reverse. Of equal rank: neither imports the other.
 RANK = {
-    "cli": 14, "api": 13, "simulation": 13, "deploy": 12, "router": 12, "server": 11, "frontend": 10, "profiling": 9, "builder": 8,
+    "cli": 14, "api": 13, "ray": 13, "simulation": 13,
+    "deploy": 12, "router": 12, "server": 11, "frontend": 10, "profiling": 9, "builder": 8,
     "runtime": 8, "models": 7, "engine": 7, "layers": 6, "quant": 5, "kernels": 4, "distributed": 3, "core": 2, "base": 1,
 }  # fmt: skip
 

@@ -37,6 +37,7 @@ VARIABLES = {
             "Shared secret of the nodes of an engine, and of servers with KV transfers; 16 bytes or more. Never printed.",
         ),
         Variable("STOKER_RENDEZVOUS", "", "HOST:PORT at which node 0 of an engine on several nodes listens."),
+        Variable("RAY_ADDRESS", "", "Address of the Ray cluster of `stoker serve --ray`, such as auto, for one on this machine."),
         Variable("STOKER_ADMIN_KEY", "", "Key of the routes for diagnosis, /debug. It is never printed."),
         Variable("STOKER_PYTHON", "this interpreter", "Python interpreter of the executor that a Triton or Truss server starts."),
         Variable("STOKER_COMMIT", "git describe", "Commit to record in benchmark results, on a machine without git."),

@@ -16,6 +16,7 @@ class ReplicaReport(msgspec.Struct, kw_only=True):
     models: list[str]  # names of the models that are ready
     num_running: int = 0  # sequences that hold KV cache blocks
     num_waiting: int = 0
+    kv_usage: float = 0.0  # fraction of the KV cache that sequences use, of the model with the largest one
     max_batch_size: int = 0  # sequences in one step; 0: not known
     tokens_per_block: int = 0
     grpc_port: int | None = None
@@ -48,6 +49,8 @@ async def make_report(repository: ModelRepository, settings: ServerSettings) -> 
         report.models.append(model.name)
         report.num_running += stats.num_running
         report.num_waiting += stats.num_waiting + stats.num_paused
+        if stats.num_blocks:
+            report.kv_usage = max(report.kv_usage, 1 - stats.num_free_blocks / stats.num_blocks)
         report.max_batch_size = max(report.max_batch_size, stats.max_batch_size)
         if report.info is None:
             report.info, report.tokens_per_block = model.service.info, stats.tokens_per_block

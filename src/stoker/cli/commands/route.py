@@ -26,6 +26,7 @@ ROUTING_HELP = {
     "max_prefill_load": "Load of a prefill replica in tokens, above which prompts are computed where the answer is generated.",
     "max_queue_size": "Requests that wait in the router; further ones are refused with status 429.",
     "queue_timeout_s": "Seconds after which a request that waits in the router is refused with status 503.",
+    "unavailable_timeout_s": "Seconds that a request waits while no replica is available; 0: it is refused with status 503 at once.",
     "max_retries": "Further replicas that get a request if one fails before it has answered.",
     "max_failures": "Failures in a row after which a replica is paused.",
 }

@@ -17,6 +17,7 @@ from stoker.cli.config_file import read_config_file
 from stoker.cli.log_options import LogFile, LogFormat, LogLevel, logging_to
 from stoker.cli.node_options import NodeOptions, node_options, read_nodes
 from stoker.cli.options import build_options, explicit_parameters, runtime_options, struct_options
+from stoker.cli.ray_options import RayOptions, check_ray_options, ray_application, ray_options, run_on_ray
 from stoker.cli.serve_arguments import ServeArguments
 from stoker.deploy.build_settings import BuildSettings
 from stoker.server.protocols.common.parsers.reasoning import REASONING_PARSERS
@@ -26,6 +27,7 @@ from stoker.server.tenants.key_file import read_key_file
 
 if TYPE_CHECKING:
     from stoker.cli.server_start import ServerStart
+    from stoker.ray.settings import ApplicationSettings
 
 log = get_logger(__name__)
 
@@ -71,6 +73,7 @@ SERVER_HELP = {
 @build_options
 @runtime_options
 @node_options
+@ray_options
 @struct_options(ServerSettings, "settings", SERVER_HELP)
 def serve(
     context: typer.Context,
@@ -119,12 +122,15 @@ def serve(
     runtime: RuntimeConfig,
     build: BuildSettings,
     node_options: NodeOptions,
+    ray_options: RayOptions,
 ) -> None:
     """Serve a model over HTTP: the OpenAI, Triton (KServe v2) and SageMaker protocols on one port, Prometheus metrics at /metrics.
 
     For a checkpoint, an engine is built first and cached. Options on the command line override the settings of a deployment folder.
 
     Ctrl-C or SIGTERM stops the server after the requests in flight. A second one stops it at once.
+
+    With --ray, replicas of the engine are started on a Ray cluster, behind Ray Serve.
 
     With --nnodes, the ranks of the engine run on several hosts, on each of which this command runs.
 
@@ -141,10 +147,18 @@ def serve(
       stoker serve my-truss --dry-run
 
       stoker serve engine --nnodes 2 --node-rank 1 --rendezvous gpu01:29400
+
+      stoker serve engine --ray --ray-max-replicas 4
     """
     default_level = "warning" if dry_run and not env.text("STOKER_LOG") else None
+    check_ray_options(ray_options)
     with logging_to(log_file, log_level or default_level, log_format):
         origins = explicit_parameters(context)
+        if ray_options.ray:
+            application = ray_application(context, ray_options, settings, origins)
+            if dry_run:
+                return _print_application(application)
+            raise typer.Exit(run_on_ray(application, ray_options, settings, typer.echo))
         file = None if api_keys is None else str(api_keys)
         settings = msgspec.structs.replace(settings, api_keys=collect_keys(api_key or []), api_keys_file=file)
         if file is not None:
@@ -164,6 +178,16 @@ def serve(
 
             end_with_parent()
         raise typer.Exit(_serve(arguments) if arguments.nodes.is_first else _run_node(arguments))
+
+
+def _print_application(application: ApplicationSettings) -> None:
+    """Print the configuration file of Ray Serve, after a check of what can be checked on this machine."""
+    from stoker.ray.export import serve_config
+    from stoker.ray.placement import place_replica
+
+    for engine in application.engines:
+        place_replica(engine)
+    typer.echo(serve_config(application), nl=False)
 
 
 def _print_report(arguments: ServeArguments) -> None:

@@ -109,6 +109,8 @@ class Fleet:
         if health is ReplicaState.UNREACHABLE and replica.health is not ReplicaState.UNREACHABLE:
             self.forget_blocks(replica)
         replica.health, replica.reason = health, reason
+        if health is ReplicaState.READY:
+            replica.ready_s = now_s
         self.refresh(replica, now_s)
 
     def forget_blocks(self, replica: Replica) -> None:

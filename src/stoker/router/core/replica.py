@@ -26,6 +26,7 @@ class Replica:
         self.breaker = breaker
         self.health = ReplicaState.UNKNOWN
         self.reason = ""  # of a health other than READY
+        self.ready_s = float("-inf")  # time of the last health check that found it ready
         self.draining = False  # gets no new requests
         self.models: frozenset[str] = frozenset()  # that it serves
         self.publishes_events = False

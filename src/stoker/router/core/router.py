@@ -61,6 +61,20 @@ class Lease:
         self._router.serve_waiting()
 
 
+class _Waiting:
+    """A request that waits for a replica. Those in `excluded` have failed it before."""
+
+    def __init__(self, route: Route, excluded: tuple[Replica, ...], since_s: float, until_available: bool) -> None:
+        self.route, self.excluded, self.since_s, self.until_available = route, excluded, since_s, until_available
+        self.future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        self.number = -1
+
+    def enter(self, queue: FairQueue[_Waiting]) -> None:
+        """Enter the queue of the model."""
+        route = self.route
+        self.number = queue.push(self, (route.tenant, route.adapter, route.session), 1 + route.prefix.num_tokens)
+
+
 class Router:
     """Decisions for one fleet. Use it from one event loop only. `clock` returns monotonic seconds."""
 
@@ -69,7 +83,8 @@ class Router:
         self.clock = clock
         self.fleet = Fleet(settings)
         self._policy = POLICY_CLASSES[settings.policy](self.fleet)
-        self._queues: dict[str | None, FairQueue[tuple[Route, int, asyncio.Future[Lease]]]] = {}  # by model
+        self._queues: dict[str | None, FairQueue[_Waiting]] = {}  # by model
+        self.on_unavailable: Callable[[], None] = lambda: None  # called when a request begins to wait because no replica is available
 
     @property
     def num_waiting(self) -> int:
@@ -124,38 +139,45 @@ class Router:
             limit = min(limit, fleet.loads.get(chosen.slot) - 1)
         return found if fleet.loads.get(found.replica.slot) <= limit else None
 
-    async def acquire(self, route: Route, excluded: Iterable[Replica] = ()) -> Lease:
+    async def acquire(self, route: Route, excluded: Iterable[Replica] = (), *, wait_for_available: bool = True) -> Lease:
         """Choose a replica and count the request as sent. Waits while no replica has room.
 
-        Requests that wait are served in fair order over tenants, their adapters and their sessions. Raises UnavailableError, also after
-        queue_timeout_s, and QueueFullError.
+        With `wait_for_available`, it also waits for unavailable_timeout_s if no replica outside `excluded` is available; one in `excluded`
+        counts again after a health check has found it ready. Requests that wait are served in fair order over tenants, their adapters and
+        their sessions. Raises UnavailableError, also after queue_timeout_s, and QueueFullError.
         """
         excluded = tuple(excluded)
+        may_wait = wait_for_available and self.settings.unavailable_timeout_s > 0
+        if may_wait and not self._candidates(route.model, excluded):
+            self.on_unavailable()
+            return await self._wait(_Waiting(route, excluded, self.clock(), may_wait), self.settings.unavailable_timeout_s)
         if not self._queues.get(route.model) and (decision := self.choose(route, excluded)) is not None:
             return self.begin(route, decision)
-        return await self._wait(route, self._mask(excluded))
+        return await self._wait(_Waiting(route, excluded, self.clock(), may_wait), self.settings.queue_timeout_s)
 
-    async def _wait(self, route: Route, excluded: int) -> Lease:
+    async def _wait(self, waiting: _Waiting, timeout_s: float) -> Lease:
         """Wait in the queue of the model."""
-        if (waiting := self.num_waiting) >= self.settings.max_queue_size:
-            raise QueueFullError(waiting, self.settings.max_queue_size, RETRY_AFTER_S)
+        route, future = waiting.route, waiting.future
+        if (num_waiting := self.num_waiting) >= self.settings.max_queue_size:
+            raise QueueFullError(num_waiting, self.settings.max_queue_size, RETRY_AFTER_S)
         queue = self._queues.setdefault(route.model, FairQueue())
-        future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        number = queue.push((route, excluded, future), (route.tenant, route.adapter, route.session), 1 + route.prefix.num_tokens)
+        waiting.enter(queue)
         self.serve_waiting()
         try:
-            async with asyncio.timeout(self.settings.queue_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(future)
         except TimeoutError:
             if future.done() and not future.cancelled() and future.exception() is None:
                 return future.result()
-            raise UnavailableError(f"no replica had room for {self.settings.queue_timeout_s:g} s.", cure="Retry later.") from None
+            if not self._candidates(route.model, ()):
+                raise UnavailableError(self._why_unavailable(route.model), cure="Retry later.") from None
+            raise UnavailableError(f"no replica had room for {timeout_s:g} s.", cure="Retry later.") from None
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
                 future.result().cancel()
             raise
         finally:
-            queue.discard(number)
+            queue.discard(waiting.number)
             if not queue:
                 self._queues.pop(route.model, None)
 
@@ -164,15 +186,25 @@ class Router:
         if not self._queues:
             return
         for model, queue in list(self._queues.items()):
+            held: list[_Waiting] = []
             while queue and (not (candidates := self._candidates(model, ())) or candidates & ~self.fleet.full):
-                route, excluded, future = queue.pop()
-                if future.done():
+                if not candidates and self.settings.unavailable_timeout_s:
+                    break
+                waiting = queue.pop()
+                if waiting.future.done():
                     continue
-                mask = candidates & ~excluded & ~self.fleet.full or candidates & ~self.fleet.full
+                with_room = candidates & ~self.fleet.full
+                mask = with_room & ~self._mask(replica for replica in waiting.excluded if replica.ready_s <= waiting.since_s)
+                if not mask and not waiting.until_available:
+                    mask = with_room
                 if mask:
-                    future.set_result(self.begin(route, self._policy.choose(route, mask)))
+                    waiting.future.set_result(self.begin(waiting.route, self._policy.choose(waiting.route, mask)))
+                elif waiting.until_available:
+                    held.append(waiting)
                 else:
-                    future.set_exception(UnavailableError(self._why_unavailable(model), cure="Retry later."))
+                    waiting.future.set_exception(UnavailableError(self._why_unavailable(model), cure="Retry later."))
+            for waiting in held:
+                waiting.enter(queue)
 
     def remove(self, replica: Replica) -> None:
         """Remove a replica; its requests in flight continue."""

@@ -33,6 +33,9 @@ class RoutingSettings(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout_s: float = 60.0
     """Seconds after which a request that still waits in the router is refused with status 503."""
 
+    unavailable_timeout_s: float = 0.0
+    """Seconds that a request waits while no replica is available, such as when the only one is restarted. 0: it is refused at once."""
+
     max_retries: int = 2
     """Further replicas to which a request is sent if one fails before it has answered."""
 
@@ -56,6 +59,8 @@ class RoutingSettings(msgspec.Struct, frozen=True, kw_only=True):
         check_range("disaggregate_tokens", self.disaggregate_tokens, 0, 1 << 24)
         check_range("max_prefill_load", self.max_prefill_load, 0, 1 << 40)
         check_range("max_queue_size", self.max_queue_size, 0, 1 << 20)
+        if not 0 <= self.unavailable_timeout_s <= 86400:
+            raise ConfigError(f"unavailable_timeout_s={self.unavailable_timeout_s} is refused.", cure="Use seconds, from 0 to 86400.")
         check_range("max_retries", self.max_retries, 0, 100)
         check_range("max_failures", self.max_failures, 1, 1000)
         if not 0.001 <= self.queue_timeout_s <= 86400:

@@ -55,7 +55,7 @@ class Forwarder:
         num_retries = self._router.settings.max_retries if repeatable and only is None else 0
         while True:
             try:
-                lease = await self._acquire(forwarded.route, tried, only)
+                lease = await self._acquire(forwarded.route, tried, only, wait_for_available=refusal is None or refusal.status != BUSY)
             except UnavailableError:
                 if refusal is None:
                     raise
@@ -97,10 +97,10 @@ class Forwarder:
             await self._pass_on(forwarded, lease, upstream)
             return
 
-    async def _acquire(self, route: Route, tried: list[Replica], only: Replica | None) -> Lease:
+    async def _acquire(self, route: Route, tried: list[Replica], only: Replica | None, *, wait_for_available: bool) -> Lease:
         """A lease of the chosen replica, or of `only`."""
         if only is None:
-            return await self._router.acquire(route, tried)
+            return await self._router.acquire(route, tried, wait_for_available=wait_for_available)
         return self._router.begin(route, Decision(only, 0))
 
     async def _pass_on(self, forwarded: Forwarded, lease: Lease, upstream: Upstream) -> None:

@@ -47,11 +47,11 @@ class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no 
         if service != SERVICE:
             return None
         if name == "ModelStreamInfer":
-            return grpc.stream_stream_rpc_method_handler(self._stream)
+            return grpc.stream_stream_rpc_method_handler(self.stream)
 
         async def forward(data: bytes, context: Any) -> Any:
             """Forward a call of this method."""
-            return await self._unary(name, data, context)
+            return await self.unary(name, data, context)
 
         return grpc.unary_unary_rpc_method_handler(forward)
 
@@ -60,7 +60,7 @@ class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no 
         for channel in self._channels.values():
             await channel.close()
 
-    async def _unary(self, name: str, data: bytes, context: Any) -> Any:
+    async def unary(self, name: str, data: bytes, context: Any) -> Any:
         """Answer or forward a call with one request and one response."""
         try:
             if name == "ServerLive":
@@ -104,7 +104,7 @@ class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no 
         responses: list[bytes] = await asyncio.gather(*calls)
         return responses[-1]
 
-    async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
+    async def stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """Forward a stream. Its first request chooses the replica of all; they are repeated if that fails before it has responded."""
         sent = _Requests(requests, MAX_REPEATED_BYTES)
         tried: list[Replica] = []

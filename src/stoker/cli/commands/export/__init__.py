@@ -8,6 +8,10 @@ COMMANDS = (
         "stoker export hf engine checkpoint",
     ),
     Command(
+        "ray", "stoker.cli.commands.export.ray:ray", "A Ray Serve application of one or several engines, and its KubeRay manifest.",
+        "stoker export ray engine app",
+    ),
+    Command(
         "slurm", "stoker.cli.commands.export.slurm:slurm", "The scripts of a Slurm job on one or several hosts.",
         "stoker export slurm engine job",
     ),

@@ -1,0 +1,151 @@
+"""Measures the Ray Serve application with stub replicas, whose steps take 20 ms and have up to 4 sequences, on a cluster of this machine.
+
+    PYTHONPATH=src python benchmarks/ray_serve.py [scale] [latency] [kill] [zero] [--json benchmarks/results/ray_serve.json]
+
+scale: output tokens per second of one and of four replicas, each with as many requests as they have rows.
+latency: time to the first token of streamed requests through Ray Serve and directly to the replica, alternately.
+kill: one of two replicas is killed under load; lost requests, and seconds until two replicas are ready again.
+zero: seconds from a request to its answer when no replica runs.
+
+RAY_SERVE_ENABLE_HA_PROXY=1 in the environment measures with HAProxy in place of Ray Serve's HTTP proxy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / "cluster")]
+from ray_cluster import deploy, kill, ray_cluster, stub_engine, stub_pids, wait_for  # noqa: E402
+
+NUM_ROWS = 4  # of one replica
+NUM_TOKENS = 150
+
+
+class Client:
+    """Requests to the ingress."""
+
+    def __init__(self, port: int) -> None:
+        limits = httpx.Limits(max_connections=64, max_keepalive_connections=64)
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, limits=limits, trust_env=False)
+
+    def complete(self, max_tokens: int) -> bool:
+        """Whether a request gets all its tokens."""
+        answer = self._client.post("/v1/completions", json={"model": "stub", "prompt": "hi", "max_tokens": max_tokens})
+        return answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == max_tokens
+
+    def ready(self) -> list[str]:
+        """The URLs of the replicas that are ready."""
+        rows = self._client.get("/router/replicas").json()["replicas"]
+        return [row["url"] for row in rows if row["health"] == "ready"]
+
+    def first_token_s(self, url: str = "") -> float:
+        """Seconds to the first bytes of a streamed answer."""
+        body = {"model": "stub", "prompt": "some words of a prompt " * 80, "max_tokens": 2, "stream": True}
+        started = time.perf_counter()
+        with self._client.stream("POST", f"{url}/v1/completions", json=body) as response:
+            next(response.iter_raw())
+            elapsed = time.perf_counter() - started
+            response.read() if not response.is_stream_consumed else None
+        return elapsed
+
+
+def deploy_stubs(client: Client, num_replicas: int, **settings: Any) -> None:
+    """Deploy this many replicas, and wait until the ingress uses them."""
+    counts = {"min_replicas": num_replicas, "max_replicas": num_replicas, **settings}
+    deploy({"engines": [stub_engine(**counts)], "ingress": {"host": "127.0.0.1", "access_log": False}}, 180)
+    wait_for(lambda: len(client.ready()) == num_replicas, 120)
+
+
+def measure_scale(client: Client) -> dict[str, Any]:
+    """Output tokens per second of one and of four replicas, the best of three rounds."""
+    rates = {}
+    for num_replicas in (1, 4):
+        deploy_stubs(client, num_replicas)
+        num_requests = NUM_ROWS * num_replicas
+        found = []
+        with concurrent.futures.ThreadPoolExecutor(num_requests) as threads:
+            list(threads.map(client.complete, [2] * num_requests))
+            for _ in range(3):
+                started = time.perf_counter()
+                assert all(threads.map(client.complete, [NUM_TOKENS] * num_requests))
+                found.append(num_requests * NUM_TOKENS / (time.perf_counter() - started))
+        rates[num_replicas] = max(found)
+    return {"tokens_per_s_1": rates[1], "tokens_per_s_4": rates[4], "ratio": rates[4] / rates[1], "target_ratio": 3.7}
+
+
+def measure_latency(client: Client, num_pairs: int = 200) -> dict[str, Any]:
+    """Time to the first token, through the ingress and directly."""
+    deploy_stubs(client, 1)
+    (url,) = client.ready()
+    routed, direct = [], []
+    for i in range(num_pairs):
+        for target, times in (("", routed), (url, direct)) if i % 2 else ((url, direct), ("", routed)):
+            times.append(client.first_token_s(target))
+    routed, direct = routed[num_pairs // 10 :], direct[num_pairs // 10 :]
+    added = [a - b for a, b in zip(routed, direct, strict=True)]
+    return {
+        "pairs": len(added), "direct_median_ms": statistics.median(direct) * 1e3, "routed_median_ms": statistics.median(routed) * 1e3,
+        "added_median_ms": statistics.median(added) * 1e3, "added_p25_ms": statistics.quantiles(added, n=4)[0] * 1e3, "target_ms": 2.0,
+    }  # fmt: skip
+
+
+def measure_kill(client: Client) -> dict[str, Any]:
+    """Kill one of two replicas while 16 requests run, of which nothing was sent."""
+    deploy_stubs(client, 2)
+    with concurrent.futures.ThreadPoolExecutor(16) as threads:
+        requests = [threads.submit(client.complete, NUM_TOKENS) for _ in range(16)]
+        time.sleep(1)
+        url = client.ready()[0]
+        kill(stub_pids()[url])
+        recovered_s = wait_for(lambda: len(set(client.ready()) - {url}) == 2, 120)
+        lost = sum(not request.result() for request in requests)
+    return {"requests": 16, "lost": lost, "recovered_s": recovered_s, "target_s": 10.0}
+
+
+def measure_zero(client: Client) -> dict[str, Any]:
+    """The first request to an engine without replicas."""
+    found = []
+    for revision in range(3):
+        deploy_stubs(client, 0, max_replicas=1, downscale_delay_s=2, revision=str(revision))
+        started = time.perf_counter()
+        assert client.complete(2)
+        found.append(time.perf_counter() - started)
+        wait_for(lambda: not client.ready(), 120)
+    return {"seconds": found, "median_s": statistics.median(found), "target_s": 12.0}
+
+
+KINDS: dict[str, Callable[[Client], dict[str, Any]]] = {
+    "scale": measure_scale, "latency": measure_latency, "kill": measure_kill, "zero": measure_zero
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kinds", nargs="*", default=list(KINDS))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    results = json.loads(args.json.read_text()) if args.json is not None and args.json.exists() else {}
+    with ray_cluster(grpc=False) as (_, http_port, _grpc_port):
+        client = Client(http_port)
+        for kind in args.kinds:
+            load = os.getloadavg()[0]
+            name = f"{kind}_haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else kind
+            results[name] = {**KINDS[kind](client), "load_average_before": round(load, 1), "cores": os.cpu_count()}
+            print(name, json.dumps(results[name], indent=1), flush=True)
+            if args.json is not None:
+                args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

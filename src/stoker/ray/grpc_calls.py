@@ -1,0 +1,110 @@
+"""KServe over gRPC behind Ray Serve's gRPC proxy: calls are forwarded to a replica of the engine that serves the named model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from tritonclient.grpc import service_pb2 as pb
+
+from stoker.ray.engine_route import EngineRoute
+from stoker.ray.grpc_service import Message
+from stoker.router.proxy.grpc import GrpcProxy
+
+
+class GrpcCalls:
+    """The calls of inference.GRPCInferenceService, with messages as bytes."""
+
+    def __init__(self, routes: Sequence[EngineRoute]) -> None:
+        self._routes = list(routes)
+        self._proxies = [GrpcProxy(route.application) for route in routes]
+
+    async def close(self) -> None:
+        """Close the connections to the replicas."""
+        for proxy in self._proxies:
+            await proxy.close()
+
+    async def unary(self, name: str, request: bytes, context: Any) -> Message:
+        """Answer a call with one request and one response."""
+        if name == "ServerReady":
+            return Message(pb.ServerReadyResponse(ready=all(route.is_available for route in self._routes)).SerializeToString())
+        if name == "RepositoryIndex" and len(self._routes) > 1:
+            return await self._index(request, context)
+        return Message(await self._proxy(_model_of(name, request)).unary(name, request, CallContext(context)))
+
+    async def stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Message]:
+        """Answer ModelStreamInfer. The first request selects the engine."""
+        source = aiter(requests)
+        try:
+            first = await anext(source)
+        except StopAsyncIteration:
+            return
+
+        async def all_requests() -> AsyncIterator[bytes]:
+            """The requests from the first one on."""
+            yield first
+            async for request in source:
+                yield request
+
+        call = CallContext(context)
+        task = asyncio.create_task(self._proxy(_model_of("ModelInfer", first)).stream(all_requests(), call))
+        task.add_done_callback(lambda _: call.responses.put_nowait(None))
+        try:
+            while (response := await call.responses.get()) is not None:
+                yield Message(response)
+            await task
+        finally:
+            task.cancel()
+
+    async def _index(self, request: bytes, context: Any) -> Message:
+        """The models of all engines."""
+        merged = pb.RepositoryIndexResponse()
+        for route, proxy in zip(self._routes, self._proxies, strict=True):
+            if not route.application.router.fleet.available:
+                merged.models.add(name=route.engine.name, version="1", state="UNAVAILABLE", reason="no replica runs")
+                continue
+            data = await proxy.unary("RepositoryIndex", request, CallContext(context))
+            merged.models.extend(pb.RepositoryIndexResponse.FromString(data).models)
+        return Message(merged.SerializeToString())
+
+    def _proxy(self, model: str) -> Any:
+        """The proxy of the engine that serves a model; the first one if none does, which refuses the call."""
+        chosen = next((i for i, route in enumerate(self._routes) if model and route.serves(model)), 0)
+        return self._proxies[chosen]
+
+
+def _model_of(name: str, request: bytes) -> str:
+    """The model that a call names; empty if it names none, or is malformed."""
+    try:
+        message = getattr(pb, f"{name}Request").FromString(request)
+    except DecodeError:
+        return ""
+    return getattr(message, "model_name", "") or getattr(message, "name", "")
+
+
+class CallContext:
+    """The part of a gRPC servicer's context that GrpcProxy uses, for a call that Ray Serve passes on."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self.responses: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=0)
+
+    def invocation_metadata(self) -> list[tuple[str, Any]]:
+        """The metadata of the client."""
+        return [(key, value) for key, value in self._context.invocation_metadata() if key not in ("application", "request_id")]
+
+    def time_remaining(self) -> float | None:
+        """Ray Serve does not pass the deadline of the client on; it cancels the call."""
+        return None
+
+    async def write(self, response: bytes) -> None:
+        """Send one response of a stream."""
+        self.responses.put_nowait(response)
+
+    async def abort(self, code: Any, details: str) -> None:
+        """End the call with a status."""
+        self._context.set_code(code)
+        self._context.set_details(details)
+        raise RuntimeError(details)

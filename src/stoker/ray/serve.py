@@ -1,0 +1,121 @@
+"""`stoker serve --ray`: runs the application on a Ray cluster until a stop signal."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import ray
+from ray import serve as ray_serve
+
+from stoker.base import env
+from stoker.base.cpus import num_cpus
+from stoker.base.errors import ConfigError, UnavailableError
+from stoker.base.logging import get_logger
+from stoker.deploy.devices import visible_gpus
+from stoker.ray.deployments import build_application
+from stoker.ray.grpc_service import SERVICER
+from stoker.ray.placement import place_replica
+from stoker.ray.settings import NAME, ApplicationSettings
+
+log = get_logger(__name__)
+
+DEPLOY_FAILED, UNHEALTHY, RUNNING = "DEPLOY_FAILED", "UNHEALTHY", "RUNNING"
+_POLL_S = 0.2
+
+
+class RayAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the application runs. Ports are those of Ray Serve's proxies."""
+
+    address: str | None = None  # of the cluster; None: RAY_ADDRESS, or a cluster on this machine that ends with the command
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int | None = None
+    application: str = NAME
+
+
+def serve(settings: ApplicationSettings, where: RayAddress, announce: Callable[[str], None]) -> int:
+    """Run the application until SIGINT or SIGTERM, and delete it. Returns the exit status.
+
+    Raises ConfigError before anything is started, and UnavailableError with the reason if the application cannot be deployed.
+    """
+    started = time.monotonic()
+    address = where.address or env.text("RAY_ADDRESS") or None
+    if address is None:
+        settings = _on_one_host(settings)
+    application = build_application(settings)
+    _connect(address, settings)
+    stopping = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopping.set())
+    try:
+        grpc = {"port": where.grpc_port, "grpc_servicer_functions": [SERVICER]} if where.grpc_port is not None else None
+        ray_serve.start(http_options={"host": where.host, "port": where.http_port}, grpc_options=grpc, proxy_location="EveryNode")
+        target = ray_serve.RunTarget(target=application, name=where.application, route_prefix="/")
+        ray_serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        try:
+            _wait_until_running(where.application, settings, stopping)
+            if not stopping.is_set():
+                names = ", ".join(engine.name for engine in settings.engines)
+                seconds = time.monotonic() - started
+                announce(f"{names} is served at http://{where.host}:{where.http_port} by Ray Serve (ready after {seconds:.1f} s)")
+                stopping.wait()
+        finally:
+            ray_serve.delete(where.application)
+    finally:
+        if address is None:
+            ray_serve.shutdown()
+        ray.shutdown()
+    return 0
+
+
+def _on_one_host(settings: ApplicationSettings) -> ApplicationSettings:
+    """The settings for a cluster of this machine only. Raises ConfigError for replicas on several hosts."""
+    if wrong := next((engine for engine in settings.engines if engine.nodes > 1), None):
+        raise ConfigError(
+            f"engine {wrong.name}: nodes={wrong.nodes} requires a Ray cluster of as many hosts.", cure="Name one with --ray-address."
+        )
+    has_gpus = visible_gpus(env.child_environment()) > 0
+    engines = tuple(
+        msgspec.structs.replace(engine, listen=engine.listen or "127.0.0.1", gpus=engine.gpus if has_gpus else engine.gpus or 0)
+        for engine in settings.engines
+    )
+    return msgspec.structs.replace(settings, engines=engines)
+
+
+def _connect(address: str | None, settings: ApplicationSettings) -> None:
+    """Connect to the cluster, or without an address, start one on this machine that has the CPUs of all replicas."""
+    options: dict[str, Any] = {"address": address}
+    if address is None:
+        replicas = sum(engine.max_replicas * place_replica(engine).bundles[0]["CPU"] for engine in settings.engines)
+        needed = math.ceil(replicas + settings.ingress.replicas * settings.ingress.cpus)
+        options = {"address": "local", "num_cpus": max(needed, num_cpus()), "include_dashboard": False}
+    try:
+        ray.init(**options, log_to_driver=False, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"ray_address={address}: {str(error).splitlines()[0]}", cure="Start a cluster with: ray start --head.") from None
+
+
+def _wait_until_running(name: str, settings: ApplicationSettings, stopping: threading.Event) -> None:
+    """Wait until the replicas of the start run. Raises UnavailableError with the message of Ray Serve if one cannot be started."""
+    deadline = time.monotonic() + max(engine.start_timeout_s for engine in settings.engines)
+    while not stopping.wait(_POLL_S):
+        status = ray_serve.status().applications.get(name)
+        if status is None:
+            continue
+        if status.status == RUNNING:
+            return
+        if status.status in (DEPLOY_FAILED, UNHEALTHY) or time.monotonic() > deadline:
+            raise UnavailableError(f"Ray Serve did not start the application: {_reason(status)}", cure="Correct the reason.")
+
+
+def _reason(status: Any) -> str:
+    """The messages of the deployments that failed."""
+    messages = [f"{name}: {each.message}" for name, each in status.deployments.items() if each.message]
+    return "; ".join([status.message, *messages]) or str(status.status)
