@@ -23,6 +23,7 @@ RESERVED = {
     "metrics-port": "/metrics of the replicas", "kv-events": "kv_events", "kv-events-replay": "kv_events", "stop-at-eof": "nothing",
     "dry-run": "stoker serve --ray --dry-run", "restarts": "Ray Serve, which restarts replicas", "config": "serve", "state-dir": "nothing",
     "tls-certificate": "the HTTP options of Ray Serve", "tls-key": "the HTTP options of Ray Serve", "log-file": "Ray's log files",
+    "transfer": "stoker route for servers of two roles", "role": "stoker route for servers of two roles",
     "api-key": "STOKER_API_KEY", "admin-key-file": "STOKER_ADMIN_KEY", "rendezvous-timeout-s": "start_timeout_s",
 }  # fmt: skip
 
