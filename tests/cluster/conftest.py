@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("builder", "parity", "parallel", "cluster")]
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("builder", "parity", "parallel", "transfer", "cluster")]
 
 if TYPE_CHECKING:
     from hosts import Network
 
 MAPPINGS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tensor": {"tensor_parallel": 2},
     "stages": {"pipeline_parallel": 2},
     "both": {"tensor_parallel": 2, "pipeline_parallel": 2},
     "long": {"pipeline_parallel": 2},

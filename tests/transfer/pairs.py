@@ -99,16 +99,9 @@ class Pair:
 
     def submit(self, request: TokenRequest, address: tuple[str, int] | None = None) -> tuple[TokenRequest, TokenRequest]:
         """Submit the request to both executors, with the tickets of one transfer, at `address` if it is given."""
-        key = transfer_key()
-        assert key is not None
         info = self.prefill.executor.info.transfer
         assert info is not None
-        tickets = [read_ticket(text.encode(), key) for text in make_tickets(*(address or (info.host, info.port)), key)]
-        only = msgspec.structs.replace(request.params, max_tokens=1, n=1)
-        pair = (
-            msgspec.structs.replace(request, request_id=f"p{next(_numbers)}", params=only, transfer=tickets[0]),
-            msgspec.structs.replace(request, request_id=f"d{next(_numbers)}", transfer=tickets[1]),
-        )
+        pair = with_tickets(request, *(address or (info.host, info.port)))
         for side, each in zip(self.sides, pair, strict=True):
             side.mailbox.submit([each])
         return pair
@@ -126,6 +119,18 @@ class Pair:
         finally:
             for side in self.sides:
                 side.executor.close()
+
+
+def with_tickets(request: TokenRequest, host: str, port: int) -> tuple[TokenRequest, TokenRequest]:
+    """The request for the executor at this address, which computes the prompt, and that for the one that continues."""
+    key = transfer_key()
+    assert key is not None
+    tickets = [read_ticket(text.encode(), key) for text in make_tickets(host, port, key)]
+    only = msgspec.structs.replace(request.params, max_tokens=1, n=1)
+    return (
+        msgspec.structs.replace(request, request_id=f"p{next(_numbers)}", params=only, transfer=tickets[0]),
+        msgspec.structs.replace(request, request_id=f"d{next(_numbers)}", transfer=tickets[1]),
+    )
 
 
 def request(prompt: list[int], num_new: int = 12, **params: Any) -> TokenRequest:
