@@ -53,7 +53,7 @@ class StepProgress:
 
     def _is_launched(self, step: int, layer: int) -> bool:
         """Whether the layer was computed or launched. A step before the newest one is over."""
-        return step < self._num_begun or len(self._layers.get(step, ())) > layer
+        return step <= 0 or step < self._num_begun or len(self._layers.get(step, ())) > layer
 
     def _append(self, count: int) -> None:
         """Note up to `count` further layers of the newest step."""

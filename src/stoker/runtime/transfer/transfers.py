@@ -190,6 +190,7 @@ def check_transfers(config: RuntimeConfig, requires_whole_prompt: bool, num_node
     """Raise ConfigError for settings of transfers that cannot be used with this engine."""
     if config.transfer is None:
         return
+    parse_transfer(config.transfer)
     if requires_whole_prompt:
         raise ConfigError(
             f"transfer={config.transfer} is refused: this model reuses no prefixes, so its blocks are not transferred.",
