@@ -351,6 +351,16 @@ def test_one_gguf_file_of_a_hub_repository(serve: Any, tmp_path: Path, monkeypat
     assert resolve(location, cache=tmp_path / "c") == file  # without the hub
 
 
+def test_all_parts_of_a_split_gguf_file_are_fetched(serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {f"m.Q3_K_L-0000{i}-of-00002.gguf": f"part {i}".encode() for i in (1, 2)}
+    for name, data in parts.items():
+        monkeypatch.setitem(QUANTIZED, name, data)
+    point_hub_to(serve(gguf_reply), tmp_path, monkeypatch)
+    file = resolve("org/quantized:Q3_K_L", cache=tmp_path / "c")
+    assert file.name == "m.Q3_K_L-00001-of-00002.gguf"
+    assert {path.name: path.read_bytes() for path in file.parent.iterdir()} == parts
+
+
 @pytest.mark.parametrize(
     ("variant", "message"),
     [

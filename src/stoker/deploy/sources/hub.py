@@ -29,6 +29,7 @@ _NEVER = (
     "*.jpg",
 )
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 MAX_NAMES = 12  # of files in a message
 
 
@@ -53,7 +54,7 @@ def fetch(repository: str, revision: str | None, token: Secret | None, store: St
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
         chosen = choose_gguf(repository, list(sizes), variant)
         ignored = _ignored(list(sizes))
-        wanted = [chosen] if chosen else list(filter_repo_objects(sizes, ignore_patterns=ignored))
+        wanted = _parts(chosen, list(sizes)) if chosen else list(filter_repo_objects(sizes, ignore_patterns=ignored))
         num_bytes = sum(sizes[name] for name in wanted)
         store.check_size(repository, num_bytes, len(wanted))
         bar = _progress_class(lambda done: store.progress(repository, done, num_bytes))
@@ -76,9 +77,11 @@ def fetch(repository: str, revision: str | None, token: Secret | None, store: St
 def choose_gguf(repository: str, files: list[str], variant: str | None) -> str | None:
     """The name of the GGUF file to fetch among the repository's `files`; None for a repository without GGUF weights.
 
-    Raises CheckpointError when no file, or more than one, has `variant` in its name, and when there are several without a variant.
+    Of a split file, it is the first part. Raises CheckpointError when no file, or more than one, has `variant` in its name, and when there
+    are several without a variant.
     """
-    found = [name for name in files if name.endswith(".gguf") and not Path(name).name.startswith("mmproj")]
+    models = (name for name in files if name.endswith(".gguf") and not Path(name).name.startswith("mmproj"))
+    found = [name for name in models if _is_first_part(name)]
     if variant is None and (len(found) < 2 or any(name.endswith(".safetensors") for name in files)):
         return None
     matches = [name for name in found if _has_variant(name, variant)] if variant else []
@@ -87,6 +90,21 @@ def choose_gguf(repository: str, files: list[str], variant: str | None) -> str |
     problem = f"{len(found)} GGUF files" if variant is None else f"{len(matches) or 'no'} GGUF files named {variant}"
     names = ", ".join(sorted(matches or found)[:MAX_NAMES]) or "none"
     raise CheckpointError(f"{repository} has {problem}: {names}.", cure=f"Name one, such as {repository}:Q4_K_M.")
+
+
+def _is_first_part(name: str) -> bool:
+    """Whether a GGUF file is whole, or the first part of a split one (NAME-00001-of-00003.gguf)."""
+    part = _PART.fullmatch(name)
+    return part is None or int(part[2]) == 1
+
+
+def _parts(name: str, files: list[str]) -> list[str]:
+    """All parts of the GGUF file whose first part is `name`, in order; `name` alone if it is whole."""
+    part = _PART.fullmatch(name)
+    if part is None:
+        return [name]
+    others = [(found, other) for other in files if (found := _PART.fullmatch(other))]
+    return sorted(other for found, other in others if (found[1], found[3]) == (part[1], part[3]))
 
 
 def _has_variant(name: str, variant: str) -> bool:
