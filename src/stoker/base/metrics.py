@@ -95,6 +95,8 @@ FRONTEND_METRICS = (
     REQUESTS, RESPONSES, RETRIED_REQUESTS, EXHAUSTED, KEY_REQUESTS, KEY_TOKENS, KEY_REFUSALS,
 )  # fmt: skip
 
+_PROPOSED = ("model", "proposer")  # none, ngram, request, engine, or the kind of the draft heads
+
 EXECUTOR_METRICS = (
     Metric("stoker_queue_size", "gauge", "Sequences in the waiting queue.", "num_waiting"),
     Metric("stoker_running_sequences", "gauge", "Sequences that hold KV blocks.", "num_running"),
@@ -129,9 +131,9 @@ EXECUTOR_METRICS = (
         "Tokens of a step with decodes: the limit of latency targets, or the maximum.",
         "token_limit",
     ),
-    Metric("stoker_draft_steps_total", "counter", "Rows that verified draft tokens.", "num_draft_steps"),
-    Metric("stoker_draft_tokens_total", "counter", "Draft tokens that were verified.", "num_draft_tokens"),
-    Metric("stoker_accepted_draft_tokens_total", "counter", "Draft tokens that were accepted.", "num_accepted_draft_tokens"),
+    Metric("stoker_draft_steps_total", "counter", "Rows that verified draft tokens.", "num_draft_steps", _PROPOSED),
+    Metric("stoker_draft_tokens_total", "counter", "Draft tokens that were verified.", "num_draft_tokens", _PROPOSED),
+    Metric("stoker_accepted_draft_tokens_total", "counter", "Draft tokens that were accepted.", "num_accepted_draft_tokens", _PROPOSED),
     Metric("stoker_kv_imports_total", "counter", "Prompts whose KV cache blocks were read from another server.", "num_imports"),
     Metric("stoker_kv_failed_imports_total", "counter", "Such prompts that were computed here after a failure.", "num_failed_imports"),
     Metric("stoker_kv_imports_running", "gauge", "Prompts that are being read from another server.", "num_running_imports"),

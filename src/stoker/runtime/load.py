@@ -206,6 +206,7 @@ def _load(
         others = ranks.transfer_layouts() if ranks is not None else []
         transfers = Transfers(rank_transfers, others, scheduler, engine.config)
     executor = Executor(runner, scheduler, make_mailbox(info), info, config, ranks, events, transfers)
+    executor.stats.proposer = loaded.draft_source.name if loaded.draft_source is not None else config.speculate
     executor.stats.weight_bytes, executor.stats.kv_bytes = loaded.weights, budget.kv
     return executor
 

@@ -80,6 +80,7 @@ class ExecutorStats(msgspec.Struct, kw_only=True):
     num_reused_tokens: int = 0  # prompt tokens whose keys and values came from the cache
     num_preemptions: int = 0
     token_limit: int = 0  # of the newest step with decodes; latency targets choose it
+    proposer: str = "none"  # where drafts come from: none, ngram, request, engine, or the kind of the draft heads
     num_draft_steps: int = 0  # rows that verified drafts
     num_draft_tokens: int = 0  # verified, and those of them that were accepted
     num_accepted_draft_tokens: int = 0

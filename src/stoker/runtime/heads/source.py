@@ -28,6 +28,7 @@ class HeadSource(DraftSource):
         self.num_drafts = min(num_drafts, self.head.num_drafts) if isinstance(self.head, ParallelHead) else num_drafts
         self.num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         self.engine, self.model = engine, model
+        self.name = kind_of(HeadFolder.open(path))
 
     @property
     def _block_size(self) -> int:

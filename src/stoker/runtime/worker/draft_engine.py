@@ -58,6 +58,8 @@ class EngineDrafter(Drafter):
 class EngineSource(DraftSource):
     """The weights of a draft engine on the device."""
 
+    name = "engine"
+
     def __init__(
         self, engine: Engine, target: EngineConfig, device: torch.device, num_positions: int, num_drafts: int, window: int | None
     ) -> None:

@@ -60,6 +60,7 @@ class Drafter(ABC):
 class DraftSource(ABC):
     """Loaded weights that draft, before the KV caches of the drafter are allocated."""
 
+    name: str  # of the kind, for metrics
     num_drafts: int  # the largest number of drafts per sequence
     num_bytes: int  # size of the weights
 

@@ -103,7 +103,8 @@ class _Executors:
                 metric.name, metric.help, labels=metric.labels
             )
             for model, known in self._known.items():
-                family.add_metric([model], value_of(known.stats, metric.source))
+                labels = {"model": model, "proposer": known.stats.proposer}
+                family.add_metric([labels[name] for name in metric.labels], value_of(known.stats, metric.source))
             yield family
         yield from executor_families({model: known.stats for model, known in self._known.items()})
         age = GaugeMetricFamily(metrics.STATISTICS_AGE.name, metrics.STATISTICS_AGE.help, labels=metrics.STATISTICS_AGE.labels)

@@ -39,7 +39,8 @@ def latency(
 ) -> None:
     """Measure time to first token and decode step time, by batch size and context length.
 
-    Step time is the difference of two runs that differ only in their number of decode steps, so prefill time cancels out.
+    Step time is the difference of two runs that differ only in their number of new tokens, so prefill time cancels out. With --speculate it
+    is the time per token of a sequence, and the phases of a step follow: planning, drafting and verification.
 
     Examples:
 
@@ -56,18 +57,21 @@ def latency(
     if breakdown:
         check_gpu(benchmark)
     cases = list(itertools.product(batch, context))
-    rows = run_with_progress("latency", [partial(_measure, benchmark, b, c, steps) for b, c in cases])
+    rows = run_with_progress("latency", [partial(measure, benchmark, b, c, steps) for b, c in cases])
     about = {**provenance(engine, benchmark.executor.info.device), "steps": steps}
     if breakdown:
         about["breakdown"] = [{"batch": b, "context": c, **decode_breakdown(benchmark, b, c)} for b, c in cases]
     print_results(f"latency, {steps} decode steps", rows, {**about, **benchmark.kernel_counts}, json)
 
 
-def _measure(benchmark: ExecutorBenchmark, batch: int, context: int, steps: int) -> dict[str, Any]:
-    """One row of results for a batch size and context length."""
+def measure(benchmark: ExecutorBenchmark, batch: int, context: int, steps: int) -> dict[str, Any]:
+    """One row of results for a batch size and context length, with the phases of steps if there are drafts."""
+    from stoker.profiling.draft_phases import draft_phases
+
     first_s = statistics.median(max(benchmark.run(batch, context, 1).first_token_s) for _ in range(NUM_FIRST_TOKEN_RUNS))
     short = benchmark.run(batch, context, SHORT_OUTPUT_LEN)
-    long = benchmark.run(batch, context, SHORT_OUTPUT_LEN + steps)
+    with draft_phases(benchmark.executor) as phases:
+        long = benchmark.run(batch, context, SHORT_OUTPUT_LEN + steps)
     step_s = (long.total_s - short.total_s) / steps
     decode_steps_s = long.turns_s[-(steps - 1) :]  # in the last steps, all rows decode
     return {
@@ -78,4 +82,5 @@ def _measure(benchmark: ExecutorBenchmark, batch: int, context: int, steps: int)
         "step p50 ms": percentile(decode_steps_s, 50) * 1e3,
         "step p99 ms": percentile(decode_steps_s, 99) * 1e3,
         "tokens/s": batch / step_s,
+        **(phases.per_step() if benchmark.executor.stats.proposer != "none" else {}),
     }
