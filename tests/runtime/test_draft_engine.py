@@ -102,7 +102,7 @@ def test_drafts_end_when_they_do_not_pay(
     expected = [answer.tokens for answer in drive().run(*cases)]
     driven = drive(speculate=str(random_engine), draft_tokens=4)
     cost = driven.executor.scheduler.draft_length.cost
-    monkeypatch.setattr(cost, "base_by_slope", lambda: 8.0)  # measured times depend on what else the machine does
+    monkeypatch.setattr(cost, "base_by_slope", lambda *_: 8.0)  # measured times depend on what else the machine does
     assert [answer.tokens for answer in driven.run(*cases)] == expected
     assert 0 < driven.stats.num_draft_tokens < 0.25 * len(cases) * 60 * 4
 
