@@ -254,13 +254,13 @@ def test_a_quantized_cache_is_calibrated_for_imported_weights(tmp_path: Path) ->
         ("awq", {"bits": 3}, "3 bits in groups of 32 are not supported"),
         ("awq", {"group_size": 48}, "in groups of 48 are not supported"),
         ("awq", {"version": "marlin"}, "version 'marlin' is not supported"),
-        ("gptq", {"bits": 2}, "2 bits"),
+        ("gptq", {"bits": 5}, "5 bits"),
         ("gptq", {"group_size": 64}, r"down_proj\.qzeros has shape \[3, 8\], and quantization_config implies \[2, 8\].*block size"),
         ("fp8", {"weight_block_size": [32]}, "is not .rows, columns."),
         ("fp8 blocks", {"weight_block_size": [16, 16]}, r"weight_scale_inv has shape \[2, 3\], and quantization_config implies \[4, 6\]"),
         ("fp8 blocks", {"weight_block_size": None}, "weight_scale is missing"),
         ("int-quantized", {"config_groups": {}}, "0 config_groups are not supported"),
-        ("awq", {"quant_method": "bitsandbytes"}, r"quantized already \(bitsandbytes\)"),
+        ("awq", {"quant_method": "quip"}, r"quantized already \(quip\)"),
     ],
 )
 def test_unsupported_settings_are_rejected(case: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
     calibration_data: str | None = None
     """Text for calibration: a file, a folder or a hub dataset. None: the text that Stoker ships."""
 
-    calibration_size: int = 32
-    """Number of windows of text that calibration reads."""
+    calibration_size: int | None = None
+    """Number of windows of text that calibration reads. None: 8 for FP8 without a quantized KV cache, otherwise 32."""
 
     calibration_seq_len: int = 512
     """Tokens of one window."""
@@ -102,7 +102,8 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.max_perplexity_increase is not None and not -1 <= self.max_perplexity_increase < math.inf:
             raise ConfigError(f"max_perplexity_increase={self.max_perplexity_increase} is refused.", cure="Use a fraction such as 0.05.")
-        check_range("calibration_size", self.calibration_size, 1, 1 << 20)
+        if self.calibration_size is not None:
+            check_range("calibration_size", self.calibration_size, 1, 1 << 20)
         check_range("calibration_seq_len", self.calibration_seq_len, 2, 1 << 20)
 
     @staticmethod

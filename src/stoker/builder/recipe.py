@@ -27,9 +27,14 @@ from stoker.models import Architecture
 from stoker.quant.format import Format
 from stoker.quant.formats.block_fp8 import BlockFp8
 from stoker.quant.formats.dense import Dense
+from stoker.quant.formats.fp8 import Fp8
 from stoker.quant.formats.int8_grouped import GroupedInt8
 from stoker.quant.named_recipes import NARROW_HIDDEN_SIZE, canonical_recipe_name, find_recipe
 from stoker.quant.recipe import AS_STORED, Recipe
+
+CALIBRATION_SIZE = 32  # windows
+# SmolLM2 in 47 s of CPU time instead of 162: its perplexity is 20.49 instead of 20.45 with 32 windows.
+FP8_CALIBRATION_SIZE = 8
 
 log = get_logger(__name__)
 
@@ -175,7 +180,15 @@ def _with_calibration(settings: BuildConfig, config: EngineConfig, recipe: Recip
         )
     calibration = {
         "data": settings.calibration_data or "default",
-        "size": settings.calibration_size,
+        "size": settings.calibration_size or _default_calibration_size(recipe),
         "seq_len": settings.calibration_seq_len,
     }
     return msgspec.structs.replace(recipe, calibration=calibration)
+
+
+def _default_calibration_size(recipe: Recipe) -> int:
+    """The number of windows of a calibration. Error compensation of FP8 needs fewer than formats that measure ranges or have fewer bits."""
+    formats = (recipe.default, *recipe.overrides.values())
+    measured = [chosen for chosen in formats if chosen.needs_calibration]
+    is_fp8 = all(isinstance(chosen, Fp8) and chosen.activations != "static" for chosen in measured)
+    return FP8_CALIBRATION_SIZE if is_fp8 and recipe.kv_cache is None else CALIBRATION_SIZE

@@ -36,7 +36,7 @@ def calibrate_layers(plan: BuildPlan, work: Path, progress: Callable[[str, int, 
         return None
     settings = plan.settings
     length = min(settings.calibration_seq_len, plan.config.model.max_positions)
-    return calibrate(plan, calibration_windows(work, settings.calibration_data, settings.calibration_size, length), progress)
+    return calibrate(plan, calibration_windows(work, settings.calibration_data, plan.config.recipe.calibration["size"], length), progress)
 
 
 def discard_saved_layers(plan: BuildPlan) -> None:

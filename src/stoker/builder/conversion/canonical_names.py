@@ -29,7 +29,7 @@ class CanonicalWeights(CheckpointWeights):
         self.inner = inner
         self.files = inner.files
         canonical = architecture.canonical_name
-        quantized = read_quantized(inner.tensors, quantization) if isinstance(quantization, dict) else {}
+        quantized = read_quantized(inner, quantization) if isinstance(quantization, dict) else {}
         unchanged = {name: weight for name, weight in quantized.items() if isinstance(weight, PrequantizedWeight)}
         dequantized = {name: _dequantized(weight) for name, weight in quantized.items()}
         self._prequantized = {canonical(name): weight for name, weight in unchanged.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
@@ -11,8 +10,9 @@ from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.reference.quant_int8 import widen_groups
 from stoker.quant.format import Format
 from stoker.quant.formats.block_fp8 import BlockFp8
+from stoker.quant.formats.dense import Dense
 from stoker.quant.formats.int4 import Int4
-from stoker.quant.formats.int8_grouped import GroupedInt8
+from stoker.quant.formats.int8_grouped import GroupedInt8, in_feature_order
 
 
 def dequantize(chosen: Format, tensors: dict[str, Tensor]) -> Tensor:
@@ -20,9 +20,12 @@ def dequantize(chosen: Format, tensors: dict[str, Tensor]) -> Tensor:
     if isinstance(chosen, Int4):
         weight = chosen.pack(dict(tensors), None)
         values = dequantize_int4(weight)
-        return values if weight.column_order is None else torch.empty_like(values).index_copy_(1, weight.column_order.long(), values)
+        return in_feature_order(values, weight.column_order)
     if isinstance(chosen, GroupedInt8):
-        return widen_groups(PackedWeight("int8", tensors["weight"], tensors["scale"], tensors.get("offset"), chosen.group_size))
+        grouped = PackedWeight("int8", tensors["weight"], tensors["scale"], tensors.get("offset"), chosen.group_size)
+        return in_feature_order(widen_groups(grouped), tensors.get("order"))
     if isinstance(chosen, BlockFp8):
         return widen_blocks(chosen.pack(dict(tensors), None))
+    if isinstance(chosen, Dense):
+        return tensors["weight"].float()
     return tensors["weight"].float() * tensors["scale"][:, None]

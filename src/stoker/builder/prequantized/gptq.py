@@ -1,4 +1,4 @@
-"""GPTQ checkpoints (AutoGPTQ and GPTQModel): weights [in, out] of 4 or 8 bits, packed along the input features."""
+"""GPTQ checkpoints (AutoGPTQ and GPTQModel): weights [in, out] of 2, 3, 4 or 8 bits, packed along the input features."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_gptq(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -
     A module has `qweight` [in × bits / 32, out], `qzeros` [groups, out × bits / 32], `scales` [groups, out], and optionally `g_idx` [in],
     the group of each input feature. The first version of the format stores each zero point minus one.
     """
-    bits, size = read_bits_and_group(quantization, (4, 8))
+    bits, size = read_bits_and_group(quantization, (2, 3, 4, 8))
     zero_offset = 0 if quantization.get("checkpoint_format") == "gptq_v2" else 1
     found = {}
     for module in modules_with(tensors, ".qweight", (".qzeros", ".scales")):
@@ -47,11 +47,9 @@ def read_gptq(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -
 
 
 def _choose_format(bits: int, group: int, reordered: bool, scale_dtype: torch.dtype) -> Format:
-    """The format that stores a weight of 4 or 8 bits. Raises CheckpointError for 8 bits with reordered features."""
+    """The format that stores a weight exactly: int4 for at most 4 bits, otherwise int8 in groups."""
     if bits == 8:
-        if reordered:
-            raise CheckpointError("GPTQ of 8 bits with desc_act is not supported.", cure="Build from the original checkpoint.")
-        return GroupedInt8(group_size=supported_group(group), scale_dtype="float32", shifted=True)
+        return GroupedInt8(group_size=supported_group(group), scale_dtype="float32", shifted=True, reorder=reordered)
     return Int4(group_size=supported_group(group), zero="int", scale_dtype=dtype_name(scale_dtype), clip=False, reorder=reordered)
 
 
@@ -66,13 +64,13 @@ def _repack(
         order = _feature_order(module, group_index[0], group, reordered) if group_index else None
         values = unpack_int32(qweight.t().contiguous(), bits)  # [out, in]
         zero, scale = unpack_int32(qzeros, bits).t().int() + zero_offset, scales.t()
+        order_tensor = {"order": order.int()} if reordered and order is not None else {}
+        values = values[:, order] if order_tensor else values
         if bits == 8:
             scale = split_groups(scale.float(), group, in_features)
             offset = split_groups((128 - zero).float(), group, in_features) * scale
-            return {"weight": (values.int() - 128).to(torch.int8), "scale": scale, "offset": offset}
-        if not reordered or order is None:
-            return int4_tensors(values, scale, zero, group)
-        return int4_tensors(values[:, order], scale, zero, group) | {"order": order.int()}
+            return {"weight": (values.int() - 128).to(torch.int8), "scale": scale, "offset": offset} | order_tensor
+        return int4_tensors(values, scale, zero, group) | order_tensor
 
     return repack
 

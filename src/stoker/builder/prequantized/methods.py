@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stoker.base.errors import CheckpointError
-from stoker.builder.checkpoint.weights import TensorInfo
+from stoker.builder.checkpoint.weights import CheckpointWeights, TensorInfo
+from stoker.builder.prequantized.auto_round import read_auto_round
 from stoker.builder.prequantized.awq import read_awq
+from stoker.builder.prequantized.bitsandbytes import read_bitsandbytes
 from stoker.builder.prequantized.compressed_tensors import read_compressed_tensors
 from stoker.builder.prequantized.fp8 import read_fp8
 from stoker.builder.prequantized.gptq import read_gptq
@@ -18,18 +20,29 @@ from stoker.builder.prequantized.weight import DequantizedWeight, PrequantizedWe
 Tensors = Mapping[str, TensorInfo]
 Settings = dict[str, Any]  # quantization_config of config.json
 
+Reader = Callable[[CheckpointWeights, Settings], ReadWeights]
+
+
+def _from_headers(read: Callable[[Tensors, Settings], Mapping[str, PrequantizedWeight | DequantizedWeight]]) -> Reader:
+    """A reader that needs the headers of tensors only."""
+    return lambda weights, quantization: dict(read(weights.tensors, quantization))
+
+
 # quant_method → the reader of the quantized weights.
-METHODS: dict[str, Callable[[Tensors, Settings], Mapping[str, PrequantizedWeight | DequantizedWeight]]] = {
-    "awq": read_awq,
-    "gptq": read_gptq,
-    "compressed-tensors": read_compressed_tensors,
-    "fp8": read_fp8,
-    "modelopt": read_modelopt,
-    "mxfp4": read_mxfp4,
+METHODS: dict[str, Reader] = {
+    "auto-round": _from_headers(read_auto_round),
+    "awq": _from_headers(read_awq),
+    "bitsandbytes": read_bitsandbytes,
+    "compressed-tensors": _from_headers(read_compressed_tensors),
+    "fp8": _from_headers(read_fp8),
+    "gptq": _from_headers(read_gptq),
+    "intel/auto-round": _from_headers(read_auto_round),
+    "modelopt": _from_headers(read_modelopt),
+    "mxfp4": _from_headers(read_mxfp4),
 }
 
 
-def read_quantized(tensors: Tensors, quantization: Settings) -> ReadWeights:
+def read_quantized(weights: CheckpointWeights, quantization: Settings) -> ReadWeights:
     """The quantized weights of a checkpoint by name: those that a format stores unchanged, and those that are dequantized.
 
     Raises CheckpointError for an unsupported method or setting, and for tensors that do not fit them.
@@ -37,7 +50,7 @@ def read_quantized(tensors: Tensors, quantization: Settings) -> ReadWeights:
     method = str(quantization.get("quant_method", "unknown"))
     if method not in METHODS:
         raise CheckpointError(
-            f"The checkpoint is quantized already ({method}), and this method is not supported.",
+            f"The checkpoint is quantized already ({method[:60]}), and this method is not supported.",
             cure=f"Build from the original checkpoint. Supported methods: {', '.join(METHODS)}.",
         )
-    return dict(METHODS[method](tensors, quantization))
+    return METHODS[method](weights, quantization)

@@ -15,10 +15,21 @@ _FALLBACK_GROUP = 128
 
 
 def unpack_int32(words: Tensor, bits: int = 4) -> Tensor:
-    """uint8 [..., n × 32 / bits] from int32 words [..., n]: the lowest bits of a word come first."""
+    """uint8 [..., n × 32 / bits] from int32 words [..., n]: the lowest bits of a word come first. Values of 3 bits can span two words."""
+    if bits == 3:
+        return _unpack_three_bits(words)
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     values: Tensor = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
     return values.to(torch.uint8).flatten(-2)
+
+
+def _unpack_three_bits(words: Tensor) -> Tensor:
+    """uint8 [..., n × 32 / 3] from int32 words [..., n], of which three hold 32 values."""
+    runs = (words.to(torch.int64) & 0xFFFFFFFF).unflatten(-1, (-1, 3))
+    stream = torch.cat((runs, torch.zeros_like(runs[..., :1])), dim=-1)  # a fourth word, so that each value has a next word
+    first = torch.arange(0, 96, 3)
+    pair = stream[..., first // 32] | (stream[..., first // 32 + 1] << 32)
+    return ((pair >> (first % 32)) & 7).to(torch.uint8).flatten(-2)
 
 
 def int4_tensors(values: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> dict[str, Tensor]:

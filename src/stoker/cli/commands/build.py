@@ -34,7 +34,10 @@ def build(
     calibration_data: Annotated[
         str | None, typer.Option(help="A text file, folder or hub dataset for calibration. Default: the text in this package.")
     ] = None,
-    calibration_size: Annotated[int, typer.Option(help="Number of text windows that calibration reads.")] = 32,
+    calibration_size: Annotated[
+        int | None,
+        typer.Option(help="Number of text windows that calibration reads. Default: 8 for FP8 with an unquantized KV cache, else 32."),
+    ] = None,
     calibration_seq_len: Annotated[int, typer.Option(help="Tokens per calibration window.")] = 512,
     max_perplexity_increase: Annotated[
         float | None,

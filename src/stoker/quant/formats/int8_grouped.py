@@ -22,13 +22,15 @@ GROUP_SIZES = (16, 32, 64, 128, 256)
 class GroupedInt8(Format, frozen=True, kw_only=True, tag="int8_grouped"):
     """`weight` int8 [(experts,) out, in], `scale` [(experts,) out, groups], and with `shifted` `offset` of the same shape.
 
-    real = weight × scale + offset. Experts on a GPU, and linears on a CPU with a C compiler, are read as stored. Otherwise the weight is
+    real = weight × scale + offset. With `reorder`, `order` int32 [(experts,) in] is the input feature that each column multiplies (GPTQ
+    checkpoints with act_order). Experts on a GPU, and linears on a CPU with a C compiler, are read as stored. Otherwise the weight is
     widened to `dtype` at load, because no kernel reads int8 in groups: then only the file is small.
     """
 
     group_size: int = 32
     scale_dtype: str = "float32"
     shifted: bool = False
+    reorder: bool = False
     dtype: str = "float32"  # that the model computes in
 
     def __post_init__(self) -> None:
@@ -38,7 +40,7 @@ class GroupedInt8(Format, frozen=True, kw_only=True, tag="int8_grouped"):
     @property
     def rows_per_call(self) -> int | None:
         """The number of output rows that one call of `quantize` needs."""
-        return 1
+        return None if self.reorder else 1  # all rows have one order
 
     def aligned_to(self, rows: int, columns: int) -> GroupedInt8:
         """This format with blocks or groups that divide `rows` and `columns`, where possible."""
@@ -51,7 +53,9 @@ class GroupedInt8(Format, frozen=True, kw_only=True, tag="int8_grouped"):
         scales = (*experts, rows, -(-size // self.group_size))
         scale = Layout(scales, getattr(torch, self.scale_dtype), row_axis=axis, col_axis=axis + 1, col_unit=self.group_size)
         stored = {"weight": Layout(spec.weight_shape, torch.int8, row_axis=axis, col_axis=axis + 1), "scale": scale}
-        return stored | {"offset": scale} if self.shifted else stored
+        if self.shifted:
+            stored["offset"] = scale
+        return stored | {"order": Layout((*experts, size), torch.int32)} if self.reorder else stored
 
     def quantize(self, weight: Tensor, spec: LinearSpec, stats: object = None) -> dict[str, Tensor]:
         """The stored tensors of `weight`, as `Format.quantize` requires."""
@@ -67,10 +71,19 @@ class GroupedInt8(Format, frozen=True, kw_only=True, tag="int8_grouped"):
     def pack(self, tensors: dict[str, Tensor], bias: Tensor | None) -> PackedWeight:
         """The packed weight for the kernels, as `Format.pack` requires."""
         values, scale, offset = tensors.pop("weight"), tensors.pop("scale"), tensors.pop("offset", None)
-        grouped = PackedWeight("int8", values, scale, offset, self.group_size, bias=bias)
+        grouped = PackedWeight("int8", values, scale, offset, self.group_size, bias=bias, column_order=tensors.pop("order", None))
         if ops.supports_int8_groups(grouped):
             return grouped
-        return PackedWeight("dense", widen_groups(grouped).to(getattr(torch, self.dtype)), bias=bias)
+        wide = in_feature_order(widen_groups(grouped), grouped.column_order)
+        return PackedWeight("dense", wide.to(getattr(torch, self.dtype)), bias=bias)
+
+
+def in_feature_order(values: Tensor, column_order: Tensor | None) -> Tensor:
+    """`values` [(experts,) out, in] with column i for input feature i; column_order[i] is the feature of column i, or None."""
+    if column_order is None:
+        return values
+    index = column_order.long().unsqueeze(-2).expand(values.shape)
+    return torch.empty_like(values).scatter_(-1, index, values)
 
 
 FORMATS.add("int8_grouped", GroupedInt8)
