@@ -57,7 +57,7 @@ _CPU_ONLY = (
     "GraniteMoeSharedForCausalLM", "HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "Kimi_K25ForConditionalGeneration",
     "Llama4ForCausalLM", "Llama4ForConditionalGeneration", "Mamba2ForCausalLM",
     "MiniCPMForCausalLM", "MiniMaxM2ForCausalLM", "Ministral3ForCausalLM", "MinistralForCausalLM", "Mistral3ForConditionalGeneration",
-    "NemotronForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM", "OlmoForCausalLM", "PhimoeForCausalLM",
+    "NemotronForCausalLM", "NemotronHForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM", "OlmoForCausalLM", "PhimoeForCausalLM",
     "Qwen2_5_VLForConditionalGeneration", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM", "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration", "SeedOssForCausalLM",

@@ -503,6 +503,13 @@ QWEN3_NEXT = MOE | {
 _DELTA_NET_KEYS = ("head_dim", "rms_norm_eps", "num_hidden_layers")
 QWEN3_5 = GROUPED | {key: value for key, value in QWEN3_NEXT.items() if key in _DELTA_NET_KEYS or key.startswith("linear_")}
 QWEN3_NEXT_MOE = {key: value for key, value in QWEN3_NEXT.items() if key not in ("intermediate_size", "norm_topk_prob")}
+NEMOTRON_H: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12,
+    "max_position_embeddings": POSITIONS, "ssm_state_size": 12, "mamba_num_heads": 8, "mamba_head_dim": 10, "n_groups": 4,
+    "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "layer_norm_epsilon": 0.05, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 GRANITE_HYBRID = GROUPED | {
     "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24, "shared_intermediate_size": 40, "mamba_n_heads": 8,
     "mamba_d_head": 12, "mamba_d_state": 12, "time_step_limit": (0.0, 90.0), "embedding_multiplier": 3.0, "logits_scaling": 0.5,
@@ -609,6 +616,24 @@ CASES: dict[tuple[str, str], Callable[[], Reference]] = {
         **QWEN3_NEXT | {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 2},
         tie_word_embeddings=True,
         decoder_sparse_step=2,
+    ),
+    ("NemotronHForCausalLM", "plain"): partial(native, "NemotronH", **NEMOTRON_H),
+    ("NemotronHForCausalLM", "no MLPs in places, biased, longer steps"): partial(
+        native,
+        "NemotronH",
+        **NEMOTRON_H | {"layers_block_type": ["mamba", "mamba", "mlp", "attention", "mamba"], "time_step_min": 0.7},
+        use_bias=True,
+        mlp_bias=True,
+    ),
+    ("NemotronHForCausalLM", "experts in groups, one group of heads"): partial(
+        native,
+        "NemotronH",
+        **NEMOTRON_H | {"n_routed_experts": 8, "n_groups": 1},
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=False,
+        routed_scaling_factor=2.5,
+        use_conv_bias=False,
     ),
     ("Qwen3_5ForCausalLM", "plain"): partial(native, "Qwen3_5Text", **QWEN3_5),
     ("Qwen3_5ForCausalLM", "biased, tied, other layer types, rotary fraction"): partial(

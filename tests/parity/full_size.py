@@ -327,6 +327,10 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Qwen3-Next-80B-A3B": ({"architectures": ["Qwen3NextForCausalLM"]}, 79_674_391_296),
     "Qwen3.5-9B": (_as("Qwen3_5ForCausalLM", _llama(4096, 12288, 32, 16, 4, 248320)), 8_953_803_264),
     "Qwen3.5-35B-A3B": ({"architectures": ["Qwen3_5MoeForCausalLM"]}, 34_660_610_688),
+    "Nemotron-H-8B": (
+        {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"},
+        8_100_852_736,
+    ),
     "Granite-4.0-H-Small": (
         _as("GraniteMoeHybridForCausalLM", _llama(4096, 768, 40, 32, 8, 100352), tie_word_embeddings=True)
         | {"shared_intermediate_size": 1536, "num_local_experts": 72, "num_experts_per_tok": 10, "mamba_d_state": 128}

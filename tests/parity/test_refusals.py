@@ -31,7 +31,9 @@ def test_tensors_missing_left_over_or_misshapen(saved: Path, tmp_path: Path) -> 
     config = BuildConfig(device="cpu", dtype="float32")
     architecture = prepare(tmp_path, config).config.model.architecture
     victim = next(
-        name for name in sorted(tensors) if re.search(r"\.1\..*(down_proj|mlp|ffn|fc2|w2|output_linear|mixer.out_proj).*weight$", name)
+        name
+        for name in sorted(tensors)
+        if re.search(r"\.1\..*(down_proj|mlp|ffn|fc2|w2|output_linear|mixer.out_proj|mixer.experts.0.up_proj).*weight$", name)
     )
     canonical = get_architecture(architecture).canonical_name(victim)
 
