@@ -67,7 +67,8 @@ def test_an_executor_equals_the_reference(row: str, tmp_path: Path, tokenizer: P
     engine = engine_of(reference, tmp_path, tokenizer, "float32")
     harness = Harness(engine, reference.positions, device=CUDA)
     prompt, others = make_prompts(reference, harness)
-    check_served(engine, reference, [prompt, *others], harness.config.requires_whole_prompt, "cuda")
+    config = harness.config
+    check_served(engine, reference, [prompt, *others], config.requires_whole_prompt, "cuda", speculates=not config.has_state)
 
 
 @pytest.mark.parametrize("row", FIRST)
