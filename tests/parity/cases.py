@@ -507,8 +507,8 @@ NEMOTRON_H: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12,
     "max_position_embeddings": POSITIONS, "ssm_state_size": 12, "mamba_num_heads": 8, "mamba_head_dim": 10, "n_groups": 4,
     "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40,
-    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "layer_norm_epsilon": 0.05, "bos_token_id": 1,
-    "eos_token_id": 2, "pad_token_id": 0,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "layer_norm_epsilon": 0.05, "time_step_limit": (0.0, 90.0),
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 GRANITE_HYBRID = GROUPED | {
     "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24, "shared_intermediate_size": 40, "mamba_n_heads": 8,
@@ -651,7 +651,7 @@ CASES: dict[tuple[str, str], Callable[[], Reference]] = {
         **{key: QWEN3_5[key] for key in QWEN3_5 if key not in GROUPED},
         rope_parameters={"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]},
     ),
-    ("Qwen3_5MoeForCausalLM", "plain"): partial(native, "Qwen3_5MoeText", **QWEN3_NEXT_MOE),
+    ("Qwen3_5MoeForCausalLM", "plain"): partial(native, "Qwen3_5MoeText", **QWEN3_NEXT_MOE | {"num_experts_per_tok": 6}),
     ("Qwen3_5MoeForCausalLM", "one key head, biased, other layer types"): partial(
         native,
         "Qwen3_5MoeText",
