@@ -25,6 +25,8 @@ from stoker.router.core.settings import RoutingSettings
 from stoker.router.proxy.application import RouterApplication
 from stoker.router.settings import RouterSettings
 from stoker.runtime.transfer.ticket import make_tickets
+from stoker.server.protocols.kserve.model_config import TritonOptions
+from stoker.server.replica_report import deployment_of
 from stoker.server.settings import ServerSettings
 
 SERVE = """
@@ -175,3 +177,9 @@ async def metrics_of(client: httpx.AsyncClient, url: str) -> dict[str, float]:
     """The values of a server's metrics, without labels."""
     lines = (await client.get(f"{url}/metrics")).text.splitlines()
     return {line.split("{")[0].split()[0]: float(line.split()[-1]) for line in lines if line.startswith("stoker_kv")}
+
+
+def test_the_router_tokenizes_for_plain_engines_only() -> None:
+    """`stoker serve ENGINE` has options for the KServe models of an engine without a repository; these do not change prompts."""
+    assert deployment_of(None) == deployment_of(TritonOptions(unary=True)) == ""
+    assert deployment_of(TritonOptions()) == "TritonOptions"

@@ -28,6 +28,11 @@ class ReplicaReport(msgspec.Struct, kw_only=True):
     info: ExecutorInfo | None = None  # of the first model
 
 
+def deployment_of(options: msgspec.Struct | None) -> str:
+    """The type of the options of a deployment folder; empty for a plain engine, whose KServe models have the setting `unary`."""
+    return "" if options is None or getattr(options, "unary", False) else type(options).__name__
+
+
 async def make_report(repository: ModelRepository, settings: ServerSettings) -> ReplicaReport:
     """The report of this server. An executor that does not answer makes its model not ready."""
     report = ReplicaReport(
@@ -37,7 +42,7 @@ async def make_report(repository: ModelRepository, settings: ServerSettings) -> 
         add_special_tokens=settings.add_special_tokens,
         tool_parser=settings.tool_parser,
         reasoning_parser=settings.reasoning_parser,
-        deployment=type(settings.options).__name__ if settings.options is not None else "",
+        deployment=deployment_of(settings.options),
     )
     for model in repository.models():
         if not model.ready or model.service is None:
