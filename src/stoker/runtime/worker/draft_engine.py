@@ -107,6 +107,11 @@ def check_draft_engine(draft: Engine, target: Engine, device: torch.device, max_
             f"speculate={str(draft.path)!r} is refused: a draft engine runs on one rank, and this one was built for {draft.world_size}.",
             cure="Build it with --tensor-parallel 1 --pipeline-parallel 1.",
         )
+    if draft.config.model.has_state:
+        raise ConfigError(
+            f"speculate={str(draft.path)!r} is refused: its recurrent states cannot be taken back when a draft is rejected.",
+            cure="Use a draft engine with attention in all layers.",
+        )
     for engine in (draft, target):
         if engine.config.model.requires_whole_prompt:
             raise ConfigError(
