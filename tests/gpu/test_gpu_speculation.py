@@ -101,3 +101,15 @@ def test_verification_equals_the_reference() -> None:
     expected = reference.verify(*arguments, 5)
     found = ops.verify(*(tensor.cuda() for tensor in arguments), 5)
     assert all(torch.equal(one, other.cpu()) for one, other in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False}, {"overlap": False}], ids=str)
+def test_a_draft_engine_equal_to_the_model(engine: Path, settings: dict[str, Any]) -> None:
+    """Captured and launched steps give the tokens of plain decoding in fewer steps: greedy, sampled, and with features."""
+    calls = [
+        TokenRequest(request_id=str(i), prompt_ids=prompt, params=SamplingParams(max_tokens=48, **params))
+        for i, (prompt, params) in enumerate(zip(PROMPTS, FEATURES, strict=True))
+    ]
+    expected, plain_steps = answers(engine, calls)
+    found, steps = answers(engine, calls, speculate=str(engine), draft_tokens=4, **settings)
+    assert found == expected and steps < 0.7 * plain_steps
