@@ -27,7 +27,8 @@ def _read_mpt(m: Metadata) -> dict[str, Any]:
     if width % hidden:
         raise m.unsupported("feed_forward_length", width, "Only a multiple of embedding_length is.")
     m.require_value("attention.head_count_kv", config["n_head"])
-    attention = {"alibi": True, "alibi_bias_max": m.get("attention.max_alibi_bias", float, 8.0)}
+    slope: float = m.get("attention.max_alibi_bias", float, 8.0)
+    attention: dict[str, Any] = {"alibi": True, "alibi_bias_max": int(slope) if slope.is_integer() else slope}
     if clip := m.get("attention.clamp_kqv", float, 0.0):
         attention["clip_qkv"] = clip
     sizes = {"d_model": hidden, "n_heads": config.pop("n_head"), "n_layers": config.pop("n_layer"), "expansion_ratio": width // hidden}

@@ -23,6 +23,9 @@ def _read_olmo2(m: Metadata) -> dict[str, Any]:
     if not window:
         return config
     m.require_value("rope.freq_base_swa", config.get("rope_theta", 10000.0))
+    local = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
+    wide = config.pop("rope_scaling", {"rope_type": "default"}) | {"rope_theta": local["rope_theta"]}
+    config["rope_parameters"] = {"full_attention": wide, "sliding_attention": local}
     return config | {"model_type": "olmo3", "sliding_window": window, "layer_types": layer_types(m, 4)}
 
 
