@@ -237,6 +237,8 @@ class Device:
             states.append(state)
         self.states[planned.row] = state
         expected = chain(prefix_root, [*seq.request.prompt_ids, *EXPECTED[seq.seq_id]])
+        if seq.finish_reason is FinishReason.ERROR:  # a later step of a sequence whose step failed; its tokens are dropped
+            return []
         # Steps that are planned before the end of a sequence is known continue after it.
         assert read[: len(expected)] == expected[:start], "a row reads the tokens of another sequence"
         if not planned.samples:

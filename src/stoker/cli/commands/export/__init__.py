@@ -5,7 +5,7 @@ from stoker.cli.command_table import Command
 COMMANDS = (
     Command(
         "hf", "stoker.cli.commands.export.hf:hf", "A Hugging Face checkpoint in the format of compressed-tensors.",
-        "stoker export hf engine checkpoint",
+        "stoker export hf engine ./Llama-3.1-8B-Instruct-AWQ",
     ),
     Command(
         "ray", "stoker.cli.commands.export.ray:ray", "A Ray Serve application of one or several engines, and its KubeRay manifest.",
