@@ -20,8 +20,11 @@ from stoker.quant.formats.smoothquant import SmoothQuant
 PER_WORD = 8  # int4 values of an int32 word
 
 
-def scheme_of(chosen: Format) -> dict[str, Any] | None:
-    """The settings of a group of modules in `config_groups`, without its targets. None for a format that compressed-tensors lacks."""
+def scheme_of(chosen: Format, stored: dict[str, Tensor]) -> dict[str, Any] | None:
+    """The settings of a module in `config_groups`, without its targets. `stored` are its stored tensors by suffix.
+
+    None for a format that compressed-tensors lacks, and for zero points that do not fit into four bits (GPTQ has them up to 16).
+    """
     if isinstance(chosen, Fp8):
         return _scheme("float-quantized", _weights(8, "float", "channel"), _activations("float", chosen.activations))
     if isinstance(chosen, BlockFp8):
@@ -34,7 +37,7 @@ def scheme_of(chosen: Format) -> dict[str, Any] | None:
         return _scheme("int-quantized", _weights(8, "int", "channel"), _activations("int", "token" if chosen.per_token else "static"))
     if isinstance(chosen, GroupedInt8) and not chosen.shifted:
         return _scheme("int-quantized", _weights(8, "int", "group", group_size=chosen.group_size), None)
-    if isinstance(chosen, Int4) and chosen.zero != "float" and not chosen.reorder:
+    if isinstance(chosen, Int4) and chosen.zero != "float" and not chosen.reorder and not _has_large_zeros(stored):
         weights = _weights(4, "int", "group", group_size=chosen.group_size) | {"symmetric": chosen.zero == "none"}
         return _scheme("pack-quantized", weights, None)
     return None
@@ -44,13 +47,18 @@ def module_tensors(chosen: Format, stored: dict[str, Tensor], dtype: torch.dtype
     """The tensors of a module by suffix, from the stored tensors of its rows. Plain numbers in `dtype` if there is no scheme."""
     if isinstance(chosen, Dense):
         return {"weight": stored["weight"]}
-    if scheme_of(chosen) is None:
+    if scheme_of(chosen, stored) is None:
         return {"weight": dequantize(chosen, stored).to(dtype)}
     if isinstance(chosen, Int4):
         return _packed_int4(stored)
     scale = stored["scale"].float()
     tensors = {"weight": stored["weight"], "weight_scale": scale if scale.dim() == 2 else scale[:, None]}
     return tensors | ({"input_scale": stored["input_scale"]} if "input_scale" in stored else {})
+
+
+def _has_large_zeros(stored: dict[str, Tensor]) -> bool:
+    """Whether a zero point of a module is larger than 15."""
+    return "zero" in stored and int(stored["zero"].max()) > 15
 
 
 def _packed_int4(stored: dict[str, Tensor]) -> dict[str, Tensor]:

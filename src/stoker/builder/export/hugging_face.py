@@ -26,7 +26,6 @@ from stoker.layers.decoder import declare
 from stoker.models import get_architecture
 from stoker.models.architecture import TensorNames
 from stoker.models.config_reader import read_model_config
-from stoker.quant.format import Format
 from stoker.quant.formats.dense import Dense
 
 FILE_BYTES = 4 << 30  # of one weight file, about
@@ -85,7 +84,7 @@ class _Exported:
     def __init__(self, engine: Engine, work: Path) -> None:
         self.engine, self.work = engine, work
         self.architecture = get_architecture(engine.config.model.architecture)
-        self.formats: dict[str, Format] = {}  # of the linears, by module name
+        self.schemes: dict[str, dict[str, Any] | None] = {}  # of the linears by module name; None: plain numbers
         self._files: list[tuple[Path, list[str]]] = []
         self._num_bytes = 0
 
@@ -105,15 +104,19 @@ class _Exported:
 
     def quantization_config(self) -> dict[str, Any] | None:
         """The settings of compressed-tensors; None if no module is quantized. The most frequent scheme is that of all other linears."""
-        schemes = {module: scheme_of(chosen) for module, chosen in self.formats.items()}
         groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
-        for module, scheme in schemes.items():
+        for module, scheme in self.schemes.items():
             if scheme is not None:
                 groups.setdefault(json.dumps(scheme), (scheme, []))[1].append(module)
         if not groups:
             return None
         ordered = sorted(groups.values(), key=lambda group: -len(group[1]))
         forms = {scheme["format"] for scheme, _ in ordered}
+        plain = {module for module, scheme in self.schemes.items() if scheme is None}
+        model = self.engine.config.model
+        if model.tie_head:  # no weight of the checkpoint, but a linear of the model
+            head = self.architecture.tensor_names(model).get("head")
+            plain.add(head if isinstance(head, str) else "lm_head")
         return {
             "quant_method": "compressed-tensors",
             "format": forms.pop() if len(forms) == 1 else "mixed-precision",
@@ -121,7 +124,7 @@ class _Exported:
             "config_groups": {
                 f"group_{i}": scheme | {"targets": ["Linear"] if i == 0 else modules} for i, (scheme, modules) in enumerate(ordered)
             },
-            "ignore": sorted(module for module, scheme in schemes.items() if scheme is None),
+            "ignore": sorted(plain),
             "kv_cache_scheme": None,
         }
 
@@ -169,8 +172,8 @@ class _Exported:
                 yield name, dequantize(chosen, part).to(self.engine.dtype)  # compressed-tensors quantizes linears only
                 continue
             if not is_embedding:
-                self.formats[module] = chosen
-                if scheme_of(chosen) is None and not isinstance(chosen, Dense):
+                self.schemes[module] = scheme_of(chosen, part)
+                if self.schemes[module] is None and not isinstance(chosen, Dense):
                     log.warning("%s is exported as %s: compressed-tensors has no format for it.", module, self.engine.config.dtype)
             yield from ((f"{module}.{suffix}", tensor) for suffix, tensor in module_tensors(chosen, part, self.engine.dtype).items())
 
