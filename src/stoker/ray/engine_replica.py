@@ -49,6 +49,7 @@ class EngineReplica:
     async def __init__(self, settings: EngineSettings, placement: Placement) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         self._settings = settings
         self._hosts: list[Any] = []
+        self._starts: list[asyncio.Future[None]] = []  # of the processes of the hosts
         self._ingresses: dict[str, tuple[float, int]] = {}  # id → (time of its last call, its waiting requests)
         address = settings.listen or ray.util.get_node_ip_address()
         environment = dict(settings.env)
@@ -70,7 +71,10 @@ class EngineReplica:
         await self._check_processes()
 
     async def _check_processes(self) -> None:
-        """Raise RuntimeError if the process of a host has ended."""
+        """Raise RuntimeError if the process of a host has ended, or could not be started."""
+        for rank, start in enumerate(self._starts, start=1):
+            if start.done() and (error := start.exception()) is not None:
+                raise RuntimeError(f"the process of host {rank} of the replica could not be started: {error}") from error
         failures = [self._server.failure, *await asyncio.gather(*(host.failure.remote() for host in self._hosts))]
         if failure := next((failure for failure in failures if failure), None):
             raise RuntimeError(failure)
@@ -134,7 +138,8 @@ class EngineReplica:
                 runtime_env={"env_vars": ray.get_runtime_context().runtime_env.get("env_vars", {})},
             )  # fmt: skip
             host: Any = actor.remote()
-            host.start.remote(self._settings, options | {"node-rank": rank}, environment)
+            start = host.start.remote(self._settings, options | {"node-rank": rank}, environment)
+            self._starts.append(asyncio.ensure_future(start))
             self._hosts.append(host)
 
 

@@ -24,6 +24,8 @@ log = get_logger(__name__)
 
 READY = re.compile(r"is served at (\S+)")
 _NUM_LINES = 20  # of the log, for messages
+_MAX_LINE_BYTES = 1 << 20
+_END_S = 3.0  # limit for the end of the output after the process was killed
 
 
 class ServerProcess:
@@ -34,6 +36,7 @@ class ServerProcess:
         self._options, self._environment = options, environment
         self._lines: deque[str] = deque(maxlen=_NUM_LINES)
         self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         """Start the process. It stops when its standard input ends, which is a pipe of this process."""
@@ -42,9 +45,10 @@ class ServerProcess:
         file.write_text(yaml.safe_dump(self._options), encoding="utf-8")
         self._process = await asyncio.create_subprocess_exec(
             *self._command, "serve", "--config", str(file), "--stop-at-eof", stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=env.child_environment(**self._environment), limit=1 << 20,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=env.child_environment(**self._environment),
+            limit=_MAX_LINE_BYTES,
         )  # fmt: skip
-        self._reading = asyncio.create_task(self._read())
+        self._reading = asyncio.create_task(self._read(self._process))
 
     async def wait_until_ready(self, timeout_s: float) -> str:
         """The URL of the server. Raises UnavailableError if it ends before, or is not ready in time."""
@@ -56,33 +60,43 @@ class ServerProcess:
 
     @property
     def failure(self) -> str | None:
-        """Why the process has ended, with the end of its log; None while it runs."""
-        status = self._process.returncode
+        """Why the process has ended, with the end of its log; None while it runs, and before it was started."""
+        status = self._process.returncode if self._process is not None else None
         return None if status is None else f"the server exited with status {status}:\n" + "\n".join(self._lines)
 
     async def stop(self, timeout_s: float) -> None:
-        """Stop the process after its requests in flight, or kill it after `timeout_s`."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._process.wait()
-        except TimeoutError:
+        """Stop the process after its requests in flight, or kill it after `timeout_s`. Does nothing before it was started."""
+        if self._process is None:
+            return
+        for number, limit_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, _END_S)):
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
-        await self._reading
+                self._process.send_signal(number)
+            await asyncio.wait([self._reading], timeout=limit_s)
+            if self._reading.done():
+                break
+        self._reading.cancel()  # a process that the server has started may keep the output open
         self._folder.cleanup()
 
-    async def _read(self) -> None:
-        """Copy the output to the actor's log, and find the URL in it."""
-        assert self._process.stdout is not None
-        while line := (await self._process.stdout.readline()).decode(errors="replace").rstrip():
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        """Copy the output to the actor's log until it ends, and find the URL in it.
+
+        Whatever a line contains, the next one is read: a server whose output is not read blocks when it writes.
+        """
+        assert process.stdout is not None
+        while True:
+            try:
+                data = await process.stdout.readline()
+            except ValueError:  # the stream has removed the line, or the part of it that was received
+                data = b"(a part of the log with more than %d bytes in one line is left out)\n" % _MAX_LINE_BYTES
+            if not data:
+                break
+            line = data.decode(errors="replace").rstrip()
             self._lines.append(line)
-            print(line, flush=True)
+            with contextlib.suppress(OSError, UnicodeError):  # of the actor's output
+                print(line, flush=True)
             if (match := READY.search(line)) and not self._ready.done():
                 self._ready.set_result(match[1])
-        await self._process.wait()
+        await process.wait()
         if not self._ready.done():
             self._ready.set_exception(UnavailableError(self.failure or "the server ended.", cure="Correct the reason in its log."))
 
