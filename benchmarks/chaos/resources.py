@@ -51,7 +51,7 @@ async def quiet(server: Server) -> dict[str, Any]:
 def descriptors(server: Server) -> dict[str, dict[str, int]]:
     """The open descriptors by role and by what they refer to."""
     found: dict[str, Counter[str]] = {}
-    sockets = _tcp_states()
+    sockets = _socket_states()
     for role, pid in [("supervisor", server.process.pid), *server.processes()]:
         counts = found.setdefault(role, Counter())
         for path in Path(f"/proc/{pid}/fd").iterdir():
@@ -61,11 +61,16 @@ def descriptors(server: Server) -> dict[str, dict[str, int]]:
     return {role: dict(sorted(counts.items())) for role, counts in found.items()}
 
 
-def _tcp_states() -> dict[str, str]:
-    """The state of each TCP socket of this machine by the name of its descriptor."""
+def _socket_states() -> dict[str, str]:
+    """A text about each socket of this machine by the name of its descriptor. Sockets of ended connections are in no table."""
     states = {"01": "established", "08": "closed by the client", "0A": "listening"}
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return {f"socket:[{row[9]}]": f"TCP {states.get(row[3], 'ending')}" for row in rows}
+    found = {}
+    for table in ("tcp", "tcp6"):
+        rows = [line.split() for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+        found |= {f"socket:[{row[9]}]": f"TCP {states.get(row[3], 'ending')}" for row in rows}
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    found |= {f"socket:[{row[6]}]": f"Unix {re.sub('[0-9a-z_]{8}', 'X', row[7]) if len(row) > 7 else 'unnamed'}" for row in rows}
+    return found
 
 
 class Sampler:
