@@ -33,9 +33,10 @@ LIMIT = max_step_size(max_num_tokens=6, max_rows=3, max_blocks=4)
 def steps(draw: st.DrawFn) -> tuple[PackedStep, bool]:
     tokens, rows, width = draw(st.integers(1, 6)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
     flags = draw(st.tuples(*[st.booleans()] * 5))
+    drafts = draw(st.integers(0, 2))
     packed = PackedStep(
-        torch.empty(0), Shape(tokens, rows, flags[0]), width, rows, rows, 0, tokens, 40, flags[1], [],
-        is_prefix_lm=flags[2], has_adapters=flags[3],
+        torch.empty(0), Shape(tokens, rows, flags[0], drafts if flags[1] else 0), width, rows, rows, 0, tokens, 40, flags[1], [],
+        is_prefix_lm=flags[2], has_adapters=flags[3], max_drafts=drafts, num_sequences=rows,
     )  # fmt: skip
     packed.host = torch.full((packed.buffer_size,), draw(st.integers(0, 1 << 30)), dtype=torch.int32)
     return packed, flags[4]
@@ -61,7 +62,7 @@ def receive_all(reader: PlanReader, pauses: Iterator[float], received: list[obje
 
 
 def comparable(packed: PackedStep, all_greedy: bool) -> tuple[object, ...]:
-    return (*encode_step(packed, all_greedy), packed.sizes, packed.host.tolist())
+    return (*encode_step(packed, all_greedy), packed.shape, packed.sizes, packed.host.tolist())
 
 
 class TcpEnds:

@@ -60,6 +60,8 @@ def check_plan(scheduler: Scheduler, config: dict, plan: StepPlan) -> None:
     assert all(i < plan.num_decodes or plan.drafts[i] for i in range(last)), "rows with drafts stand between decodes and prefills"
     prefills = [num_new for i, num_new in enumerate(plan.num_new) if i > last and i >= plan.num_decodes]
     assert plan.num_prefill_tokens == sum(prefills)
+    if scheduler.kv_cache.snapshots is not None:
+        assert len(prefills) * max(prefills, default=0) <= config["max_num_tokens"], "padded prefills have more places than a step"
 
 
 def check_blocks(scheduler: Scheduler, sequences: list[Sequence], flights) -> None:

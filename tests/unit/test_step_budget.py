@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from stoker.base.errors import ConfigError
+from stoker.base.types import SamplingParams
+from stoker.runtime.request import Sequence, TokenRequest
+from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.schedule.step_budget import FIRST_PREFILL, MIN_PREFILL, StepBudget
 from stoker.simulation.replica import ReplicaSettings
 from stoker.simulation.simulator import Results, Simulator
@@ -16,6 +19,7 @@ from stoker.simulation.traces import Arrival
 
 MEASURED = read_step_times(Path(__file__).parents[2] / "benchmarks/results/h200_llama8b_fp8_step_times.json")
 DICE = random.Random(0)
+LONG = SamplingParams(max_tokens=4000, temperature=0.0)
 
 
 class NoisyTimes(StepTimes, frozen=True):
@@ -65,33 +69,74 @@ def test_prompts_that_are_late_wait_behind_those_that_can_reach_the_target() -> 
 
 def test_the_limit_grows_from_measurements_and_never_stops_prompts() -> None:
     budget = StepBudget(8192, target_itl_s=0.030)
-    assert budget.num_tokens(0, 5000, 0.0, 0.0) == 8192, "no decode waits"
-    assert budget.num_tokens(4, 5000, 0.0, 0.0) == 4 + FIRST_PREFILL
+    assert budget.num_tokens(4, 4, 5000, 0.0, 0.0) == 4 + FIRST_PREFILL
     for _ in range(50):
         budget.record(4, 0, 0.004)
         budget.record(4, FIRST_PREFILL, 0.004 + FIRST_PREFILL * 1e-5)
-    assert budget.num_tokens(4, 5000, 0.0, 0.0) == 4 + 2 * FIRST_PREFILL, "at most twice as many as were measured"
+    assert budget.num_tokens(4, 4, 5000, 0.0, 0.0) == 4 + 2 * FIRST_PREFILL, "at most twice as many as were measured"
     for _ in range(50):
         budget.record(4, 2048, 0.004 + 2048 * 1e-5)
-    assert budget.num_tokens(4, 5000, 0.0, 0.0) == pytest.approx(4 + 2600, abs=5)
+    assert budget.num_tokens(4, 4, 5000, 0.0, 0.0) == pytest.approx(4 + 2600, abs=5)
     for _ in range(50):
         budget.record(4, 0, 0.050)
-    assert budget.num_tokens(4, 5000, 0.0, 0.0) == 4 + MIN_PREFILL, "the decodes alone exceed the target"
+    assert budget.num_tokens(4, 4, 5000, 0.0, 0.0) == 4 + MIN_PREFILL, "the decodes alone exceed the target"
 
 
-def test_pipeline_stages_divide_the_target_and_an_outlier_counts_little() -> None:
-    one, two = StepBudget(8192, target_itl_s=0.030), StepBudget(8192, target_itl_s=0.030, num_stages=2)
+def test_an_outlier_counts_little() -> None:
+    budget = StepBudget(8192, target_itl_s=0.015)
     for _ in range(50):
-        for budget in (one, two):
-            budget.record(4, 0, 0.004)
-            budget.record(4, 1024, 0.004 + 1024 * 1e-5)
-    assert two.num_tokens(4, 5000, 0.0, 0.0) == pytest.approx(1100, abs=10)
-    before = two.num_tokens(4, 5000, 0.0, 0.0)
-    two.record(4, 1024, 10.0)
-    assert before / 8 < two.num_tokens(4, 5000, 0.0, 0.0) < before
+        budget.record(4, 0, 0.004)
+        budget.record(4, 1024, 0.004 + 1024 * 1e-5)
+    before = budget.num_tokens(4, 4, 5000, 0.0, 0.0)
+    assert before == pytest.approx(1100, abs=10)
+    budget.record(4, 1024, 10.0)
+    assert before / 8 < budget.num_tokens(4, 4, 5000, 0.0, 0.0) < before
     for _ in range(60):
-        two.record(4, 1024, 0.004 + 1024 * 1e-5)
-    assert two.num_tokens(4, 5000, 0.0, 0.0) > 0.9 * before
+        budget.record(4, 1024, 0.004 + 1024 * 1e-5)
+    assert budget.num_tokens(4, 4, 5000, 0.0, 0.0) > 0.9 * before
+
+
+@pytest.mark.parametrize(
+    "settings", [{"num_stages": 2}, {"max_batch_size": 64, "max_num_sequences": 128}], ids=["stages", "more sequences"]
+)
+def test_steps_share_the_target_when_each_has_a_part_of_the_sequences(settings: dict[str, int]) -> None:
+    """Two steps pass from one token of a sequence to its next one."""
+    scheduler = Scheduler(
+        **{"num_blocks": 10_000, "tokens_per_block": 64, "max_batch_size": 256, "max_num_tokens": 8192, "max_seq_len": 8192, **settings},
+        target_itl_s=0.030,
+    )
+    dice, durations, number = random.Random(0), [], 0
+    for step in range(600):
+        if step % 3 == 0 and scheduler.num_running < 128:
+            request = TokenRequest(request_id=str(number), prompt_ids=[dice.randrange(1000) for _ in range(1000)], params=LONG)
+            scheduler.add(Sequence(number, request, 0, float(step)))
+            number += 1
+        plan = scheduler.plan(float(step))
+        if not plan.sequences:
+            continue
+        duration = 0.0025 + 1.5e-5 * (plan.num_tokens - plan.num_prefill_tokens) + 1.45e-5 * plan.num_prefill_tokens
+        scheduler.record_time(plan, duration)
+        scheduler.commit(plan, [[7] if samples else [] for samples in plan.samples])
+        if step > 300 and plan.num_decodes:
+            durations.append(duration)
+    assert number > 100 and percentile(durations, 95) <= 0.0155
+
+
+def test_a_cached_prompt_is_not_late() -> None:
+    scheduler = Scheduler(num_blocks=200, tokens_per_block=64, max_batch_size=4, max_num_tokens=8192, max_seq_len=12_000, target_ttft_s=0.5)
+    prompt = [i % 1000 for i in range(6400)]
+    sequences = []
+    for i in range(3):  # the third has another prompt
+        params = SamplingParams(max_tokens=2, temperature=0.0)
+        request = TokenRequest(request_id=str(i), prompt_ids=[*prompt, 1] if i < 2 else [5, *prompt], params=params)
+        sequences.append(Sequence(i, request, 0, float(i)))
+        scheduler.add(sequences[-1])
+        while scheduler.has_work:
+            plan = scheduler.plan(float(i))
+            scheduler.record_time(plan, 0.001 + plan.num_prefill_tokens * 1e-3)
+            scheduler.commit(plan, [[7] if samples else [] for samples in plan.samples])
+        scheduler.budget._prefill_step_s = 0.0  # only the tokens of the prompt count
+    assert [seq.is_postponed for seq in sequences] == [False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from stoker.core.forward_batch import LayerState
 from stoker.core.model_config import ModelConfig, StateConfig
 
 _ALIGN = 256  # bytes
+COPIED_SLOTS = 2  # whose states are copied at the same time
 
 
 class StateCache:
@@ -39,9 +40,14 @@ class StateCache:
             start += _layer_bytes(state, tensor_parallel, dtype)
 
     def copy(self, pairs: Tensor) -> None:
-        """Copy the states of slot pairs[i, 0] to slot pairs[i, 1] for each i. `pairs`: int32 [N, 2] on the device."""
-        source, target = pairs.long().unbind(1)
-        self._storage.index_copy_(0, target, self._storage.index_select(0, source))
+        """Copy the states of slot pairs[i, 0] to slot pairs[i, 1] for each i. `pairs`: int32 [N, 2] on the device.
+
+        No target is a source: sequences are saved to slots of snapshots, and restored to their rows.
+        """
+        # In parts, because sequences that began together are saved together, and a copy of all their states is not in the memory plan.
+        for part in pairs.split(COPIED_SLOTS):
+            source, target = part.long().unbind(1)
+            self._storage.index_copy_(0, target, self._storage.index_select(0, source))
 
     def _view(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """[slots, *shape] of `dtype` in the storage, from byte number `start` of each slot on."""

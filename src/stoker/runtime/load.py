@@ -91,8 +91,8 @@ def check_start(engine: Engine, config: RuntimeConfig, nodes: NodeSettings = ONE
     _check(engine, config, list(devices))
     check_transfers(config, engine.config.model.requires_whole_prompt, nodes.num_nodes)
     capacity = Capacity.of(engine.config.limits, engine.config.model.max_positions, config)
-    if uses_drafter(config):
-        check_drafter(draft_task(engine, config, next(iter(devices.values())), capacity))
+    if uses_drafter(config) and (drafting := devices.get(leader(engine.config.mapping))) is not None:  # other nodes do not draft
+        check_drafter(draft_task(engine, config, drafting, capacity))
     return devices
 
 

@@ -57,7 +57,7 @@ class Planner:
         num_holding = self._running_set.num_holding
         prefills, starved = self._decodes(plan)
         if self._budget.has_target:
-            self._limit_tokens(prefills, now)
+            self._limit_tokens(plan, prefills, now)
         if self._prefills(plan, prefills) and not starved and not self._running_set.admission_blocked:
             self._admissions(plan, num_holding, now, paused)
         if starved and not plan.sequences and not self._running_set.num_leaving:
@@ -138,19 +138,23 @@ class Planner:
         """The number of drafts that pay for `seq`, if a step has as many decodes as the newest one."""
         return self._draft_length.limit(seq, max(self._num_decodes, 1))
 
-    def _limit_tokens(self, prefills: list[Sequence], now: float) -> None:
-        """Set the limit of the tokens of this step from the latency targets. `prefills` are running, and not complete."""
+    def _limit_tokens(self, plan: StepPlan, prefills: list[Sequence], now: float) -> None:
+        """Set the limit of the tokens of this step from the latency targets. The plan has its decodes; `prefills` are not complete."""
         running_set = self._running_set
+        num_decoding = len(running_set.running) - len(prefills)
+        if not num_decoding:
+            self._token_limit = self._max_num_tokens
+            return
         num_waiting = sum(seq.num_prefill - seq.num_computed for seq in prefills) + running_set.queue.num_tokens
         first = prefills[0] if prefills else running_set.queue.peek()
-        num_decodes = len(running_set.running) - len(prefills)
-        self._token_limit = self._budget.num_tokens(num_decodes, num_waiting, first.arrival if first is not None else None, now)
+        arrival = first.arrival if first is not None else None
+        self._token_limit = self._budget.num_tokens(plan.num_decodes, num_decoding, num_waiting, arrival, now)
 
     def _prefills(self, plan: StepPlan, prefills: list[Sequence]) -> bool:
         """Add chunks of unfinished prefills to the plan. False if one of them gets no tokens; then no waiting sequence may overtake it."""
         for seq in prefills:
             if seq.status is Status.RUNNING:  # a decode may have preempted it
-                num_new = self._num_new(seq, seq.num_computed, self._token_limit - plan.num_tokens)
+                num_new = self._num_new(plan, seq, seq.num_computed, self._token_limit - plan.num_tokens)
                 if not num_new:
                     return False
                 self._add_prefill(plan, seq, num_new)
@@ -165,9 +169,10 @@ class Planner:
         running_set = self._running_set
         policy, queue, kv_cache = running_set.policy, running_set.queue, running_set.kv_cache
         while running_set.has_free_row and (seq := queue.peek(preempted_only=paused)) is not None:
-            if self._budget.is_late(seq, now) and queue.postpone(seq, self._budget.delay_s):
-                continue
             match = kv_cache.match(seq)
+            num_left = len(seq.tokens) - match.num_reused * kv_cache.tokens_per_block
+            if self._budget.is_late(seq, num_left, now) and queue.postpone(seq, self._budget.delay_s):
+                continue
             if match.producer is not None and not policy.whole_batches:
                 num_common = kv_cache.num_common_blocks(seq, match.producer)
                 kv_cache.request_snapshot(match.producer, num_common)
@@ -177,7 +182,7 @@ class Planner:
                 return
             all_rows_taken = len(plan) == self._max_rows
             budget = 0 if all_rows_taken else max(self._token_limit - plan.num_tokens, 0)
-            num_new = self._num_new(seq, match.num_reused * kv_cache.tokens_per_block, budget)
+            num_new = self._num_new(plan, seq, match.num_reused * kv_cache.tokens_per_block, budget)
             # If all rows are taken, a sequence may still get blocks and alternate with the others in later steps.
             if not num_new and not all_rows_taken and not policy.whole_batches:
                 return
@@ -238,7 +243,8 @@ class Planner:
 
     def _propose(self, seq: Sequence, plan: StepPlan, room: int) -> Seq[int]:
         """At most `room` draft tokens for one decode of the plan. Advances the counters and blocks of the sequence past them."""
-        limit = min(self._limit(seq), room, self._max_num_tokens - plan.num_tokens, seq.max_computed - seq.num_computed)
+        max_tokens = self._token_limit if plan.num_prefill_tokens else self._max_num_tokens
+        limit = min(self._limit(seq), room, max_tokens - plan.num_tokens, seq.max_computed - seq.num_computed)
         is_unknown = seq.num_pending > 1 if self._proposer.reads_token_ids else seq.reads_drafts
         if limit <= 0 or is_unknown or seq.status is not Status.RUNNING:
             return NO_DRAFTS
@@ -262,18 +268,30 @@ class Planner:
         """The smallest number of tokens that a step which contains `seq` computes for it."""
         return 1 if self._chunked_prefill else max(seq.num_prompt - seq.num_computed, 1)
 
-    def _num_new(self, seq: Sequence, start: int, budget: int) -> int:
+    def _num_new(self, plan: StepPlan, seq: Sequence, start: int, budget: int) -> int:
         """The number of tokens from position `start` on that are computed in this step, of at most `budget`.
 
         Without chunked prefill the prompt is computed in one step. Tokens that were generated before a preemption may follow in other
         steps, because prompt and generated tokens together can exceed max_num_tokens.
         """
         num_left = len(seq.tokens) - start
-        if self._running_set.kv_cache.snapshots is not None and self._chunked_prefill:
-            return self._up_to_snapshot(seq, start, min(num_left, budget))
+        if self._running_set.kv_cache.snapshots is not None:
+            budget = min(budget, self._unpadded_room(plan))
+            if self._chunked_prefill:
+                return self._up_to_snapshot(seq, start, min(num_left, budget))
         if num_left <= budget:
             return num_left
         return budget if self._chunked_prefill or seq.num_prompt - start <= budget else 0
+
+    def _unpadded_room(self, plan: StepPlan) -> int:
+        """The tokens of one more prefill with which the prefills of the plan, padded to the longest one, have max_num_tokens places.
+
+        The ops of recurrent states pad them. Without this limit, 40 prompts of 200 tokens beside one of 7,800 would have 39 times as many
+        places as tokens.
+        """
+        lengths = plan.num_new[plan.num_decodes :]
+        room = self._max_num_tokens // (len(lengths) + 1)
+        return room if room >= max(lengths, default=0) else 0
 
 
 def max_sampled_tokens(max_rows: int) -> int:

@@ -76,7 +76,7 @@ class Scheduler:
         max_drafts = self._proposer.max_drafts
         max_drafts = max_drafts if draft_tokens is None else min(draft_tokens, max_drafts)
         self.draft_length = DraftLength(max_drafts, is_adaptive=adaptive_drafts)
-        self.budget = StepBudget(max_num_tokens, target_itl_s=target_itl_s, target_ttft_s=target_ttft_s, num_stages=num_stages)
+        self.budget = StepBudget(max_num_tokens, target_itl_s=target_itl_s, target_ttft_s=target_ttft_s)
         self._planner = Planner(
             self._running_set,
             self._proposer,

@@ -13,8 +13,8 @@ although the true curve is not a line: a GPU needs a minimum time for a few toke
 - With only a target of the time to the first token, P is the smallest number for which the prompts that wait are computed in time. The
   inter-token latency is as low as this allows.
 
-Without a decode that waits, a step has no limit but `max_num_tokens`. A prompt that cannot reach its target any more waits behind those
-that can, as if it had arrived LATE_FACTOR targets later.
+Without a decode that waits, the planner sets no limit but `max_num_tokens`. A prompt that cannot reach its target any more waits behind
+those that can, as if it had arrived LATE_FACTOR targets later.
 """
 
 from __future__ import annotations
@@ -33,14 +33,12 @@ LATE_FACTOR = 10.0
 
 
 class StepBudget:
-    """The limit of the tokens of each step, at most `max_num_tokens`. `num_stages` pipeline stages hold a decode for as many steps."""
+    """The limit of the tokens of each step, at most `max_num_tokens`."""
 
-    def __init__(
-        self, max_num_tokens: int, *, target_itl_s: float | None = None, target_ttft_s: float | None = None, num_stages: int = 1
-    ) -> None:
+    def __init__(self, max_num_tokens: int, *, target_itl_s: float | None = None, target_ttft_s: float | None = None) -> None:
         self.max_num_tokens = max_num_tokens
         self.limit = max_num_tokens  # of the newest step with decodes
-        self._target_itl_s = target_itl_s / num_stages if target_itl_s is not None else None
+        self._target_itl_s = target_itl_s
         self._target_ttft_s = target_ttft_s
         self._decode = StepCost()
         self._excess = self._prefill_tokens = self._error_2 = 0.0  # decayed sums of seconds, tokens, and squared relative errors
@@ -52,27 +50,30 @@ class StepBudget:
         """Whether there is a target, without which nothing is measured."""
         return self._target_itl_s is not None or self._target_ttft_s is not None
 
-    def num_tokens(self, num_decodes: int, num_waiting_tokens: int, oldest_arrival: float | None, now: float) -> int:
-        """The limit for a step beside which `num_decodes` sequences wait for a token.
+    def num_tokens(self, num_decodes: int, num_decoding: int, num_waiting_tokens: int, oldest_arrival: float | None, now: float) -> int:
+        """The limit for a step with `num_decodes` of the `num_decoding` sequences that wait for their next token.
+
+        If a step has only a part of them, because of pipeline stages or of more sequences than rows, each token takes several steps, which
+        share the target.
 
         `num_waiting_tokens` prompt tokens are to be computed, and the oldest of their sequences arrived at `oldest_arrival`; None if there
         is none. `now` is in monotonic seconds.
         """
-        if not num_decodes or not self.has_target:
-            return self.max_num_tokens
         if self._target_itl_s is not None:
-            prefill = (self._target_itl_s / (1.0 + MARGIN * self._deviation()) - self._decode.seconds(num_decodes)) / self._slope()
+            num_steps = -(-num_decoding // num_decodes) if num_decodes else 1
+            target_s = self._target_itl_s / num_steps / (1.0 + MARGIN * self._deviation())
+            prefill = (target_s - self._decode.seconds(num_decodes)) / self._slope()
         else:
             prefill = self._pace(num_decodes, num_waiting_tokens, oldest_arrival, now)
         prefill = max(min(prefill, 2.0 * self._largest), MIN_PREFILL)
         self.limit = min(num_decodes + int(prefill), self.max_num_tokens)
         return self.limit
 
-    def is_late(self, seq: Sequence, now: float) -> bool:
-        """Whether a waiting sequence cannot reach the target of the time to the first token any more."""
+    def is_late(self, seq: Sequence, num_tokens: int, now: float) -> bool:
+        """Whether a waiting sequence cannot reach the target of the time to the first token. `num_tokens`: those that are not cached."""
         if self._target_ttft_s is None or seq.num_preemptions:
             return False
-        prefill_s = max(len(seq.tokens) * self._slope(), 2.0 * self._prefill_step_s)  # a prompt may begin in one step and end in the next
+        prefill_s = max(num_tokens * self._slope(), 2.0 * self._prefill_step_s)  # a prompt may begin in one step and end in the next
         return now + prefill_s > seq.arrival + self._target_ttft_s
 
     @property

@@ -79,6 +79,9 @@ class LoadedRank:
         Every rank must call it at the same time, because it runs steps.
         """
         graphs = 0
+        slots = self.capacity.max_num_sequences, self.config, self.device.type
+        if self.engine.config.model.has_state:  # refuse too many sequences before the largest step allocates their states
+            num_snapshots(self._free(), self._slot_bytes() or 1, *slots)
         if self.device.type == "cuda":
             self.activations = self._largest_step()
             graphs = self._runner(1, self.capacity.max_seq_len, use_graphs=self._use_graphs).graph_footprint()
@@ -88,7 +91,6 @@ class LoadedRank:
         if self.draft_source is not None:
             room -= self.draft_source.spare_bytes(self.capacity.max_num_sequences)
         if self.engine.config.model.has_state:
-            slots = self.capacity.max_num_sequences, self.config, self.device.type
             self.num_snapshots = self.world.everyone.smallest(num_snapshots(room, self._slot_bytes() or 1, *slots))
             room -= self._state_bytes()
         return num_kv_blocks(room, self._block_bytes(), self.engine.config.limits, self.config, self.device.type)
@@ -107,7 +109,9 @@ class LoadedRank:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        for shape, bounds in largest_steps(self.capacity, speculates=self.config.speculate != "none"):
+        for shape, bounds in largest_steps(
+            self.capacity, speculates=self.config.speculate != "none", pads=self.engine.config.model.has_state
+        ):
             runner.run_dummy_step_with_sampling(shape, bounds)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated(self.device) - before
@@ -201,10 +205,11 @@ def captures_steps(config: RuntimeConfig, model: ModelConfig) -> bool:
     return config.cuda_graphs and not model.requires_whole_prompt and not model.has_state
 
 
-def largest_steps(capacity: Capacity, *, speculates: bool = False) -> list[tuple[Shape, Bounds]]:
+def largest_steps(capacity: Capacity, *, speculates: bool = False, pads: bool = False) -> list[tuple[Shape, Bounds]]:
     """(shape, bounds) of the steps at the limits: only decodes, decodes with one prompt, and only prompts.
 
-    With speculative decoding, also decodes with drafts; the steps then have logits for as many rows as these sample tokens.
+    With speculative decoding, also decodes with drafts; the steps then have logits for as many rows as these sample tokens. `pads`: prompts
+    are padded to the longest one, and have no more places together than one prompt of the largest number of tokens.
     """
     rows, tokens, longest = capacity.max_batch_size, max(capacity.max_num_tokens, capacity.max_batch_size), capacity.max_seq_len
     if speculates:
@@ -212,7 +217,7 @@ def largest_steps(capacity: Capacity, *, speculates: bool = False) -> list[tuple
     steps = [(Shape(rows, rows, is_decode=True), Bounds(rows, 1, longest))]
     if tokens > rows:
         steps += [(Shape(tokens, rows, False), Bounds(rows - 1, tokens - rows + 1, longest))]
-        steps += [(Shape(tokens, rows, False), Bounds(0, tokens, longest))]
+        steps += [(Shape(tokens, 1 if pads else rows, False), Bounds(0, tokens, longest))]
     return steps
 
 

@@ -49,7 +49,8 @@ def decode_record(record: Numbers, buffer: Callable[[int], torch.Tensor]) -> Rec
         return Record(kind, None, False, [])
     *sizes, is_padded, all_greedy, is_prefix_lm, has_adapters, num_restores, num_saves = fields
     tokens, rows, is_decode, width, num_logits, num_sampled, num_decodes, max_query_len, max_seq_len, max_drafts, num_sequences = sizes
-    shape = Shape(tokens, rows, bool(is_decode))
+    # A padded step is that of a graph, which is captured for a number of drafts.
+    shape = Shape(tokens, rows, bool(is_decode), max_drafts if is_padded else 0)
     packed = PackedStep(
         torch.empty(0), shape, width, num_logits, num_sampled, num_decodes, max_query_len, max_seq_len, bool(is_padded), [],
         is_prefix_lm=bool(is_prefix_lm), has_adapters=bool(has_adapters), max_drafts=max_drafts, num_sequences=num_sequences,
