@@ -179,7 +179,7 @@ class Executor:
             self._receive(message)
         now = time.monotonic()
         if self._transfers is not None:
-            self._transfers.advance()
+            self._transfers.advance(self._zero_poisoned_blocks)
         for seq, error in self.admission.advance():
             self.stats.num_costly_guides += isinstance(error, GuideCostError)
             self._finish(seq, _info(error))
@@ -375,7 +375,7 @@ class Executor:
     def _zero_poisoned_blocks(self) -> None:
         """Zero released blocks that may contain NaN, because attention multiplies masked values by zero.
 
-        Called after plan(), which may have allocated blocks that were released before to other sequences.
+        Called after plan(), which may have allocated blocks that were released before to other sequences, and before transfers allocate.
         """
         if blocks := self.scheduler.kv_cache.pop_poisoned():
             self.runner.zero_blocks(blocks)

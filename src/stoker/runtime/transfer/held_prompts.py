@@ -22,12 +22,15 @@ class ImportTargets(NamedTuple):
 
 
 class HeldPrompts:
-    """The held prompts of one executor, by any key."""
+    """The held prompts of one executor, by any key. A key is used again only after its prompt was discarded or released."""
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
         self._held: dict[Hashable, list[int]] = {}
         self._growth: dict[Hashable, int] = {}  # blocks that a sequence may need in addition; from the allocation of its targets on
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._growth
 
     def __len__(self) -> int:
         return len(self._growth)

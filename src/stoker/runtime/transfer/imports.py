@@ -60,13 +60,14 @@ class Import:
     """A prompt that is read. `result` is set when its sequences can be queued."""
 
     def __init__(self, ticket: Ticket, token_request: TokenRequest, tokens_per_block: int) -> None:
-        self.ticket, self.request_id, self.token_ids = ticket, token_request.request_id, token_request.prompt_ids
+        self.ticket, self.token_ids = ticket, token_request.prompt_ids
         self.root: PrefixRoot = token_request.cache_salt if token_request.adapter < 0 else (token_request.adapter, token_request.cache_salt)
         self.max_tokens = token_request.params.max_tokens
         self.num_blocks, self.digest = prompt_digest(self.root, self.token_ids, tokens_per_block)
         self.result: Future[None] = Future()
         self.started = time.monotonic()
         self.targets: ImportTargets | None = None  # the blocks that are written
+        self.num_zeroed = 0  # blocks that each rank has zeroed before it writes to the targets, which may be among them
         self.wants_blocks = False
         self.has_blocks = threading.Event()
         self.num_bytes = 0
@@ -102,7 +103,12 @@ class Imports:
     # The step loop.
 
     def begin(self, ticket: Ticket, token_request: TokenRequest) -> Future[None] | None:
-        """Start to read the prompt of a request. None if all its blocks are here. Cancelling the future ends the import."""
+        """Start to read the prompt of a request. None if all its blocks are here. Cancelling the future ends the import.
+
+        None also if the ticket was used before: its transfer is the key of blocks, and it can be read only once.
+        """
+        if ticket.transfer_id in self.held or any(each.ticket.transfer_id == ticket.transfer_id for each in self._imports):
+            return None
         each = Import(ticket, token_request, self._kv_cache.tokens_per_block)
         if self._kv_cache.num_cached_prefix(each.root, each.token_ids) == each.num_blocks:
             if each.num_blocks:
@@ -112,17 +118,20 @@ class Imports:
         self._threads.submit(self._run, each)
         return each.result
 
-    def advance(self) -> None:
-        """Allocate blocks for imports that need them, in order, and end those that are complete or have failed."""
+    def end_read(self) -> None:
+        """End the imports that are complete or have failed."""
         while not self._ended.empty():
             self._end(self._ended.get())
+
+    def allocate(self) -> None:
+        """Allocate blocks for imports that need them, in order. All poisoned free blocks were passed to the runner to be zeroed."""
         for each in self._imports:
             if not each.wants_blocks:
                 continue
-            targets = self.held.allocate(each.request_id, each.root, each.token_ids, each.max_tokens)
+            targets = self.held.allocate(each.ticket.transfer_id, each.root, each.token_ids, each.max_tokens)
             if targets is None:
                 return
-            each.targets, each.wants_blocks = targets, False
+            each.targets, each.num_zeroed, each.wants_blocks = targets, self._rank.progress.num_zeroed, False
             each.has_blocks.set()
 
     def close(self) -> None:
@@ -134,14 +143,15 @@ class Imports:
     def _end(self, each: Import) -> None:
         """An import's thread has ended: adopt its blocks, or discard them."""
         self._imports.remove(each)
+        key = each.ticket.transfer_id  # not the id of the request, which a client can repeat after it has cancelled the first one
         self.num_bytes += each.num_bytes
         self.time_s += time.monotonic() - each.started
         if each.targets is not None and each.failure:
-            self.held.discard(each.request_id, each.targets)
+            self.held.discard(key, each.targets)
         elif each.targets is not None:
-            self.held.hold(each.request_id, each.root, each.token_ids, each.targets)
+            self.held.hold(key, each.root, each.token_ids, each.targets)
         if each.result.cancelled():
-            self.held.release(each.request_id)
+            self.held.release(key)
             self.num_cancelled += 1
             return
         if each.failure:
@@ -221,7 +231,7 @@ class Imports:
         blocks, first = segment.blocks[skip:], start + skip
         if blocks:
             targets = targets[first - first_target : first - first_target + len(blocks)]
-            each.num_bytes += ranks.pull(Pull(segment.step, first, blocks, targets))
+            each.num_bytes += ranks.pull(Pull(segment.step, first, blocks, targets, each.num_zeroed))
 
     def _check_source(self, source: EngineLayout, opened: Opened, each: Import) -> None:
         """Raise LinkError if blocks of the other engine cannot be used here."""
@@ -258,7 +268,7 @@ class _RankGroup:
         for link in self._links:
             link.send(PULL, body)
         try:
-            num_bytes += self._puller.pull(pull.step, pull.first_block, pull.blocks, pull.targets)
+            num_bytes += self._puller.pull(pull)
         except LinkError as error:
             failure = error
         for link in self._links:

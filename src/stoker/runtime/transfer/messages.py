@@ -85,12 +85,16 @@ class Begin(msgspec.Struct, array_like=True):
 
 
 class Pull(msgspec.Struct, array_like=True):
-    """A rank of the importing engine reads its part of a segment into `targets`."""
+    """A rank of the importing engine reads its part of a segment into `targets`, after it has zeroed `num_zeroed` blocks since its start.
+
+    The targets may be among these blocks.
+    """
 
     step: Number
     first_block: Number
     blocks: Blocks
     targets: Blocks
+    num_zeroed: Number
 
 
 class Pulled(msgspec.Struct, array_like=True):

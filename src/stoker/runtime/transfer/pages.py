@@ -65,7 +65,7 @@ class RankPages:
         expected = len(blocks) * self.block_bytes(layer, len(heads), dtype)
         if len(data) != expected:
             raise ValueError(f"a layer of {len(data)} bytes instead of {expected}")
-        with self._side_stream():
+        with self._side_stream(), self._completed():
             start = 0
             for is_key, pages in ((True, cache.keys), (False, cache.values)):
                 if pages is None:
@@ -78,14 +78,21 @@ class RankPages:
                 if dtype is not None:
                     x = self._stored_keys(cache, layer, x, heads, first_block) if is_key else _quantized(x, cache.value_scale, heads, pages)
                 self._store(pages, heads, blocks, x)
-            if self._stream is not None:
-                self._stream.synchronize()
 
     @contextlib.contextmanager
     def _side_stream(self) -> Iterator[None]:
         """Use the stream of transfers in the block."""
         with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
             yield
+
+    @contextlib.contextmanager
+    def _completed(self) -> Iterator[None]:
+        """Wait at the end of the block, also after an error, until everything that it has launched is complete."""
+        try:
+            yield
+        finally:
+            if self._stream is not None:
+                self._stream.synchronize()
 
     def _select(self, pages: Tensor, heads: list[int], blocks: list[int]) -> Tensor:
         """[blocks, heads, block size, size]. Selected as bytes, because index_select does not support every dtype of 8 bits."""

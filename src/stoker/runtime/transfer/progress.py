@@ -1,4 +1,4 @@
-"""The layers whose keys and values a rank has computed, so that they can be read while the step still runs."""
+"""What a rank has done to its KV cache: the layers that it has computed, which are read while the step still runs, and zeroed blocks."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ class StepProgress:
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
         self.num_planned = 0
+        self.num_zeroed = 0  # blocks that were zeroed or, on a GPU, whose zeroing was launched; in the same order on all ranks
+        self._last_zeroing: Any = None  # on a GPU an event after it
         self._num_layers = num_layers
         self._is_cuda = device.type == "cuda"
         self._num_begun = 0
@@ -51,17 +53,40 @@ class StepProgress:
             event.synchronize()
         return True
 
+    def end_zeroing(self, num_blocks: int) -> None:
+        """`num_blocks` blocks were zeroed or, on a GPU, their zeroing was launched."""
+        event = self._record()
+        with self._changed:
+            self.num_zeroed += num_blocks
+            self._last_zeroing = event
+            self._changed.notify_all()
+
+    def wait_for_zeroing(self, num_zeroed: int, timeout_s: float) -> bool:
+        """Wait until the first `num_zeroed` blocks since the start are zero, so that they can be written. False after `timeout_s`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.num_zeroed >= num_zeroed, timeout_s):
+                return False
+            event = self._last_zeroing
+        if event is not None:
+            event.synchronize()
+        return True
+
     def _is_launched(self, step: int, layer: int) -> bool:
         """Whether the layer was computed or launched. A step before the newest one is over."""
         return step <= 0 or step < self._num_begun or len(self._layers.get(step, ())) > layer
 
     def _append(self, count: int) -> None:
         """Note up to `count` further layers of the newest step."""
-        event = None
-        if self._is_cuda:
-            event = torch.cuda.Event()
-            event.record()
+        event = self._record()
         with self._changed:
             if (done := self._layers.get(self._num_begun)) is not None:
                 done += [event] * min(count, self._num_layers - len(done))
             self._changed.notify_all()
+
+    def _record(self) -> Any:
+        """An event after what was launched on the GPU until now; None on a CPU."""
+        if not self._is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event

@@ -6,9 +6,10 @@ import msgspec
 import torch
 
 from stoker.runtime.transfer.layout import EngineLayout, LayerRead, RankLayout, ReadPlan, plan_reads
-from stoker.runtime.transfer.messages import LAYER, MAX_BLOCKS, MAX_LAYER_BYTES, READ, Read, connect, receive
+from stoker.runtime.transfer.messages import LAYER, MAX_BLOCKS, MAX_LAYER_BYTES, READ, Pull, Read, connect, receive
 from stoker.runtime.transfer.nixl_agent import NixlAgent, NixlReader
 from stoker.runtime.transfer.pages import RankPages
+from stoker.runtime.transfer.progress import StepProgress
 from stoker.runtime.worker_group.hosts.link import Link, LinkError
 
 
@@ -16,9 +17,17 @@ class Rank:
     """What transfers need of one rank of this engine. `dtype` is that of the cache."""
 
     def __init__(
-        self, pages: RankPages, layout: RankLayout, dtype: torch.dtype, key: bytes, timeout_s: float, nixl: NixlAgent | None
+        self,
+        pages: RankPages,
+        layout: RankLayout,
+        dtype: torch.dtype,
+        progress: StepProgress,
+        key: bytes,
+        timeout_s: float,
+        nixl: NixlAgent | None,
     ) -> None:
-        self.pages, self.layout, self.dtype, self.key, self.timeout_s, self.nixl = pages, layout, dtype, key, timeout_s, nixl
+        self.pages, self.layout, self.dtype, self.progress = pages, layout, dtype, progress
+        self.key, self.timeout_s, self.nixl = key, timeout_s, nixl
 
 
 class Puller:
@@ -44,17 +53,20 @@ class Puller:
             self.close()
             raise
 
-    def pull(self, step: int, first_block: int, blocks: list[int], targets: list[int]) -> int:
-        """Read `blocks` of the other engine, which `step` computes, into the blocks `targets`. Returns the number of bytes.
+    def pull(self, pull: Pull) -> int:
+        """Read the blocks of the other engine, which a step computes, into the targets. Returns the number of bytes.
 
         Layers are read as soon as the step has computed them. Raises LinkError; the contents of the targets are then undefined.
         """
+        blocks, targets = pull.blocks, pull.targets
         if len(blocks) != len(targets) or any(target >= self._rank.pages.num_blocks for target in targets):
             raise LinkError("names blocks outside the KV cache")
+        if not self._rank.progress.wait_for_zeroing(pull.num_zeroed, self._rank.timeout_s):
+            raise LinkError(f"was not read: the blocks for it were not zeroed within {self._rank.timeout_s:g} s")
         num_bytes, size = 0, self._blocks_per_read()
         for start in range(0, len(blocks), size):
             part = slice(start, start + size)
-            num_bytes += self._pull_part(step, first_block + start, blocks[part], targets[part])
+            num_bytes += self._pull_part(pull.step, pull.first_block + start, blocks[part], targets[part])
         return num_bytes
 
     def close(self) -> None:

@@ -154,7 +154,7 @@ class RankServer:
         """Read a segment, and answer when it is complete."""
         if puller is None:
             raise LinkError("sent a pull before its begin")
-        num_bytes = puller.pull(pull.step, pull.first_block, pull.blocks, pull.targets)
+        num_bytes = puller.pull(pull)
         link.send(PULLED, msgspec.msgpack.encode(Pulled(num_bytes)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -68,7 +69,8 @@ class RankTransfers:
             pages=self._nixl.pages if self._nixl is not None else [],
             device=self._nixl.device if self._nixl is not None else -1,
         )  # fmt: skip
-        self.rank = Rank(pages, self.layout, caches[0].keys.dtype, self.key, self._config.transfer_timeout_s, self._nixl)
+        timeout_s = self._config.transfer_timeout_s
+        self.rank = Rank(pages, self.layout, caches[0].keys.dtype, self.progress, self.key, timeout_s, self._nixl)
 
     def start(self, exports: Exports | None = None) -> None:
         """Accept connections: on the leader also for `exports`."""
@@ -147,7 +149,7 @@ class Transfers:
         self.exports.on_launch(plan, self._progress.num_planned)
         if len(self.imports.held):
             for seq in plan.sequences:
-                self.imports.held.release(seq.request_id)
+                self._release_import(seq)
 
     def on_commit(self, plan: StepPlan) -> None:
         """A step was committed."""
@@ -156,12 +158,18 @@ class Transfers:
     def on_end(self, seq: Sequence) -> None:
         """A sequence has ended."""
         self.exports.on_end(seq)
-        self.imports.held.release(seq.request_id)
+        self._release_import(seq)
 
-    def advance(self) -> None:
-        """Allocate, adopt and release blocks. Called in each iteration."""
+    def advance(self, zero_blocks: Callable[[], None]) -> None:
+        """Allocate, adopt and release blocks. Called in each iteration.
+
+        `zero_blocks`: zeroes the poisoned blocks that are free. It is called before blocks are allocated for imports, whose threads write
+        to them while no step is ordered after the zeroing.
+        """
         num_free = self._scheduler.kv_cache.pool.num_free
-        self.imports.advance()
+        self.imports.end_read()
+        zero_blocks()
+        self.imports.allocate()
         self.exports.advance(time.monotonic())
         if (self._scheduler.num_waiting or self._scheduler.num_preempted) and not self._scheduler.num_running:
             self._num_stalls += 1
@@ -178,6 +186,12 @@ class Transfers:
         stats.num_imports, stats.num_failed_imports = imports.num_completed, imports.num_failed
         stats.num_running_imports, stats.imported_bytes, stats.import_time_s = imports.num_running, imports.num_bytes, imports.time_s
         stats.num_exports, stats.num_failed_exports, stats.num_held_exports = exports.num_completed, exports.num_failed, exports.num_held
+
+    def _release_import(self, seq: Sequence) -> None:
+        """Release the imported prompt of a sequence that was admitted or has ended, if it is held."""
+        ticket = seq.request.transfer
+        if ticket is not None and ticket.purpose == "import":
+            self.imports.held.release(ticket.transfer_id)
 
     def close(self) -> None:
         """Close all connections, and wait for threads that write to the cache."""

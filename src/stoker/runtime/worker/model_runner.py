@@ -250,6 +250,8 @@ class ModelRunner:
             for pages in (cache.keys, cache.values):
                 if pages is not None:
                     pages.view(torch.uint8).index_fill_(0, index, 0)  # index_fill_ does not support float8
+        if self.progress is not None:
+            self.progress.end_zeroing(len(blocks))
 
     def _forward(self, inputs: StepInputs, max_drafts: int, all_greedy: bool) -> PlainStep:
         """Run the model, the sampler without features, and the drafter: the step that a graph captures."""

@@ -1,0 +1,114 @@
+"""Blocks of imports that fail, end late, or follow each other: none is written by two, and none is lost."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+import torch
+from pairs import LIMIT_S, Pair, request, run
+from test_transfers import prompt
+
+from stoker.base.types import FinishReason
+from stoker.runtime.transfer.imports import Imports
+from stoker.runtime.transfer.pages import RankPages
+from stoker.runtime.transfer.progress import StepProgress
+from stoker.runtime.worker.model_runner import ModelRunner
+
+
+def imports_of(both: Pair) -> Imports:
+    transfers = both.decode.executor._transfers
+    assert transfers is not None
+    return transfers.imports
+
+
+def wait(until: Callable[[], object]) -> None:
+    """Wait in a thread of the executor until the test has proceeded."""
+    deadline = time.monotonic() + LIMIT_S
+    while not until():
+        assert time.monotonic() < deadline, "the executors do not proceed"
+        time.sleep(0.0005)
+
+
+def replace_writes(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> None:
+    """Call `before` with the number of the write, from 0 on, in the thread of the import."""
+    write, numbers = RankPages.write, itertools.count()
+
+    def replaced(self: RankPages, *args: Any) -> None:
+        before(next(numbers))
+        write(self, *args)
+
+    monkeypatch.setattr(RankPages, "write", replaced)
+
+
+def test_blocks_of_a_failed_import_are_zeroed_before_the_next_one_writes_to_them(
+    tiny_engine: Path, pair: type[Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second import waits for the blocks of the first one, which fails."""
+    both = pair(tiny_engine, kv_cache_tokens=256)
+    imports, runner = imports_of(both), cast(ModelRunner, both.decode.executor.runner)
+    zero_blocks, zeroed = runner.zero_blocks, set[int]()
+
+    def checked(blocks: list[int]) -> None:
+        zeroed.update(blocks)
+        assert not {block for each in imports._imports if each.targets is not None for block in each.targets.blocks} & set(blocks)
+        zero_blocks(blocks)
+
+    def fail(number: int) -> None:
+        if not number:
+            wait(lambda: any(each.wants_blocks for each in imports._imports))
+            raise ValueError("a layer that breaks off")
+
+    monkeypatch.setattr(runner, "zero_blocks", checked)
+    replace_writes(monkeypatch, fail)
+    wanted = [request(prompt(40 + i, 150)) for i in range(2)]
+    decoded = [both.submit(each)[1] for each in wanted]
+    run(both.sides, lambda: all(both.decode.has_answered(each) for each in decoded))
+    assert (both.decode.stats.num_failed_imports, both.decode.stats.num_imports) == (1, 1)
+    assert len(zeroed) == 9
+    alone = pair(tiny_engine).prefill
+    assert [both.decode.answer(each) for each in decoded] == [alone.generate(each) for each in wanted]
+
+
+def test_a_rank_writes_imported_blocks_after_it_has_zeroed_them() -> None:
+    progress = StepProgress(1, torch.device("cpu"))
+    assert progress.wait_for_zeroing(0, 0.0) and not progress.wait_for_zeroing(3, 0.0)
+    waiting = threading.Thread(target=lambda: progress.wait_for_zeroing(3, LIMIT_S))
+    waiting.start()
+    progress.end_zeroing(2)
+    assert not progress.wait_for_zeroing(3, 0.0)
+    progress.end_zeroing(1)
+    waiting.join(LIMIT_S)
+    assert not waiting.is_alive() and progress.wait_for_zeroing(3, 0.0)
+
+
+@pytest.mark.parametrize("repeats_ticket", [False, True])
+def test_a_request_id_is_repeated_while_the_cancelled_import_still_reads(
+    tiny_engine: Path, pair: type[Pair], monkeypatch: pytest.MonkeyPatch, repeats_ticket: bool
+) -> None:
+    both, continues = pair(tiny_engine), threading.Event()
+    imports = imports_of(both)
+    replace_writes(monkeypatch, lambda number: None if number else wait(continues.is_set))
+    first, wanted = request(prompt(50, 60)), request(prompt(51, 60))
+    _, decoded = both.submit(first)
+    run(both.sides, lambda: bool(imports._imports) and imports._imports[0].targets is not None)
+    both.decode.cancel(decoded)
+    run([both.decode], lambda: both.decode.has_answered(decoded))
+    assert both.decode.reasons.pop((decoded.request_id, 0)) is FinishReason.CANCELLED
+    _, again = both.submit(wanted)
+    for side in both.sides[repeats_ticket ^ 1 :]:
+        side.mailbox.messages.clear()
+    again = msgspec.structs.replace(again, request_id=decoded.request_id, transfer=decoded.transfer if repeats_ticket else again.transfer)
+    both.decode.mailbox.submit([again])
+    if not repeats_ticket:
+        run(both.sides, lambda: both.decode.stats.num_imports == 1)
+    continues.set()
+    run(both.sides, lambda: both.decode.has_answered(again) and not both.decode.executor.is_busy)
+    assert both.decode.stats.num_imports == (not repeats_ticket) and not len(imports.held)
+    assert both.decode.answer(again) == pair(tiny_engine).prefill.generate(wanted)
