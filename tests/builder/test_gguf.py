@@ -252,7 +252,7 @@ def test_the_number_of_key_heads_defaults_to_the_number_of_heads(tmp_path: Path)
     ("metadata", "message"),
     [
         ({"general.architecture": 7}, "the metadata general.architecture=7 is not str"),
-        ({"llama.block_count": "x"}, "num_hidden_layers|wrong value"),
+        ({"llama.block_count": "x"}, "llama.block_count=x is not int"),
         ({"llama.attention.head_count": [6, 6, 6]}, "wrong value"),
         ({"llama.rope.dimension_count": 4}, "rope.dimension_count=4 is not supported.*Only 8 is"),
         ({"llama.attention.value_length": 16}, "attention.value_length=16 is not supported"),

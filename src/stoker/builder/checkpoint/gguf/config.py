@@ -12,6 +12,7 @@ from stoker.builder.checkpoint.gguf.file import GGUFFile
 from stoker.builder.checkpoint.gguf.metadata import Metadata
 from stoker.builder.checkpoint.gguf.registry import read_model_data
 from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
+from stoker.models.config_reader import MAX_LAYERS
 
 _REQUIRED_KEYS = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
 
@@ -29,6 +30,9 @@ def read_config(file: GGUFFile, row: GGUFArchitecture, m: Metadata) -> dict[str,
     """
     if missing := [f"{row.name}.{key}" for key in _REQUIRED_KEYS if m.value(key) is None]:
         raise CheckpointError(f"{file.path}: the metadata lacks {', '.join(missing)}.", cure=DOWNLOAD_AGAIN)
+    layers = m.require("block_count", int)  # checked before a row makes a list with an element for each layer
+    if not 1 <= layers <= MAX_LAYERS:
+        raise m.unsupported("block_count", layers, f"The number of layers must be from 1 to {MAX_LAYERS}.")
     config = read_model_data(row, m)
     config["dtype"] = _original_dtype(file)
     if end_ids := _end_ids(file):

@@ -113,5 +113,5 @@ def layer_types(m: Metadata, period: int) -> list[str]:
         slides = [bool(element) for element in pattern]
     else:
         step: int = m.get("attention.sliding_window_pattern", int, period)
-        slides = [step == 0 or (i + 1) % step != 0 for i in range(min(layers, 1 << 16))]
+        slides = [step == 0 or (i + 1) % step != 0 for i in range(layers)]
     return ["sliding_attention" if slide else "full_attention" for slide in slides]

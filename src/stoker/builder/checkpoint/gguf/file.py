@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,19 @@ def _parse(path: Path, part: int = 0) -> tuple[dict[str, Any], dict[str, GGUFTen
             if raw.name in tensors:
                 raise ValueError(f"the tensor {raw.name[:80]!r} exists twice")
             tensors[raw.name] = _located(raw, header.data_start, size, part)
+        _check_apart(tensors)
         return header.metadata, tensors
     except ValueError as problem:
         raise CheckpointError(f"{path} is not a complete GGUF file ({problem}).", cure=DOWNLOAD_AGAIN) from None
+
+
+def _check_apart(tensors: dict[str, GGUFTensor]) -> None:
+    """Raise ValueError when two tensors share bytes, with which a small file would describe a large model."""
+    in_order = sorted(tensors.items(), key=lambda item: item[1].offset)
+    for (name, tensor), (following, other) in pairwise(in_order):
+        if other.offset < tensor.offset + tensor.num_bytes:
+            where = f"byte {other.offset}, before the end of {name[:80]!r} at byte {tensor.offset + tensor.num_bytes}"
+            raise ValueError(f"the tensor {following[:80]!r} begins at {where}")
 
 
 def _located(raw: RawTensor, data_start: int, file_size: int, part: int) -> GGUFTensor:

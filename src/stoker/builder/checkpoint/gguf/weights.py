@@ -23,6 +23,7 @@ from stoker.builder.checkpoint.gguf.file import GGUFFile, GGUFTensor
 from stoker.builder.checkpoint.gguf.metadata import Metadata
 from stoker.builder.checkpoint.gguf.names import tensor_names
 from stoker.builder.checkpoint.gguf.registry import find_architecture
+from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
 from stoker.builder.checkpoint.weights import CheckpointWeights, TensorInfo
 from stoker.engine.byte_io import as_bytes, read_into
 from stoker.models import Architecture
@@ -30,6 +31,7 @@ from stoker.models import Architecture
 log = get_logger(__name__)
 
 _MAX_EXPERTS = 4096  # of a layer
+_MAX_EXPERT_TENSORS = 1 << 18  # of a file: 61 layers of 384 experts have 70,272
 
 # Tensors without effect, as fnmatch patterns: rotary tables of old files.
 _IGNORED_TENSORS = ("blk.*.attn_rot_embd.*", "blk.*.rope_freqs.*")
@@ -45,12 +47,12 @@ class GGUFWeights(CheckpointWeights):
         self.files = self.file.paths
         self.row = find_architecture(self.file)
         self._opened = [part.open("rb") for part in self.files]
-        self._tensors = _with_experts_apart(self.file)
+        _check_kinds(self.file)
+        self._tensors = _with_experts_apart(self.file, self.row.name)
         metadata = Metadata(self.file, self.row.name, self.read)
         self.tensors = {
             name: TensorInfo(tensor.shape, FLOAT_DTYPES.get(tensor.kind, torch.float32)) for name, tensor in self._tensors.items()
         }
-        _check_kinds(self.file)
         self.config = read_config(self.file, self.row, metadata)
         self._vectors = tuple(metadata.vectors)
         kinds = {name: self._tensors[name].kind for name, info in self.tensors.items() if len(info.shape) == 2}
@@ -119,24 +121,53 @@ def _check_kinds(file: GGUFFile) -> None:
         if tensor.kind not in SUPPORTED_KINDS:
             supported = ", ".join(sorted(kind.name for kind in SUPPORTED_KINDS))
             raise CheckpointError(f"{file.path}: the tensor {name[:80]} has the type {tensor.kind.name}.", cure=f"Supported: {supported}.")
+        row_dims = len(tensor.shape) - bool(_EXPERTS.fullmatch(name))
+        if tensor.kind not in FLOAT_DTYPES and row_dims < 2:
+            problem = f"{file.path}: the tensor {name[:80]} is a vector in blocks of {tensor.kind.name}"
+            raise CheckpointError(f"{problem}.", cure="Convert the model again: llama.cpp keeps vectors in F32, F16 or BF16.")
     counts = Counter(tensor.kind.name for tensor in file.tensors.values() if tensor.kind in WIDENED_BLOCKS)
     if counts:
         listed = ", ".join(f"{name} ({count} tensors)" for name, count in counts.items())
         log.info("%s: %s: stored in 8 bits per value, because no kernel reads this type. No value changes.", file.path.name, listed)
 
 
-def _with_experts_apart(file: GGUFFile) -> dict[str, GGUFTensor]:
-    """The tensors of a file, where "ffn_up_exps.weight" [experts, rows, columns] became "ffn_up_exps.0.weight" and so on."""
+def _with_experts_apart(file: GGUFFile, architecture: str) -> dict[str, GGUFTensor]:
+    """The tensors of a file, where "ffn_up_exps.weight" [experts, rows, columns] became "ffn_up_exps.0.weight" and so on.
+
+    Raises CheckpointError for more experts than the metadata has, and for two tensors that are the same expert.
+    """
+    _check_experts(file, architecture)
     tensors: dict[str, GGUFTensor] = {}
     for name, tensor in file.tensors.items():
         if single := _ONE_EXPERT.fullmatch(name):
-            tensors[f"{single[1]}_exps.{single[2]}.{single[3]}"] = tensor
-        elif (found := _EXPERTS.fullmatch(name)) and len(tensor.shape) > 1 and tensor.shape[0] <= _MAX_EXPERTS:
-            for e in range(tensor.shape[0]):
-                tensors[f"{found[1]}.{e}.{found[2]}"] = tensor.row(e)
+            apart = {f"{single[1]}_exps.{single[2]}.{single[3]}": tensor}
+        elif found := _EXPERTS.fullmatch(name):
+            apart = {f"{found[1]}.{e}.{found[2]}": tensor.row(e) for e in range(tensor.shape[0])}
         else:
-            tensors[name] = tensor
+            apart = {name: tensor}
+        if twice := sorted(apart.keys() & tensors.keys()):
+            problem = f"{file.path}: {twice[0][:80]} exists twice, the second time as {name[:80]}"
+            raise CheckpointError(f"{problem}.", cure=DOWNLOAD_AGAIN)
+        tensors |= apart
     return tensors
+
+
+def _check_experts(file: GGUFFile, architecture: str) -> None:
+    """Raise CheckpointError unless each tensor of experts has as many as the metadata, and these are not more than a model has."""
+    key = f"{architecture}.expert_count"
+    count, total = file.get(key, int, 0), 0
+    if count > _MAX_EXPERTS:
+        raise CheckpointError(f"{file.path}: {key}={count} is not supported.", cure=f"At most {_MAX_EXPERTS} experts are.")
+    for name, tensor in file.tensors.items():
+        if not _EXPERTS.fullmatch(name):
+            continue
+        if len(tensor.shape) < 2 or tensor.shape[0] != count:
+            problem = f"the tensor {name[:80]} of shape {list(tensor.shape)} is not of {key}={count} experts"
+            raise CheckpointError(f"{file.path}: {problem}.", cure=DOWNLOAD_AGAIN)
+        total += count
+        if total > _MAX_EXPERT_TENSORS:
+            cure = f"At most {_MAX_EXPERT_TENSORS} are supported."
+            raise CheckpointError(f"{file.path}: its layers have more than {_MAX_EXPERT_TENSORS} matrices of experts.", cure=cure)
 
 
 def _reverse_permutation(rows: Tensor, head_rows: int) -> Tensor:
