@@ -19,6 +19,7 @@ from stoker.base.types import FinishReason
 from stoker.runtime.transfer.imports import Imports
 from stoker.runtime.transfer.pages import RankPages
 from stoker.runtime.transfer.progress import StepProgress
+from stoker.runtime.transfer.rank_server import RankServer, listen
 from stoker.runtime.worker.model_runner import ModelRunner
 
 
@@ -112,3 +113,43 @@ def test_a_request_id_is_repeated_while_the_cancelled_import_still_reads(
     run(both.sides, lambda: both.decode.has_answered(again) and not both.decode.executor.is_busy)
     assert both.decode.stats.num_imports == (not repeats_ticket) and not len(imports.held)
     assert both.decode.answer(again) == pair(tiny_engine).prefill.generate(wanted)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_blocks_of_a_failed_import_are_released_after_every_rank_has_answered(
+    tiny_engine: Path, pair: type[Pair], monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    """The leader has no memory while another rank writes, which then answers, or closes its connection and still writes."""
+    both, proceeds = pair(tiny_engine), threading.Event()
+    imports, kv_cache = imports_of(both), both.decode.executor.scheduler.kv_cache
+    server = RankServer(listen("127.0.0.1", 0), imports._rank.key)
+    server.start(imports._rank, imports._rank.progress, torch.float32)
+    monkeypatch.setattr(imports, "_others", [msgspec.structs.replace(imports._rank.layout, host="127.0.0.1", port=server.address[1])])
+    writers: list[str] = []
+
+    def write(number: int) -> None:
+        writers.append(threading.current_thread().name)
+        wait(lambda: len(writers) > 1)
+        if writers[number] != "kv transfer":
+            raise torch.OutOfMemoryError("no memory")
+        wait(proceeds.is_set)
+
+    replace_writes(monkeypatch, write)
+    _, decoded = both.submit(request(prompt(60, 60)))
+    run(both.sides, lambda: len(writers) == 2)
+    targets = imports._imports[0].targets
+    assert targets is not None and len(targets.blocks) == 3
+    deadline = time.monotonic() + 0.2
+    run(both.sides, lambda: time.monotonic() > deadline)
+    assert imports.num_running == 1 and not both.decode.has_answered(decoded)
+    if answers:
+        proceeds.set()
+    else:
+        server.close()
+    run(both.sides, lambda: both.decode.has_answered(decoded) and not both.decode.executor.is_busy)
+    assert both.decode.stats.num_failed_imports == 1
+    assert kv_cache.pool.num_free == kv_cache.pool.num_blocks - (0 if answers else 3)
+    proceeds.set()
+    server.close()
+    if not answers:
+        kv_cache.release_blocks(targets.blocks)

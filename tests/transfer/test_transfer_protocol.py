@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -24,10 +27,12 @@ from stoker.router.core.prefix import PromptPrefix
 from stoker.router.core.replica import ReplicaState
 from stoker.router.core.router import Router
 from stoker.router.core.settings import RoutingSettings
+from stoker.runtime.transfer import rank_server
 from stoker.runtime.transfer.address import TransferAddress
 from stoker.runtime.transfer.layout import EngineLayout, LayerLayout, RankLayout, local_layers, plan_reads
 from stoker.runtime.transfer.messages import DONE, FAILED, LAYER, NEXT, OPEN, READ, Next, Open, Read, connect
 from stoker.runtime.transfer.progress import StepProgress
+from stoker.runtime.transfer.rank_server import RankServer, listen
 from stoker.runtime.transfer.ticket import Ticket, make_tickets, read_ticket, sign, transfer_key
 from stoker.runtime.transfer.transfers import check_transfers
 from stoker.runtime.worker_group.hosts.link import LinkError
@@ -128,6 +133,62 @@ def test_connections_without_the_secret_are_refused(side: Side) -> None:
         with contextlib.suppress(ConnectionResetError):
             while connection.recv(1000):
                 pass
+
+
+@pytest.fixture
+def server() -> Iterator[RankServer]:
+    made = RankServer(listen("127.0.0.1", 0), KEY)
+    yield made
+    made.close()
+
+
+def answers(server: RankServer) -> bool:
+    """Whether the server answers a message, here one that it refuses."""
+    try:
+        link = connect(*server.address, KEY, 5.0)
+    except LinkError:
+        return False
+    link.send(99)
+    kind, _ = link.receive(20.0)
+    link.close()
+    return kind == FAILED
+
+
+def test_connections_are_accepted_after_errors_of_the_system(server: RankServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[Exception] = [OSError(errno.EMFILE, "Too many open files"), OSError(errno.ECONNABORTED, "aborted")]
+    accept, start = server._listener.accept, threading.Thread.start
+
+    def failing_accept() -> object:
+        if errors:
+            raise errors.pop()
+        return accept()
+
+    monkeypatch.setattr(
+        server, "_listener", SimpleNamespace(accept=failing_accept, shutdown=server._listener.shutdown, close=server._listener.close)
+    )
+    server.start(None, None, torch.float32)  # type: ignore[arg-type]
+    assert answers(server) and not errors
+    failures = [RuntimeError("can't start new thread")]
+
+    def failing_start(thread: threading.Thread) -> None:
+        if thread.name == "kv transfer" and failures:
+            raise failures.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", failing_start)
+    assert not answers(server) and not failures and answers(server)
+
+
+def test_connections_without_a_handshake_count(server: RankServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_server, "MAX_LINKS", 2)
+    server.start(None, None, torch.float32)  # type: ignore[arg-type]
+    with socket.create_connection(server.address) as one, socket.create_connection(server.address) as other:
+        assert one.recv(1) and other.recv(1)  # the greeting
+        assert not answers(server)
+    deadline = time.monotonic() + 20
+    while not answers(server):
+        assert time.monotonic() < deadline
+    assert answers(server)
 
 
 def test_blocks_are_read_while_the_prompt_is_computed(tiny_engine: Path, pair: type[Pair]) -> None:

@@ -53,6 +53,10 @@ class HeldPrompts:
         self._kv_cache.poison(targets.blocks)
         self._kv_cache.release_blocks(targets.blocks)
 
+    def abandon(self, key: Hashable, targets: ImportTargets) -> None:
+        """The targets may be written at any time: their references are never released, so that no one else uses them."""
+        del self._growth[key]
+
     def hold(self, key: Hashable, root: PrefixRoot, token_ids: Seq[int], targets: ImportTargets) -> None:
         """The targets have their contents: add them to the prefix index, and hold all blocks of the prompt."""
         self._held[key] = self._kv_cache.adopt(root, token_ids, targets.first, targets.blocks)

@@ -31,6 +31,7 @@ from stoker.runtime.transfer.messages import (
     PULLED,
     SEGMENTS,
     Begin,
+    FailedError,
     Next,
     Open,
     Opened,
@@ -56,6 +57,10 @@ class CancelledError(LinkError):
     """The request has ended."""
 
 
+class UnansweredError(LinkError):
+    """A rank of this engine has not answered, and may write to the targets at any time."""
+
+
 class Import:
     """A prompt that is read. `result` is set when its sequences can be queued."""
 
@@ -72,6 +77,7 @@ class Import:
         self.has_blocks = threading.Event()
         self.num_bytes = 0
         self.failure = ""
+        self.may_be_written = False  # a rank may still write to the targets of a failed import
 
     def check(self) -> None:
         """Raise CancelledError if the request has ended."""
@@ -146,7 +152,10 @@ class Imports:
         key = each.ticket.transfer_id  # not the id of the request, which a client can repeat after it has cancelled the first one
         self.num_bytes += each.num_bytes
         self.time_s += time.monotonic() - each.started
-        if each.targets is not None and each.failure:
+        if each.targets is not None and each.may_be_written:
+            log.error("%d blocks are not used any more, because a rank that has not answered may write to them", len(each.targets.blocks))
+            self.held.abandon(key, each.targets)
+        elif each.targets is not None and each.failure:
             self.held.discard(key, each.targets)
         elif each.targets is not None:
             self.held.hold(key, each.root, each.token_ids, each.targets)
@@ -187,7 +196,7 @@ class Imports:
             finally:
                 link.close()
         except LinkError as error:
-            each.failure = str(error)
+            each.failure, each.may_be_written = str(error), isinstance(error, UnansweredError)
         except Exception as error:
             log.exception("the transfer %s failed", each.ticket.transfer_id)
             each.failure = repr(error)
@@ -261,21 +270,31 @@ class _RankGroup:
             raise
 
     def pull(self, pull: Pull) -> int:
-        """Read a segment on all ranks, and return the number of bytes. When it raises LinkError, no rank writes any more."""
+        """Read a segment on all ranks, and return the number of bytes.
+
+        Raises UnansweredError if a rank may still write. After any other error, no rank writes any more.
+        """
         assert self._puller is not None
-        failure: LinkError | None = None
+        failure: Exception | None = None
+        unanswered: LinkError | None = None
+        started: list[Link] = []
         num_bytes, body = 0, msgspec.msgpack.encode(pull)
-        for link in self._links:
-            link.send(PULL, body)
         try:
+            for link in self._links:
+                link.send(PULL, body)
+                started.append(link)
             num_bytes += self._puller.pull(pull)
-        except LinkError as error:
+        except Exception as error:  # also other errors than LinkError, such as those of memory: the ranks that were started are awaited
             failure = error
-        for link in self._links:
+        for link in started:
             try:  # each rank ends a read by itself when its source is silent for its time-out
                 num_bytes += decode(receive(link, PULLED, 100 * self._timeout_s), Pulled).num_bytes
-            except LinkError as error:
+            except FailedError as error:
                 failure = failure or error
+            except LinkError as error:
+                unanswered = error
+        if unanswered is not None:
+            raise UnansweredError(f"was not read: a rank of this engine {unanswered}") from failure
         if failure is not None:
             raise failure
         return num_bytes

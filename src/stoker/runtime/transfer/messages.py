@@ -103,6 +103,10 @@ class Pulled(msgspec.Struct, array_like=True):
     num_bytes: Number
 
 
+class FailedError(LinkError):
+    """The other end has answered FAILED: it has ended what was requested."""
+
+
 def connect(host: str, port: int, key: bytes, timeout_s: float) -> Link:
     """An authenticated link to a transfer address. Raises LinkError."""
     try:
@@ -125,10 +129,10 @@ def request(link: Link, kind: int, body: msgspec.Struct, answer: int, timeout_s:
 
 
 def receive(link: Link, kind: int, timeout_s: float, check: Callable[[], None] = lambda: None) -> bytes:
-    """The body of the next message. Raises LinkError if it is FAILED or not of this kind."""
+    """The body of the next message. Raises FailedError if it is FAILED, and LinkError if it is not of this kind."""
     got, body = link.receive(timeout_s, check)
     if got == FAILED:
-        raise LinkError(bytes(body[:1000]).decode(errors="replace"))
+        raise FailedError(bytes(body[:1000]).decode(errors="replace"))
     if got != kind:
         raise LinkError(f"sent a message of kind {got} instead of {kind}")
     return bytes(body)

@@ -35,6 +35,7 @@ log = get_logger(__name__)
 
 MAX_LINKS = 256
 IDLE_TIMEOUT_S = 600.0
+ACCEPT_PAUSE_S = 0.1  # after a failure to accept a connection
 
 Handler = Callable[[Link, int, bytearray], bool]  # True if it has handled the message
 
@@ -51,8 +52,9 @@ class RankServer:
         self._plain_dtype = torch.float32
         self._handler: Handler = lambda link, kind, body: False
         self._links: set[Link] = set()
+        self._num_connections = 0  # including those in their handshake
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = threading.Event()
 
     def start(self, rank: Rank, progress: StepProgress, plain_dtype: torch.dtype, handler: Handler | None = None) -> None:
         """Accept connections from now on. `handler` is called in the threads of connections."""
@@ -64,7 +66,7 @@ class RankServer:
     def close(self) -> None:
         """Close the port and all connections."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             links = list(self._links)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -74,32 +76,55 @@ class RankServer:
 
     def _accept(self) -> None:
         """The loop of the thread that accepts connections."""
-        while True:
+        while not self._closed.is_set():
             try:
                 connection, address = self._listener.accept()
-            except OSError:
-                return
-            with self._lock:
-                is_full = len(self._links) >= MAX_LINKS
-            if is_full:
-                log.warning("refused a KV transfer of %s: %d connections are open", address[0], MAX_LINKS)
-                connection.close()
+            except OSError as error:  # such as ECONNABORTED, or EMFILE until a file of this process is closed
+                if not self._closed.wait(ACCEPT_PAUSE_S):
+                    log.warning("a KV transfer was not accepted: %s", error.strerror or error)
                 continue
-            threading.Thread(target=self._serve, args=(connection, address[0]), name="kv transfer", daemon=True).start()
+            try:
+                self._start_serving(connection, address[0])
+            except RuntimeError as error:  # no thread can be started
+                log.warning("refused a KV transfer of %s: %s", address[0], error)
+                connection.close()
+
+    def _start_serving(self, connection: socket.socket, host: str) -> None:
+        """Start a thread for a connection. Raises RuntimeError if there are too many connections or threads."""
+        with self._lock:
+            if self._num_connections >= MAX_LINKS:
+                raise RuntimeError(f"{MAX_LINKS} connections are open")
+            self._num_connections += 1
+        try:
+            threading.Thread(target=self._serve, args=(connection, host), name="kv transfer", daemon=True).start()
+        except BaseException:
+            self._count_closed()
+            raise
+
+    def _count_closed(self) -> None:
+        """A connection was closed."""
+        with self._lock:
+            self._num_connections -= 1
 
     def _serve(self, connection: socket.socket, host: str) -> None:
-        """Answer the messages of one connection until it is closed."""
+        """The thread of one connection."""
         try:
             link = accept_link(connection, self._key)
-        except LinkError as error:
+            link.max_bytes = MAX_FRAME_BYTES
+            self._answer(link, host)
+        except (LinkError, OSError) as error:
             log.warning("refused a KV transfer of %s, which %s", host, error)
+        finally:
             connection.close()
-            return
-        link.max_bytes = MAX_FRAME_BYTES
+            self._count_closed()
+
+    def _answer(self, link: Link, host: str) -> None:
+        """Answer the messages of one connection until it is closed."""
         with self._lock:
             self._links.add(link)
-            is_closed = self._closed
+            is_closed = self._closed.is_set()
         puller: Puller | None = None
+        failure: str | None = None
         try:
             while not is_closed:
                 kind, body = link.receive(IDLE_TIMEOUT_S)
@@ -113,13 +138,15 @@ class RankServer:
                     raise LinkError(f"sent a message of kind {kind}")
         except LinkError as error:
             log.debug("a KV transfer of %s has ended: it %s", host, error)
-            send_failure(link, str(error))
+            failure = str(error)
         except Exception as error:
             log.exception("a KV transfer of %s failed", host)
-            send_failure(link, repr(error))
+            failure = repr(error)
         finally:
             if puller is not None:
-                puller.close()
+                puller.close()  # before the answer, because it aborts copies that are not complete
+            if failure is not None:
+                send_failure(link, failure)
             with self._lock:
                 self._links.discard(link)
             link.close()
