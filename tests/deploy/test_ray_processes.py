@@ -1,8 +1,9 @@
-"""The processes of a replica of Ray Serve, without a Ray cluster: their output, their failures, and their end."""
+"""The processes of a replica of Ray Serve, without a Ray cluster: their output, their failures, their end, and their keys."""
 
 from __future__ import annotations
 
 import asyncio
+import pickle
 import shlex
 import sys
 from types import SimpleNamespace
@@ -12,7 +13,11 @@ import pytest
 
 pytest.importorskip("ray")
 
+from stoker.base import env
+from stoker.base.errors import ConfigError
+from stoker.ray import application
 from stoker.ray.engine_replica import EngineReplica, HostActor
+from stoker.ray.ingress import Ingress
 from stoker.ray.server_process import ServerProcess
 
 # Output as of CUDA errors and tracebacks: blank lines, bytes that are no UTF-8, a line over the limit, and more than a pipe holds.
@@ -75,3 +80,25 @@ async def test_a_host_that_is_starting_has_not_failed_and_a_failed_start_is_repo
     replica._starts = [starting]
     with pytest.raises(RuntimeError, match=r"host 1 of the replica could not be started: .*/absent/program"):
         await EngineReplica._check_processes(replica)
+
+
+def test_keys_are_arguments_that_no_message_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray prints runtime_env, and the representation of arguments can be in messages."""
+    monkeypatch.setenv("STOKER_API_KEY", "api-key-0123456789")
+    monkeypatch.setenv("STOKER_ADMIN_KEY", "admin-key-0123456789")
+    settings = {"engines": [{"model": "org/model", "serve": {"api_keys": "/shared/keys.txt"}}]}
+    ingress = application(settings)._bound_deployment
+    engine = ingress.init_args[2]._bound_deployment
+    for deployment in (ingress, engine):
+        shown = repr((deployment.ray_actor_options, deployment.init_args, deployment.init_kwargs))
+        assert "key-0123456789" not in shown and "METRIC_PUSH_INTERVAL" in shown
+    passed = pickle.loads(pickle.dumps(engine.init_args[2]))
+    assert ingress.init_args[1] == passed
+    monkeypatch.delenv("STOKER_ADMIN_KEY")
+    monkeypatch.setenv("STOKER_API_KEY", "another-key")
+    monkeypatch.setattr("stoker.ray.ingress.logging.configure", lambda level: None)
+    Ingress(ingress.init_args[0], passed)
+    assert (env.api_key(), env.admin_key()) == ("api-key-0123456789", "admin-key-0123456789")
+    monkeypatch.delenv("STOKER_API_KEY")
+    with pytest.raises(ConfigError, match=r"api_keys=/shared/keys.txt is refused without STOKER_API_KEY: health checks"):
+        application(settings)

@@ -38,6 +38,7 @@ ENGINE = {"model": "org/model"}
         ({"engines": [{**ENGINE, "min_replicas": 3, "max_replicas": 2}]}, "max_replicas=2 is refused"),
         ({"engines": [{**ENGINE, "target_kv_usage": 2}]}, "target_kv_usage=2"),
         ({"engines": [{**ENGINE, "serve": {"grpc_port": 1}}]}, "serve: the option grpc_port is refused with Ray"),
+        ({"engines": [{**ENGINE, "env": {"STOKER_API_KEY": "k"}}]}, "env: STOKER_API_KEY is refused, because Ray shows"),
         ({"engines": [{**ENGINE, "command": "a 'b"}]}, "is refused: No closing quotation"),
         ({"engines": [ENGINE, ENGINE]}, "two engines have the name 'model'"),
         ({"engines": [ENGINE], "ingress": {"replicas": 0}}, "replicas=0 is refused"),

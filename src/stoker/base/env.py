@@ -120,6 +120,11 @@ def set_log(*, level: str | None = None, file: str | None = None, log_format: st
             os.environ[name] = value
 
 
+def set_keys(variables: dict[str, str]) -> None:
+    """Set STOKER_API_KEY and STOKER_ADMIN_KEY for this process and its children. Those that are not in `variables` stay unchanged."""
+    os.environ.update(variables)
+
+
 class JobProcess(msgspec.Struct, frozen=True):
     """The position of this process in an MPI or Slurm job: `rank` is 0 to `size` - 1; `variable` names the rank's variable."""
 

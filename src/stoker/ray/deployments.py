@@ -7,9 +7,9 @@ from typing import Any
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-from stoker.base import env
 from stoker.ray.engine_replica import EngineReplica
 from stoker.ray.ingress import Ingress
+from stoker.ray.keys import Keys, read_keys
 from stoker.ray.placement import place_replica
 from stoker.ray.settings import ApplicationSettings, EngineSettings
 
@@ -17,17 +17,22 @@ HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 10.0
 METRICS_S = 1.0  # how often replicas report to the autoscaler
 INGRESS_REQUESTS = 4096  # that an ingress has at the same time
 INGRESS = "ingress"
+ENVIRONMENT = {  # of the actors. Ray prints it
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": f"{METRICS_S:g}",
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": f"{METRICS_S:g}",
+}
 
 
 def build_application(settings: ApplicationSettings) -> Any:
-    """The bound application. Raises ConfigError for an engine that cannot be placed."""
-    engines = [_bind_engine(engine) for engine in settings.engines]
+    """The bound application. Raises ConfigError for an engine that cannot be placed, or whose keys the ingress does not have."""
+    keys = read_keys(settings)
+    engines = [_bind_engine(engine, keys) for engine in settings.engines]
     ingress = serve.deployment(
         name=INGRESS, num_replicas=settings.ingress.replicas, max_ongoing_requests=INGRESS_REQUESTS,
-        ray_actor_options={"num_cpus": settings.ingress.cpus, "runtime_env": {"env_vars": _environment()}},
+        ray_actor_options={"num_cpus": settings.ingress.cpus, "runtime_env": {"env_vars": ENVIRONMENT}},
         health_check_period_s=HEALTH_PERIOD_S, health_check_timeout_s=HEALTH_TIMEOUT_S, graceful_shutdown_timeout_s=60,
     )  # fmt: skip
-    return ingress(serve.ingress()(Ingress)).bind(settings, *engines)
+    return ingress(serve.ingress()(Ingress)).bind(settings, keys, *engines)
 
 
 def deployment_name(engine: EngineSettings) -> str:
@@ -35,7 +40,7 @@ def deployment_name(engine: EngineSettings) -> str:
     return "engine-" + engine.name.replace("/", "--").replace(":", "--").replace("@", "--")
 
 
-def _bind_engine(engine: EngineSettings) -> Any:
+def _bind_engine(engine: EngineSettings, keys: Keys) -> Any:
     """The deployment of an engine."""
     placement = place_replica(engine)
     scaling: dict[str, Any] = {"num_replicas": engine.max_replicas}
@@ -50,19 +55,9 @@ def _bind_engine(engine: EngineSettings) -> Any:
         }  # fmt: skip
     options = serve.deployment(
         name=deployment_name(engine), **scaling, max_ongoing_requests=INGRESS_REQUESTS,
-        ray_actor_options={**placement.actor_options, "runtime_env": {"env_vars": _environment()}},
+        ray_actor_options={**placement.actor_options, "runtime_env": {"env_vars": ENVIRONMENT}},
         placement_group_bundles=list(placement.bundles), placement_group_strategy=placement.strategy,
         health_check_period_s=HEALTH_PERIOD_S, health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=engine.drain_timeout_s + 10, max_surge_percent=engine.max_surge_percent,
     )  # fmt: skip
-    return options(EngineReplica).bind(engine, placement)
-
-
-def _environment() -> dict[str, str]:
-    """Environment variables of the actors: how often they report, and the keys of this process."""
-    variables = {
-        "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": f"{METRICS_S:g}",
-        "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": f"{METRICS_S:g}",
-    }
-    keys = {"STOKER_API_KEY": env.api_key(), "STOKER_ADMIN_KEY": env.admin_key()}
-    return variables | {name: value for name, value in keys.items() if value}
+    return options(EngineReplica).bind(engine, placement, keys)

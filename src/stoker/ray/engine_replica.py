@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from stoker.base import env
 from stoker.base.logging import get_logger
 from stoker.ray.autoscaling import INGRESS_WAITING, KV_USAGE, SEQUENCES
+from stoker.ray.keys import Keys
 from stoker.ray.placement import Placement, actor_options
 from stoker.ray.server_process import ServerProcess, free_port
 from stoker.ray.settings import EngineSettings
@@ -46,13 +47,16 @@ class HostActor:
 class EngineReplica:
     """The class of the deployments. Requests do not pass through this actor: the ingress sends them to the server at `url`."""
 
-    async def __init__(self, settings: EngineSettings, placement: Placement) -> None:  # type: ignore[misc]  # Ray Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
+        self, settings: EngineSettings, placement: Placement, keys: Keys
+    ) -> None:
+        env.set_keys(keys.variables)
         self._settings = settings
         self._hosts: list[Any] = []
         self._starts: list[asyncio.Future[None]] = []  # of the processes of the hosts
         self._ingresses: dict[str, tuple[float, int]] = {}  # id → (time of its last call, its waiting requests)
         address = settings.listen or ray.util.get_node_ip_address()
-        environment = dict(settings.env)
+        environment = settings.env | keys.variables
         options = self._options(address)
         if settings.nodes > 1:
             environment["STOKER_CLUSTER_TOKEN"] = secrets.token_hex(32)

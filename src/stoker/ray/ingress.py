@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-from stoker.base import logging
+from stoker.base import env, logging
 from stoker.ray.engine_route import EngineRoute
 from stoker.ray.grpc_service import UNARY
 from stoker.ray.http_dispatch import HttpDispatch
+from stoker.ray.keys import Keys
 from stoker.ray.settings import ApplicationSettings
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class _Asgi:
 class Ingress:
     """The class of the deployment. `handles` are those of the engines' deployments, in the order of the settings."""
 
-    def __init__(self, settings: ApplicationSettings, *handles: Any) -> None:
+    def __init__(self, settings: ApplicationSettings, keys: Keys, *handles: Any) -> None:
+        env.set_keys(keys.variables)
         logging.configure("INFO")
         self._settings, self._handles = settings, handles
         self._grpc: GrpcCalls | None = None

@@ -27,6 +27,8 @@ RESERVED = {
     "api-key": "STOKER_API_KEY", "admin-key-file": "STOKER_ADMIN_KEY", "rendezvous-timeout-s": "start_timeout_s",
 }  # fmt: skip
 
+SECRETS = {"STOKER_API_KEY", "STOKER_ADMIN_KEY", "STOKER_CLUSTER_TOKEN"}  # variables that are no settings
+
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine, which is a deployment of Ray Serve."""
@@ -83,7 +85,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Further options of `stoker serve`, in the form of its --config file."""
 
     env: dict[str, str] = {}
-    """Environment variables of the replicas."""
+    """Environment variables of the replicas, without secrets."""
 
     kv_events: bool = True
     """Publish block events, from which the ingress learns the prefixes that replicas hold."""
@@ -120,6 +122,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for key in self.serve:
             if (instead := RESERVED.get(key.replace("_", "-"))) is not None:
                 raise ConfigError(f"serve: the option {key} is refused with Ray.", cure=f"Use {instead} instead.")
+        for name in sorted(SECRETS & self.env.keys()):
+            raise ConfigError(
+                f"env: {name} is refused, because Ray shows these settings.",
+                cure="Set it in the environment of `stoker serve --ray` or of Ray.",
+            )
         try:
             shlex.split(self.command)
         except ValueError as error:
