@@ -20,10 +20,12 @@ from stoker.base.errors import CheckpointError
 from stoker.builder.build import build
 from stoker.builder.checkpoint import chunked_file as module
 from stoker.builder.checkpoint.checkpoint import open_checkpoint
+from stoker.builder.checkpoint.gguf.file import GGUFFile
 from stoker.builder.checkpoint.gguf.weights import GGUFWeights
 from stoker.builder.config import BuildConfig
 from stoker.builder.prepare import prepare
 from stoker.builder.tokenizers.gguf import convert_gguf_tokenizer
+from stoker.builder.tokenizers.gguf_keys import REJECTED_UNLESS_EMPTY, check_tokenizer_keys
 from stoker.builder.tokenizers.gguf_pre_tokenizers import PATTERNS, pre_tokenizer
 from stoker.builder.tokenizers.probe_texts import PROBE_TEXTS
 from stoker.builder.tokenizers.sentencepiece import convert_sentencepiece, parse_model
@@ -105,6 +107,20 @@ def test_named_chat_templates_are_a_list(tmp_path: Path) -> None:
     )
     _, settings = convert_gguf_tokenizer(GGUFWeights(source))
     assert settings["chat_template"] == [{"name": "default", "template": tiny.CHAT}, {"name": "tool_use", "template": "T"}]
+
+
+def test_every_tokenizer_key_of_the_library_is_known(tmp_path: Path) -> None:
+    """The keys of the gguf library are read or have no effect, except for the values that change a text before it is split."""
+    file = GGUFFile(gguf_files.write(tmp_path / "m.gguf", tiny.model()))
+    known = {key for name, key in vars(gguf.Keys.Tokenizer).items() if not name.startswith("__")}
+    rejected = {f"tokenizer.{name}" for name in REJECTED_UNLESS_EMPTY}
+    file.metadata |= dict.fromkeys(known - rejected, 1) | dict.fromkeys(rejected, False)
+    check_tokenizer_keys(file)
+    for key in rejected:
+        file.metadata[key] = True
+        with pytest.raises(CheckpointError, match=rf"{key} \(True\) is not supported"):
+            check_tokenizer_keys(file)
+        file.metadata[key] = []
 
 
 def test_a_missing_head_means_tied_embeddings(tmp_path: Path) -> None:
@@ -272,6 +288,13 @@ def test_the_number_of_key_heads_defaults_to_the_number_of_heads(tmp_path: Path)
         ({"tokenizer.ggml.bos_token_id": "x"}, "bos_token_id=x is not int"),
         ({"tokenizer.ggml.model": [1]}, "tokenizer.ggml.model=.1. is not str"),
         ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.5]}, "unknown_token_id=0 and 1 scores do not fit 291 tokens"),
+        ({"tokenizer.ggml.precompiled_charsmap": [1, 2]}, r"precompiled_charsmap \(2 elements\) is not supported.*--tokenizer"),
+        ({"tokenizer.ggml.remove_extra_whitespaces": True}, r"remove_extra_whitespaces \(True\) is not supported"),
+        ({"tokenizer.ggml.new_option": 1}, r"tokenizer\.ggml\.new_option \(1\) is not supported"),
+        (
+            {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a", "b" * 4097], "tokenizer.ggml.token_type": [1, 1]},
+            "a token of the vocabulary has 4097 characters",
+        ),
         ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.unknown_token_id": 999}, "unknown_token_id=999 and 291 scores do not fit"),
     ],
 )

@@ -129,7 +129,7 @@ def _check_shape(plan: TensorPlan, weights: CheckpointWeights, config: ModelConf
     for group in plan.sources:
         infos = [weights.tensors[source] for source in group]
         listed = ", ".join(f"{weights.location(source)} {list(info.shape)} {info.dtype}" for source, info in zip(group, infos, strict=True))
-        if plan.transformed is None and (wrong := [info.dtype for info in infos if info.dtype not in _FLOAT_DTYPES]):
+        if wrong := [info.dtype for info in infos if info.dtype not in _FLOAT_DTYPES]:
             raise CheckpointError(
                 f"{listed}: weights of {wrong[0]} are not floating-point numbers.", cure="Build from an unquantized checkpoint."
             )

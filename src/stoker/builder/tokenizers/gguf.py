@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.gguf.file import GGUFFile
 from stoker.builder.checkpoint.gguf.weights import GGUFWeights
+from stoker.builder.tokenizers.gguf_keys import check_tokenizer_keys
 from stoker.builder.tokenizers.gguf_pre_tokenizers import BEGINS_WITH_BOS, COMPOSES, IGNORES_MERGES, PATTERNS, pre_tokenizer
 from stoker.builder.tokenizers.sentencepiece import add_special_pieces, make_bpe, prepend_bos, use_space_symbol
 
@@ -17,13 +18,14 @@ _CURE = "Download the file again, or name a tokenizer with --tokenizer."
 
 
 def convert_gguf_tokenizer(weights: GGUFWeights) -> tuple[Tokenizer, dict[str, Any]]:
-    """(tokenizer, content of tokenizer_config.json) of a GGUF file. Raises CheckpointError for an unknown kind or a damaged vocabulary."""
+    """(tokenizer, content of tokenizer_config.json) of a GGUF file. Raises CheckpointError for an unknown kind or key, or damage."""
     file = weights.file
     tokens = file.get("tokenizer.ggml.tokens", [str])
     kind = file.get("tokenizer.ggml.model", str)
     if not tokens or kind not in _CONVERTERS:
         found = f"a tokenizer of kind {kind!r}{_OTHER_KINDS.get(str(kind), '')}" if tokens else "no tokenizer"
         raise CheckpointError(f"{file.path} has {found}.", cure=f"Known kinds: {', '.join(_CONVERTERS)}; or name one with --tokenizer.")
+    check_tokenizer_keys(file)
     tokenizer = _CONVERTERS[kind](file, tokens)
     add_special_pieces(tokenizer, list(zip(tokens, file.get("tokenizer.ggml.token_type", [int], []), strict=False)))
     if tokenizer.get_vocab_size() != len(tokens):
