@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -153,3 +154,61 @@ def test_blocks_of_a_failed_import_are_released_after_every_rank_has_answered(
     server.close()
     if not answers:
         kv_cache.release_blocks(targets.blocks)
+
+
+def test_an_import_after_a_cached_prefix_that_is_not_valid_any_more_has_failed(
+    tiny_engine: Path, pair: type[Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, proceeds = pair(tiny_engine), threading.Event()
+    imports, kv_cache = imports_of(both), both.decode.executor.scheduler.kv_cache
+    tokens = prompt(70, 100)
+    both.decode.generate(request(tokens[:33], 1))
+    replace_writes(monkeypatch, lambda number: wait(proceeds.is_set))
+    wanted = request(tokens)
+    _, decoded = both.submit(wanted)
+    run(both.sides, lambda: bool(imports._imports) and imports._imports[0].targets is not None)
+    kv_cache.poison(both.decode.blocks_of(tokens[:33])[1:2])
+    proceeds.set()
+    run(both.sides, lambda: both.decode.has_answered(decoded))
+    assert (both.decode.stats.num_failed_imports, both.decode.stats.num_imports) == (1, 0)
+    assert both.decode.answer(decoded) == pair(tiny_engine).prefill.generate(wanted)
+
+
+def test_the_capture_of_a_graph_computes_no_layer_of_the_step(tiny_engine: Path, pair: type[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that runs the model on dummy inputs before the step. The reported layers are those of the replay."""
+    both = pair(tiny_engine)
+    wanted = request(prompt(71, 20), 2)
+    both.prefill.generate(wanted)  # after a step without a graph
+    runner = cast(ModelRunner, both.prefill.executor.runner)
+    progress, reported = runner.progress, list[bool]()
+    assert progress is not None
+
+    def run_graph(packed: object, all_greedy: bool) -> tuple[torch.Tensor, None]:
+        if runner.model.after_layer is not None:
+            runner.model.after_layer()
+        reported.append(progress.wait(progress.num_planned, 0, 0.0))
+        return torch.zeros(1, dtype=torch.int64), None
+
+    monkeypatch.setattr(runner, "graphs", SimpleNamespace(run=run_graph))
+    packed: Any = SimpleNamespace(is_padded=True, sampled=[])
+    runner.follow(packed, True)
+    progress.num_planned += 1
+    runner._start(cast(Any, None), packed, True)
+    assert reported == [False, False] and progress.wait(progress.num_planned, 0, 0.0)
+
+
+def test_an_error_in_the_inputs_of_a_step_counts_as_a_step(tiny_engine: Path, pair: type[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    both = pair(tiny_engine)
+    runner, wanted = cast(ModelRunner, both.prefill.executor.runner), request(prompt(72, 20), 2)
+    progress = runner.progress
+    assert progress is not None
+
+    def fail(packed: object) -> None:
+        raise ValueError("no inputs")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.inputs, "unpack", fail)
+        both.prefill.generate(wanted)
+        assert both.prefill.reasons[wanted.request_id, 0] is FinishReason.ERROR and progress.num_planned == 1
+    both.prefill.generate(request(prompt(72, 20), 2))
+    assert progress.num_planned == 3 and progress.wait(3, 0, 0.0)

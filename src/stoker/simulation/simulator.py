@@ -142,7 +142,7 @@ class Simulator:
         """Let another replica compute the prompt of a sequence."""
         request = msgspec.structs.replace(seq.request, params=SamplingParams(max_tokens=1, seed=0))
         prompt = Sequence(next(self._numbers), request, 0, self.now_s)
-        num_cached = target.scheduler.kv_cache.num_cached_prefix(seq.prefix_root, seq.tokens) * self._settings.tokens_per_block
+        num_cached = len(target.scheduler.kv_cache.cached_prefix(seq.prefix_root, seq.tokens)) * self._settings.tokens_per_block
         self._links.add(SimulatedTransfer(prompt, seq, target, self.router.begin(route, decision), num_cached))
         computing = self._replicas[decision.replica.name]
         computing.add(prompt)

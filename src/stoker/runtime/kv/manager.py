@@ -225,15 +225,23 @@ class KVCacheManager:
         if self._poisoned_in_use:
             self._collect_poisoned(blocks)
 
-    def num_cached_prefix(self, root: PrefixRoot, token_ids: Seq[int]) -> int:
-        """The number of leading full blocks of a prompt that the device holds."""
-        size, count = self.tokens_per_block, 0
+    def cached_prefix(self, root: PrefixRoot, token_ids: Seq[int]) -> list[int]:
+        """The leading full blocks of a prompt, without its last token, that the device holds."""
+        size, blocks = self.tokens_per_block, list[int]()
         parent: PrefixNode | PrefixRoot = root
         for start in range(0, (len(token_ids) - 1) // size * size, size):
             if self.index is None or (entry := self.index.find((parent, pack(token_ids[start : start + size])))) is None:
                 break
-            parent, count = entry, count + 1
-        return count
+            parent = entry
+            blocks.append(entry.block)
+        return blocks
+
+    def acquire_prefix(self, root: PrefixRoot, token_ids: Seq[int]) -> list[int]:
+        """`cached_prefix`, with a reference to each block, so that none is evicted."""
+        blocks = self.cached_prefix(root, token_ids)
+        for block in blocks:
+            self.pool.acquire(block)
+        return blocks
 
     def allocate_imported(self, count: int, num_spared: int) -> list[int] | None:
         """Blocks for contents that another engine has computed; None if fewer than `num_spared` would then be free for others."""
@@ -252,7 +260,7 @@ class KVCacheManager:
         for i in range(first + len(blocks)):
             key = (parent, pack(token_ids[i * size : (i + 1) * size]))
             entry = self.index.find(key) if i < first else self.index.add(key, blocks[i - first])
-            if entry is None:  # a block before the imported ones was evicted
+            if entry is None:  # a block before the imported ones was poisoned
                 break
             if i >= first and entry.block == blocks[i - first]:
                 self.pool.mark_reusable(entry.block)

@@ -15,9 +15,9 @@ from stoker.runtime.request import PrefixRoot
 
 
 class ImportTargets(NamedTuple):
-    """Blocks for a prompt. Its blocks before `first` are cached."""
+    """Blocks for a prompt: those at its begin that are cached, which are held, and those for its other contents."""
 
-    first: int
+    prefix: list[int]
     blocks: list[int]
 
 
@@ -40,26 +40,33 @@ class HeldPrompts:
         kv_cache = self._kv_cache
         num_blocks = (len(token_ids) - 1) // kv_cache.tokens_per_block
         growth = min(kv_cache.num_blocks_for(len(token_ids) + max_tokens - 1), kv_cache.pool.num_blocks) - num_blocks
-        first = kv_cache.num_cached_prefix(root, token_ids)
-        blocks = kv_cache.allocate_imported(num_blocks - first, sum(self._growth.values()) + growth)
+        prefix = kv_cache.acquire_prefix(root, token_ids)
+        blocks = kv_cache.allocate_imported(num_blocks - len(prefix), sum(self._growth.values()) + growth)
         if blocks is None:
+            kv_cache.release_blocks(prefix)
             return None
         self._growth[key] = growth
-        return ImportTargets(first, blocks)
+        return ImportTargets(prefix, blocks)
 
     def discard(self, key: Hashable, targets: ImportTargets) -> None:
         """The contents of the targets are not valid. They are zeroed before they are used."""
         del self._growth[key]
         self._kv_cache.poison(targets.blocks)
-        self._kv_cache.release_blocks(targets.blocks)
+        self._kv_cache.release_blocks([*targets.prefix, *targets.blocks])
 
     def abandon(self, key: Hashable, targets: ImportTargets) -> None:
         """The targets may be written at any time: their references are never released, so that no one else uses them."""
         del self._growth[key]
+        self._kv_cache.release_blocks(targets.prefix)
 
-    def hold(self, key: Hashable, root: PrefixRoot, token_ids: Seq[int], targets: ImportTargets) -> None:
-        """The targets have their contents: add them to the prefix index, and hold all blocks of the prompt."""
-        self._held[key] = self._kv_cache.adopt(root, token_ids, targets.first, targets.blocks)
+    def hold(self, key: Hashable, root: PrefixRoot, token_ids: Seq[int], targets: ImportTargets) -> bool:
+        """The targets have their contents: add them to the prefix index, and hold all blocks of the prompt.
+
+        False if a block before them has left the index, because it may contain NaN. Then only the blocks before that one are held.
+        """
+        held = self._held[key] = self._kv_cache.adopt(root, token_ids, len(targets.prefix), targets.blocks)
+        self._kv_cache.release_blocks(targets.prefix)
+        return len(held) == len(targets.prefix) + len(targets.blocks)
 
     def release(self, key: Hashable) -> bool:
         """The sequence was admitted or has ended. False if its prompt was not held."""

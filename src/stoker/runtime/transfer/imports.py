@@ -116,7 +116,7 @@ class Imports:
         if ticket.transfer_id in self.held or any(each.ticket.transfer_id == ticket.transfer_id for each in self._imports):
             return None
         each = Import(ticket, token_request, self._kv_cache.tokens_per_block)
-        if self._kv_cache.num_cached_prefix(each.root, each.token_ids) == each.num_blocks:
+        if len(self._kv_cache.cached_prefix(each.root, each.token_ids)) == each.num_blocks:
             if each.num_blocks:
                 self._threads.submit(self._decline, each)
             return None
@@ -157,8 +157,8 @@ class Imports:
             self.held.abandon(key, each.targets)
         elif each.targets is not None and each.failure:
             self.held.discard(key, each.targets)
-        elif each.targets is not None:
-            self.held.hold(key, each.root, each.token_ids, each.targets)
+        elif each.targets is not None and not self.held.hold(key, each.root, each.token_ids, each.targets):
+            each.failure = "was read, but blocks before it, which were here, are not valid any more"
         if each.result.cancelled():
             self.held.release(key)
             self.num_cancelled += 1
@@ -235,7 +235,7 @@ class Imports:
         if not segment.blocks or start + len(segment.blocks) > each.num_blocks:
             raise LinkError("sent a segment of a wrong length")
         assert each.targets is not None
-        first_target, targets = each.targets
+        first_target, targets = len(each.targets.prefix), each.targets.blocks
         skip = max(0, first_target - start)
         blocks, first = segment.blocks[skip:], start + skip
         if blocks:

@@ -143,16 +143,15 @@ class ModelRunner:
         """Launch the model and the sampler, or replay the graph."""
         if packed.is_padded:
             assert self.graphs is not None
-            with self._fatal_error(self.world.size > 1), self._observed():
+            with self._fatal_error(self.world.size > 1), self._observed(by_layer=False):
                 yielded, drafted = self.graphs.run(packed, all_greedy)
             if isinstance(yielded, Tensor):
                 return StepHandle(packed.sampled, yielded[: len(packed.sampled)], drafts=drafted)
             return StepHandle(packed.sampled, yielded.newest[:0], verified=yielded, drafts=drafted)
-        with self._fatal_error(self.world.size > 1):
+        with self._fatal_error(self.world.size > 1), self._observed():
             inputs = self.inputs.unpack(packed)
             batch = self._resolve(inputs.batch)
-            with self._observed():
-                logits = self._compute(inputs, batch)
+            logits = self._compute(inputs, batch)
         prompt = prompt_chunks(plan) if packed.num_extra else []
         drafts = DraftedRows(packed.draft_ids, drafts_of(inputs, batch, packed.max_drafts)) if packed.max_drafts else None
         with self._fatal_error(self._broadcasts_ids):
@@ -171,13 +170,16 @@ class ModelRunner:
         )
 
     @contextlib.contextmanager
-    def _observed(self) -> Iterator[None]:
-        """Report the layers of the step that the block runs, for transfers."""
+    def _observed(self, *, by_layer: bool = True) -> Iterator[None]:
+        """Report the step that the block runs, for transfers, and its layers.
+
+        `by_layer=False`: for a graph, whose layers are complete with the step. Its capture runs the model on a dummy step before.
+        """
         if self.progress is None:
             yield
             return
         self.progress.begin_step()
-        self.model.after_layer = self.progress.end_layer
+        self.model.after_layer = self.progress.end_layer if by_layer else None
         yield
         self.progress.end_step()
 
@@ -203,11 +205,11 @@ class ModelRunner:
             self.progress.num_planned += 1
         if packed.is_padded:
             assert self.graphs is not None
-            with self._observed():
+            with self._observed(by_layer=False):
                 self.graphs.run(packed, all_greedy)
             return
-        inputs = self.inputs.unpack(packed)
         with self._observed():
+            inputs = self.inputs.unpack(packed)
             self._compute(inputs, self._resolve(inputs.batch))
         self._store_last_ids(inputs.newest_rows, torch.zeros_like(inputs.newest_rows))
 
