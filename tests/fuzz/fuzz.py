@@ -17,7 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 WORK = HERE.parents[1] / ".cache" / "fuzz"
-MAX_INPUT_BYTES = 4096
+MAX_INPUT_BYTES = 8192  # more than the largest file of the corpus, because libFuzzer cuts longer ones
 INPUT_LIMIT_S = 60  # an input that takes longer is a defect; libFuzzer measures the time of the clock, on a machine that may be busy
 MEMORY_LIMIT_MIB = 2048
 sys.path.insert(0, str(HERE))

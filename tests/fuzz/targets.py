@@ -146,9 +146,10 @@ def kserve_model() -> tuple[Any, Any]:
 def gguf(data: bytes) -> None:
     """A GGUF file: its header, and the model config and tokenizer that its metadata describes."""
     from stoker.builder.checkpoint.gguf.weights import GGUFWeights
+    from stoker.builder.tokenizers.gguf import convert_gguf_tokenizer
 
     with refusals():
-        GGUFWeights(written("fuzz.gguf", data))
+        convert_gguf_tokenizer(GGUFWeights(written("fuzz.gguf", data)))
 
 
 @target
