@@ -167,6 +167,8 @@ def test_numbers_that_differ_between_ranks_are_rejected(tmp_path: Path) -> None:
         ({"rotary_scaling": 8}, "rotary_scaling='8' is not an object"),
         ({"num_attention_heads": 7}, "attention.qkv.weight has 96 rows, which are not 7 heads"),
         ({"num_hidden_layers": 4}, r"model\.layers\.3\.\S+ is missing"),
+        ({"moe": 5}, "moe='5' is not an object"),
+        ({"architecture": "MixtralForCausalLM", "moe": {"num_experts": 10**9}}, "moe.num_experts='1000000000' is not from 1 to 4096"),
         ({"moe": {"num_experts": 4}}, "LlamaForCausalLM with experts is not supported"),
         ({"num_key_value_heads": "two"}, "num_key_value_heads='two' is not a positive number"),
     ],
@@ -190,6 +192,24 @@ def test_unknown_tensors_and_shards_that_do_not_fit_are_rejected(tmp_path: Path)
     save_file({name: t for name, t in tensors.items() if ".0." not in name}, path)
     save_file({name: t for name, t in tensors.items() if ".0." not in name}, source / "rank1.safetensors")
     with pytest.raises(CheckpointError, match="the layers of a stage are not numbered from 0"):
+        open_checkpoint(source)
+
+
+def test_tensors_without_elements_and_wrong_numbers_of_experts_are_rejected(tmp_path: Path) -> None:
+    source, _ = converted(tmp_path / "trt", "mixtral")
+    path, name = source / "rank0.safetensors", "transformer.layers.1.mlp.fc.weight"
+    tensors = load_file(path)
+    save_file(tensors | {name: torch.ones(40_000, 192, 0)}, path)
+    with pytest.raises(CheckpointError, match=r"rank0\.safetensors: transformer\.layers\.1\.mlp\.fc\.weight has no elements"):
+        open_checkpoint(source)
+    save_file(tensors | {name: tensors[name].repeat(2, 1, 1)}, path)
+    with pytest.raises(CheckpointError, match=r"mlp\.fc\.weight has 8 experts, and config\.json describes 4"):
+        open_checkpoint(source)
+    save_file(tensors | {"lm_head.weight": torch.ones(())}, path)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is one number, and not a matrix"):
+        open_checkpoint(source)
+    save_file(tensors | {f"transformer.layers.{'1' * 900}.mlp.fc.weight": torch.ones(1)}, path)
+    with pytest.raises(CheckpointError, match=r"the tensor 'transformer\.layers\.111.* is not known"):
         open_checkpoint(source)
 
 

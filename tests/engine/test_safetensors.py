@@ -114,8 +114,8 @@ def test_damage_is_harmless_or_an_error_that_names_the_file(tmp_path: Path, cut:
         assert all(0 <= e.start <= e.stop <= len(data) for e in entries.values())
 
 
-def header(**fields: object) -> bytes:
-    text = json.dumps({"t": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | fields}).encode()
+def header(name: str = "t", **fields: object) -> bytes:
+    text = json.dumps({name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | fields}).encode()
     return struct.pack("<Q", len(text)) + text + bytes(8)
 
 
@@ -130,6 +130,8 @@ def header(**fields: object) -> bytes:
         (header(data_offsets=[4, 12]), "tensor 't' begins at byte"),
         (header(data_offsets=[0]), "tensor 't' has no dtype, shape and data_offsets"),
         (header(shape=[1 << 62]), "tensor 't'"),
+        (header(shape=[1 << 62, 1 << 62, 0], data_offsets=[0, 0]), r"tensor 't' has shape .*, which is too large"),
+        (header("a." * 600), "has 1200 characters, and the limit is 1024"),
         (header() + b"x", "too long"),
         (struct.pack("<Q", 1 << 62) + b"{}", "header of"),
         (struct.pack("<Q", 2) + b"[]", "not an object"),

@@ -253,7 +253,7 @@ def test_a_quantized_cache_is_calibrated_for_imported_weights(tmp_path: Path) ->
     [
         ("awq", {"bits": 3}, "3 bits in groups of 32 are not supported"),
         ("awq", {"group_size": 48}, "in groups of 48 are not supported"),
-        ("awq", {"version": "marlin"}, "version 'marlin' is not supported"),
+        ("awq", {"version": "marlin"}, "version='marlin' is not supported"),
         ("gptq", {"bits": 5}, "5 bits"),
         ("gptq", {"group_size": 64}, r"down_proj\.qzeros has shape \[3, 8\], and quantization_config implies \[2, 8\].*block size"),
         ("fp8", {"weight_block_size": [32]}, "is not .rows, columns."),

@@ -194,7 +194,7 @@ def test_unsupported_settings_are_rejected(settings: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("mlp.down_proj.weight_scale_2", torch.ones(3), "does not fit"),
+        ("mlp.down_proj.weight_scale_2", torch.ones(3), r"weight_scale_2 has shape \[3\], and one number is expected"),
         ("mlp.down_proj.pre_quant_scale", torch.ones(3), r"pre_quant_scale has shape \[3\]"),
         ("mlp.down_proj.lora_a", torch.ones(3, 3), r"lora_a would not be used"),
         ("self_attn.k_proj.k_scale", torch.ones(3), "is not one scale of the KV cache"),

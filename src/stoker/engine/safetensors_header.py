@@ -19,6 +19,8 @@ import torch
 from stoker.base.errors import StokerError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+MAX_NAME = 1024  # characters of a tensor name
+MAX_AXES = 64
 ALIGNMENT = 64  # bytes: offset of the first tensor, so that rows of whole cache lines are aligned when the file is mapped
 
 DTYPES: dict[str, torch.dtype] = {
@@ -102,10 +104,15 @@ def _parse_entry(path: Path, name: str, fields: Any, data_start: int, error: typ
         numbers = (*shape, start, stop)
     except (KeyError, TypeError, ValueError):
         raise error(f"{path}: tensor {name!r} has no dtype, shape and data_offsets.", cure=cure) from None
+    if len(name) > MAX_NAME:
+        raise error(f"{path}: the tensor name {name[:60]!r} has {len(name)} characters, and the limit is {MAX_NAME}.", cure=cure)
     if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
-        raise error(f"{path}: tensor {name!r} has the unknown dtype {dtype_name!r}.", cure=cure)
+        raise error(f"{path}: tensor {name!r} has the unknown dtype {str(dtype_name)[:60]!r}.", cure=cure)
     if not all(type(n) is int and n >= 0 for n in numbers):
-        raise error(f"{path}: tensor {name!r} has shape {shape} at bytes {start} to {stop}.", cure=cure)
+        raise error(f"{path}: tensor {name!r} has shape {str(shape)[:200]} at bytes {str(start)[:60]} to {str(stop)[:60]}.", cure=cure)
+    # Libraries multiply the sizes of a tensor in 64 bits, in any order, also where another size is zero.
+    if len(shape) > MAX_AXES or math.prod(max(n, 1) for n in shape) * DTYPES[dtype_name].itemsize >= 1 << 63:
+        raise error(f"{path}: tensor {name!r} has shape {str(shape)[:200]}, which is too large.", cure=cure)
     if stop - start != num_bytes(shape, DTYPES[dtype_name]):
         raise error(f"{path}: tensor {name!r} of shape {shape} and dtype {dtype_name} has {stop - start} bytes.", cure=cure)
     return TensorEntry(DTYPES[dtype_name], shape, data_start + start, data_start + stop)

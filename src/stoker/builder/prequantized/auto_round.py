@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
 from stoker.builder.checkpoint.weights import TensorInfo
 from stoker.builder.prequantized.awq import read_awq
-from stoker.builder.prequantized.checks import check_known_keys, modules_with, read_section
+from stoker.builder.prequantized.checks import check_known_keys, check_values, modules_with, read_section
 from stoker.builder.prequantized.gptq import read_gptq
 from stoker.builder.prequantized.weight import PrequantizedWeight
 
@@ -26,6 +27,14 @@ _PACKING: dict[str, dict[str, Any]] = {
     "auto_awq": {"quant_method": "awq"},
 }
 _MODULE_KEYS = ("bits", "group_size")
+# Other settings of a module in extra_config. The tensors show what `sym` and `scale_dtype` say.
+_OTHER_MODULE_KEYS = (
+    "sym", "scale_dtype", "act_data_type", "act_group_size", "act_sym", "act_dynamic", "super_bits", "super_group_size", "fixed_by_user",
+    "in_blocks",
+)  # fmt: skip
+_VALUES: dict[str, tuple[Any, ...]] = {"data_type": ("int",), "act_bits": (16, None)}
+_MAX_PATTERN = 256  # characters
+_PATTERN = re.compile(r"(?:\.\*|\\\.|[\w.-])*")  # literals, ".*" and escaped dots
 # Settings of the search for the values, and copies of what the tensors show.
 _KEYS = (
     "quant_method", "packing_format", "extra_config", "bits", "group_size", "sym", "data_type", "autoround_version", "iters",
@@ -40,17 +49,17 @@ _KEYS = (
 def read_auto_round(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -> dict[str, PrequantizedWeight]:
     """The weights of an AutoRound checkpoint, by name. Raises CheckpointError for unsupported settings and shapes that do not fit."""
     check_known_keys(quantization, _KEYS)
-    packing = quantization.get("packing_format", "auto_round")
-    if packing not in _PACKING or quantization.get("data_type", "int") != "int" or quantization.get("act_bits", 16) not in (16, None):
-        shown = {key: quantization.get(key) for key in ("packing_format", "data_type", "act_bits")}
-        raise CheckpointError(
-            f"quantization_config: {shown} of AutoRound is not supported.",
-            cure=f"Supported: data_type int, act_bits 16, packing_format {', '.join(_PACKING)}.",
-        )
+    check_values(quantization, {"packing_format": tuple(_PACKING)} | _VALUES)
+    packing = str(quantization.get("packing_format", "auto_round")).lower()
+    extra = read_section(quantization, "extra_config")
+    patterns = {_as_glob(key): key for key in extra}
     modules: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for module in modules_with(tensors, ".qweight", (".qzeros", ".scales")):
-        settings = _settings_of(module, quantization)
-        modules[tuple(settings.get(key, quantization.get(key)) for key in _MODULE_KEYS)].append(module)
+        settings = _settings_of(module, extra, patterns)
+        values = tuple(settings.get(key, quantization.get(key)) for key in _MODULE_KEYS)
+        if not all(type(value) is int for value in values):
+            raise CheckpointError(f"quantization_config: bits or group_size of {module} is not a number.", cure=DOWNLOAD_AGAIN)
+        modules[values].append(module)
     read = read_awq if _PACKING[packing]["quant_method"] == "awq" else read_gptq
     found: dict[str, PrequantizedWeight] = {}
     for values, names in modules.items():
@@ -60,11 +69,26 @@ def read_auto_round(tensors: Mapping[str, TensorInfo], quantization: dict[str, A
     return found
 
 
-def _settings_of(module: str, quantization: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a module in extra_config, whose keys are names or regular expressions of names."""
-    extra = read_section(quantization, "extra_config")
-    try:
-        keys = [key for key in extra if key == module] or [key for key in extra if re.fullmatch(key, module)]
-    except re.error as problem:
-        raise CheckpointError(f"quantization_config: extra_config has an invalid pattern ({problem}).", cure=DOWNLOAD_AGAIN) from None
-    return read_section(extra, keys[0]) if keys else {}
+def _as_glob(key: str) -> str:
+    """A regular expression of module names as a pattern of fnmatch, whose time is bounded.
+
+    Raises CheckpointError for one that contains more than literals, ".*" and escaped dots.
+    """
+    if len(key) > _MAX_PATTERN or _PATTERN.fullmatch(key) is None:
+        raise CheckpointError(
+            f"quantization_config: the pattern {key[:60]!r} in extra_config is not supported.",
+            cure="Name modules, or use only literals, '.*' and '\\.'.",
+        )
+    return re.sub(r"\.\*|\\\.|\.", lambda found: {".*": "*", "\\.": ".", ".": "?"}[found[0]], key)
+
+
+def _settings_of(module: str, extra: dict[str, Any], patterns: dict[str, str]) -> dict[str, Any]:
+    """The settings of a module in extra_config. `patterns` are the keys by their pattern of fnmatch.
+
+    Raises CheckpointError for settings that are not known or not supported.
+    """
+    key = module if module in extra else next((patterns[one] for one in patterns if fnmatch.fnmatchcase(module, one)), None)
+    settings = {} if key is None else read_section(extra, key)
+    check_known_keys(settings, (*_MODULE_KEYS, *_OTHER_MODULE_KEYS, *_VALUES), f"extra_config.{key}.")
+    check_values(settings, _VALUES, f"extra_config.{key}.")
+    return settings

@@ -8,24 +8,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.weights import TensorInfo
-from stoker.builder.prequantized.checks import FLOATS, check_tensor, dtype_name, matrix_shape, modules_with, read_bits_and_group
+from stoker.builder.prequantized.checks import (
+    FLOATS,
+    check_known_keys,
+    check_tensor,
+    check_values,
+    dtype_name,
+    matrix_shape,
+    modules_with,
+    read_bits_and_group,
+)
 from stoker.builder.prequantized.packed_int32 import int4_tensors, supported_group, unpack_int32
 from stoker.builder.prequantized.weight import PrequantizedWeight
 from stoker.quant.formats.int4 import Int4
 
 NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds column NIBBLE_ORDER[i] of the eight
+# Settings of the search for the values and of runtimes, and copies of what the tensors show.
+_KEYS = (
+    "quant_method", "bits", "w_bit", "group_size", "q_group_size", "zero_point", "modules_to_not_convert", "do_fuse", "fuse_max_seq_len",
+    "modules_to_fuse", "exllama_config", "sym", "desc_act", "true_sequential", "damp_percent", "lm_head", "meta", "model_seqlen",
+    "pack_impl", "model_name_or_path",
+)  # fmt: skip
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "version": ("gemm", None), "format": ("gemm", None), "checkpoint_format": ("gemm", None), "method": ("awq", None),
+    "backend": ("autoawq", "auto", "gemm", "marlin", "exllama_v1", "exllama_v2", None), "pack_dtype": ("int32", None),
+    "dynamic": ({}, None),
+}  # fmt: skip
 
 
 def read_awq(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -> dict[str, PrequantizedWeight]:
-    """The weights of an AutoAWQ checkpoint, by name. Raises CheckpointError for a version or a bit width that is not supported.
+    """The weights of an AutoAWQ checkpoint, by name. Raises CheckpointError for settings that are not supported.
 
     The checkpoint has `qweight` [in, out / 8], `qzeros` [groups, out / 8] and `scales` [groups, out].
     """
+    check_known_keys(quantization, (*_KEYS, *_VALUES))
+    check_values(quantization, _VALUES)
     _, size = read_bits_and_group(quantization, (4,))
-    if str(quantization.get("version", "gemm")).lower() != "gemm":
-        raise CheckpointError(f"AWQ version {quantization['version']!r} is not supported.", cure="Use a checkpoint of version gemm.")
     found = {}
     for module in modules_with(tensors, ".qweight", (".qzeros", ".scales")):
         in_features, words = matrix_shape(tensors, f"{module}.qweight")

@@ -50,7 +50,7 @@ def _read_eight_bits(weights: CheckpointWeights, scales: str) -> PrequantizedWei
     check_tensor(tensors, f"{module}.weight", shape, torch.int8)
     check_tensor(tensors, scales, (shape[0],), *FLOATS)
     layout = f"{module}.weight_format"
-    if layout in tensors and int(weights.read(layout).reshape(-1)[0]) != 0:
+    if layout in tensors and (math.prod(tensors[layout].shape) != 1 or int(weights.read(layout).reshape(-1)[0]) != 0):
         raise CheckpointError(f"{layout} is not 0 (rows).", cure="Save the checkpoint again with bitsandbytes 0.43 or later.")
     sources = (f"{module}.weight", scales, *((layout,) if layout in tensors else ()))
     return PrequantizedWeight(sources, shape, Int8(), lambda parts: {"weight": parts[0], "scale": parts[1].float() * INT8_UNIT})
@@ -100,6 +100,8 @@ def _read_state(weights: CheckpointWeights, name: str) -> dict[str, Any]:
         if len(state["shape"]) != 2 or any(type(size) is not int or not 1 <= size <= 1 << 24 for size in sizes):
             raise ValueError("its sizes are out of range")
         state["nested_offset"] = float(state.get("nested_offset", 0.0))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
+        if not math.isfinite(state["nested_offset"]):
+            raise ValueError("its nested_offset is not finite")
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as problem:
         raise CheckpointError(f"{weights.location(name)} is not a quantization state: {problem}.", cure=DOWNLOAD_AGAIN) from None
     return dict(state)

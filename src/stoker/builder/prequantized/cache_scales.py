@@ -16,7 +16,7 @@ from stoker.builder.prequantized.checks import FLOATS, dtype_name
 from stoker.core.model_config import AttentionConfig
 
 KV_CACHE = "float8_e4m3fn"
-_NAME = re.compile(r"\.(\d+)\.(?:\w+\.)*(?:k_proj\.|v_proj\.|attn\.)?(k|v)_scale$")
+_NAME = re.compile(r"\.(\d{1,6})\.(?:\w+\.)*(?:k_proj\.|v_proj\.|attn\.)?(k|v)_scale$")
 
 
 class CacheScales:

@@ -25,7 +25,7 @@ def read_bits_and_group(quantization: dict[str, Any], supported_bits: tuple[int,
     size = quantization.get("group_size", quantization.get("q_group_size"))
     if type(bits) is not int or bits not in supported_bits or type(size) is not int or (size != -1 and size not in GROUP_SIZES):
         raise CheckpointError(
-            f"quantization_config: {bits!r} bits in groups of {size!r} are not supported.",
+            f"quantization_config: {str(bits)[:60]} bits in groups of {str(size)[:60]} are not supported.",
             cure=f"Supported: {' or '.join(map(str, supported_bits))} bits in groups of {', '.join(map(str, GROUP_SIZES))}.",
         )
     return bits, size
@@ -35,18 +35,37 @@ def read_section(settings: dict[str, Any], key: str) -> dict[str, Any]:
     """The object under `key`; empty when it is absent. Raises CheckpointError for a value of another type."""
     section = settings.get(key)
     if section is not None and not isinstance(section, dict):
-        raise CheckpointError(f"quantization_config: {key}={section!r} is not an object.", cure=DOWNLOAD_AGAIN)
+        raise CheckpointError(f"quantization_config: {key}={section!r:.60} is not an object.", cure=DOWNLOAD_AGAIN)
     return section or {}
 
 
-def check_known_keys(settings: dict[str, Any], known: tuple[str, ...]) -> None:
-    """Raise CheckpointError for a key of `settings` that is not in `known`: it might change the meaning of the weights."""
+def check_known_keys(settings: dict[str, Any], known: tuple[str, ...], section: str = "") -> None:
+    """Raise CheckpointError for a key of `settings` that is not in `known`: it might change the meaning of the weights.
+
+    `section` is the path of the settings in quantization_config, for messages.
+    """
     unknown = sorted(str(key) for key in settings if key not in known)
     if unknown:
         raise CheckpointError(
-            f"quantization_config: {unknown[0]}={str(settings[unknown[0]])[:60]!r} is not known.",
+            f"quantization_config: {section}{unknown[0][:60]}={str(settings[unknown[0]])[:60]!r} is not known.",
             cure="Remove the key if it has no effect on the weights.",
         )
+
+
+def check_values(settings: dict[str, Any], supported: Mapping[str, tuple[Any, ...]], section: str = "") -> None:
+    """Raise CheckpointError for a setting with a value that is not in `supported`, whose keys may be absent from `settings`.
+
+    Values have the exact types of the supported ones. The case of strings is not significant. `section` is as in `check_known_keys`.
+    """
+    for key, values in supported.items():
+        if key not in settings:
+            continue
+        value = settings[key].lower() if isinstance(settings[key], str) else settings[key]
+        if not any(type(value) is type(one) and value == one for one in values):
+            listed = ", ".join("null" if one is None else str(one) for one in values)
+            raise CheckpointError(
+                f"quantization_config: {section}{key}={str(settings[key])[:60]!r} is not supported.", cure=f"Supported: {listed}."
+            )
 
 
 def modules_with(tensors: Mapping[str, TensorInfo], suffix: str, required: tuple[str, ...]) -> list[str]:
@@ -81,9 +100,9 @@ def check_scales(tensors: Mapping[str, TensorInfo], weight: str, scale: str, *in
 
 
 def matrix_shape(tensors: Mapping[str, TensorInfo], name: str) -> tuple[int, int]:
-    """The shape of a tensor. Raises CheckpointError unless it has two axes."""
+    """The shape of a tensor. Raises CheckpointError unless it has two axes and at least one element."""
     shape = tensors[name].shape
-    if len(shape) != 2:
+    if len(shape) != 2 or 0 in shape:
         raise CheckpointError(f"{name} has shape {list(shape)}, and a matrix is expected.", cure=DOWNLOAD_AGAIN)
     return shape[0], shape[1]
 

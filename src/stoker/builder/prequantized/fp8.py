@@ -11,24 +11,37 @@ from torch import Tensor
 from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
 from stoker.builder.checkpoint.weights import TensorInfo
-from stoker.builder.prequantized.checks import FLOATS, check_scales, check_tensor
+from stoker.builder.prequantized.checks import FLOATS, check_known_keys, check_scales, check_tensor, check_values, matrix_shape
 from stoker.builder.prequantized.weight import PrequantizedWeight
 from stoker.quant.formats.block_fp8 import BlockFp8
 from stoker.quant.formats.fp8 import Fp8
 
+# Settings of the conversion, and copies of what the tensors show.
+_KEYS = (
+    "quant_method", "weight_block_size", "modules_to_not_convert", "modules_to_convert", "ignored_layers", "dequantize",
+    "weight_per_tensor", "act_per_tensor", "packed_modules_mapping", "kv_cache_scheme", "kv_cache_quant_targets",
+)  # fmt: skip
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "activation_scheme": ("static", "dynamic"), "fmt": ("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn", None),
+    "scale_fmt": ("float", "ue8m0", None), "expert_dtype": ("fp8", None),
+}  # fmt: skip
+
 
 def read_fp8(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -> dict[str, PrequantizedWeight]:
-    """The weights of an fp8 checkpoint, by name. Raises CheckpointError for scales that do not fit a weight.
+    """The weights of an fp8 checkpoint, by name. Raises CheckpointError for unsupported settings, and scales that do not fit a weight.
 
     With `weight_block_size`, `weight_scale_inv` has one scale per block [rows, columns]; despite its name, weights are multiplied by it.
     Otherwise `weight_scale` has one scale, and `input_scale`, if present, is the static scale of activations.
     """
+    check_known_keys(quantization, (*_KEYS, *_VALUES))
+    check_values(quantization, _VALUES)
     block = block_size(quantization["weight_block_size"]) if quantization.get("weight_block_size") is not None else None
-    is_static = quantization.get("activation_scheme", "static") == "static"
+    is_static = str(quantization.get("activation_scheme", "static")).lower() == "static"
     found = {}
     for name, info in tensors.items():
         if info.dtype != torch.float8_e4m3fn or len(info.shape) != 2 or not name.endswith(".weight"):
             continue
+        matrix_shape(tensors, name)
         scale = f"{name}_scale_inv" if block is not None else f"{name}_scale"
         if scale not in tensors:
             raise CheckpointError(f"{scale} is missing, and {name} needs it.", cure=DOWNLOAD_AGAIN)

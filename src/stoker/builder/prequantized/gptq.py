@@ -10,12 +10,36 @@ from torch import Tensor
 
 from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.weights import TensorInfo
-from stoker.builder.prequantized.checks import FLOATS, check_tensor, dtype_name, matrix_shape, modules_with, read_bits_and_group
+from stoker.builder.prequantized.checks import (
+    FLOATS,
+    check_known_keys,
+    check_tensor,
+    check_values,
+    dtype_name,
+    matrix_shape,
+    modules_with,
+    read_bits_and_group,
+    read_section,
+)
 from stoker.builder.prequantized.packed_int32 import int4_tensors, split_groups, supported_group, unpack_int32
 from stoker.builder.prequantized.weight import PrequantizedWeight
 from stoker.quant.format import Format
 from stoker.quant.formats.int4 import Int4
 from stoker.quant.formats.int8_grouped import GroupedInt8
+
+# Settings of the search for the values and of runtimes, and copies of what the tensors show.
+_KEYS = (
+    "quant_method", "bits", "w_bit", "group_size", "q_group_size", "desc_act", "sym", "true_sequential", "static_groups", "damp_percent",
+    "damp_auto_increment", "act_group_aware", "model_name_or_path", "model_file_base_name", "lm_head", "meta", "quantizer", "tokenizer",
+    "dataset", "backend", "model_seqlen", "use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config", "max_input_length",
+    "cache_block_outputs", "batch_size", "pad_token_id", "block_name_to_quantize", "module_name_preceding_first_block", "version",
+    "modules_in_block_to_quantize", "modules_to_not_convert", "mse", "pack_impl", "dynamic", "zero_point", "gptaq", "gptaq_alpha",
+)  # fmt: skip
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "checkpoint_format": ("gptq", "gptq_v2", None), "format": ("gptq", "gptq_v2", None), "method": ("gptq", None),
+    "is_marlin_format": (False, None), "pack_dtype": ("int32", None), "adapter": (None,), "rotation": (None,),
+    "mock_quantization": (False, None),
+}  # fmt: skip
 
 
 def read_gptq(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -> dict[str, PrequantizedWeight]:
@@ -24,12 +48,20 @@ def read_gptq(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -
     A module has `qweight` [in × bits / 32, out], `qzeros` [groups, out × bits / 32], `scales` [groups, out], and optionally `g_idx` [in],
     the group of each input feature. The first version of the format stores each zero point minus one.
     """
+    check_known_keys(quantization, (*_KEYS, *_VALUES))
+    check_values(quantization, _VALUES)
+    _check_dynamic(quantization)
     bits, size = read_bits_and_group(quantization, (2, 3, 4, 8))
-    zero_offset = 0 if quantization.get("checkpoint_format") == "gptq_v2" else 1
+    zero_offset = 0 if _is_second_version(quantization) else 1
     found = {}
     for module in modules_with(tensors, ".qweight", (".qzeros", ".scales")):
         words, out_features = matrix_shape(tensors, f"{module}.qweight")
         in_features = words * 32 // bits
+        if words * 32 % bits or out_features * bits % 32:
+            raise CheckpointError(
+                f"{module}.qweight has shape [{words}, {out_features}], which is no whole number of values of {bits} bits.",
+                cure="Correct bits in config.json, or download the checkpoint again.",
+            )
         group = in_features if size == -1 else size
         num_groups = -(-in_features // group)
         check_tensor(tensors, f"{module}.qweight", (words, out_features), torch.int32)
@@ -44,6 +76,23 @@ def read_gptq(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -
         repack = _repack(module, bits, zero_offset, group, in_features, reordered)
         found[f"{module}.weight"] = PrequantizedWeight(sources, (out_features, in_features), chosen, repack)
     return found
+
+
+def _is_second_version(quantization: dict[str, Any]) -> bool:
+    """Whether zero points are stored as they are. Raises CheckpointError for two settings that contradict each other."""
+    found = {str(value).lower() for key in ("checkpoint_format", "format") if (value := quantization.get(key)) is not None}
+    if len(found) > 1:
+        raise CheckpointError("quantization_config: checkpoint_format and format are different.", cure="Remove the wrong one.")
+    return found == {"gptq_v2"}
+
+
+def _check_dynamic(quantization: dict[str, Any]) -> None:
+    """Raise CheckpointError for modules with settings of their own in `dynamic`. Keys with "-:" name modules that are not quantized."""
+    if own := [key for key in read_section(quantization, "dynamic") if not key.startswith("-:")]:
+        raise CheckpointError(
+            f"quantization_config: dynamic has settings of its own for {own[0][:60]!r}, which are not supported.",
+            cure="Use a checkpoint whose modules have the same bits and group_size.",
+        )
 
 
 def _choose_format(bits: int, group: int, reordered: bool, scale_dtype: torch.dtype) -> Format:

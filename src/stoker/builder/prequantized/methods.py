@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stoker.base.errors import CheckpointError
+from stoker.base.errors import CheckpointError, StokerError
+from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
 from stoker.builder.checkpoint.weights import CheckpointWeights, TensorInfo
 from stoker.builder.prequantized.auto_round import read_auto_round
 from stoker.builder.prequantized.awq import read_awq
@@ -53,4 +54,13 @@ def read_quantized(weights: CheckpointWeights, quantization: Settings) -> ReadWe
             f"The checkpoint is quantized already ({method[:60]}), and this method is not supported.",
             cure=f"Build from the original checkpoint. Supported methods: {', '.join(METHODS)}.",
         )
-    return METHODS[method](weights, quantization)
+    try:
+        return METHODS[method](weights, quantization)
+    except StokerError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as problem:
+        where = weights.files[0] if weights.files else "The checkpoint"
+        raise CheckpointError(
+            f"{where}: the tensors do not fit the quantization_config of {method}: {type(problem).__name__} {str(problem)[:200]}.",
+            cure=DOWNLOAD_AGAIN,
+        ) from problem

@@ -7,6 +7,7 @@ activations) and `pre_quant_scale` [in], by which AWQ and SmoothQuant multiply t
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +75,7 @@ def modelopt_settings(quantization: dict[str, Any]) -> dict[str, Any]:
         check_known_keys(section, _KEYS)
     outer, inner = quantization.get("quant_algo"), nested.get("quant_algo")
     if outer is not None and inner is not None and outer != inner:
-        raise CheckpointError(f"quant_algo is {outer!r} in config.json and {inner!r} in hf_quant_config.json.", cure=DOWNLOAD_AGAIN)
+        raise CheckpointError(f"quant_algo is {outer!r:.60} in config.json and {inner!r:.60} in hf_quant_config.json.", cure=DOWNLOAD_AGAIN)
     settings = quantization | {key: value for key, value in nested.items() if value is not None}
     if settings.get("has_zero_point"):
         raise CheckpointError("quantization_config: has_zero_point=true is not supported.", cure="Use a checkpoint without zero points.")
@@ -92,7 +93,7 @@ def kv_cache_algorithm(settings: dict[str, Any]) -> str | None:
         found = scheme
     if found not in KV_ALGORITHMS:
         listed = ", ".join(filter(None, KV_ALGORITHMS))
-        raise CheckpointError(f"quantization_config: kv_cache_quant_algo={found!r} is not supported.", cure=f"Supported: {listed}.")
+        raise CheckpointError(f"quantization_config: kv_cache_quant_algo={found!r:.60} is not supported.", cure=f"Supported: {listed}.")
     return found
 
 
@@ -106,9 +107,10 @@ def _algorithm_of(module: str, settings: dict[str, Any]) -> tuple[str, int]:
             raise CheckpointError(f"quantized_layers does not list {module}, which has a weight_scale.", cure=DOWNLOAD_AGAIN)
         algorithm, group = chosen.get("quant_algo"), chosen.get("group_size")
     algorithm = algorithm.upper() if isinstance(algorithm, str) else algorithm  # ModelOpt writes fp8_pb_wo
-    if algorithm not in _ALGORITHMS:
+    if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
         raise CheckpointError(
-            f"quantization_config: quant_algo={algorithm!r} of {module} is not supported.", cure=f"Supported: {', '.join(_ALGORITHMS)}."
+            f"quantization_config: quant_algo={algorithm!r:.60} of {module} is not supported.",
+            cure=f"Supported: {', '.join(_ALGORITHMS)}.",
         )
     if group is not None and (type(group) is not int or not 0 <= group <= 1 << 18):
         raise CheckpointError(f"quantization_config: group_size={group!r} is not a positive number.", cure=DOWNLOAD_AGAIN)
@@ -227,7 +229,8 @@ def _read_nvfp4(module: _Module) -> PrequantizedWeight:
     second = f"{module.name}.weight_scale_2"
     if second not in module.tensors:
         raise CheckpointError(f"{second} is missing, and {module.name}.weight_scale needs it.", cure=DOWNLOAD_AGAIN)
-    check_scales(module.tensors, f"{module.name}.weight", second)
+    if math.prod(module.tensors[second].shape) != 1 or module.tensors[second].dtype not in FLOATS:
+        raise CheckpointError(f"{second} has shape {list(module.tensors[second].shape)}, and one number is expected.", cure=DOWNLOAD_AGAIN)
     return _read_fp4(module, size, (torch.float8_e4m3fn,), lambda parts: parts[1].float() * parts[2].float().reshape(-1)[0])
 
 

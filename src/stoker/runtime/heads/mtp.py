@@ -44,7 +44,7 @@ class MtpNames:
 _DEEPSEEK = MtpNames("enorm", "hnorm", "eh_proj", "shared_head.norm", ("embed_tokens", "shared_head.head"), hidden_first=False)
 _MIMO = MtpNames("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", (), hidden_first=True)
 _LAYER = "model.layers.0."  # the prefix of the tensors after renaming
-_ENORM = re.compile(r"model\.layers\.(\d+)\.enorm\.weight")
+_ENORM = re.compile(r"model\.layers\.(\d{1,6})\.enorm\.weight")
 
 
 def is_mtp(folder: HeadFolder) -> bool:

@@ -10,6 +10,7 @@ from stoker.base.errors import CheckpointError
 MIGRATION = "Build from the Hugging Face checkpoint that it was converted from."
 MAX_RANKS = 1024
 MAX_SIZE = 1 << 24
+MAX_EXPERTS = 4096
 
 # TensorRT-LLM's architectures, which are models of the Llama family: RMS norms, gated MLPs and rotary positions.
 ARCHITECTURES = {
@@ -83,6 +84,8 @@ def hugging_face_config(data: dict[str, Any], where: str) -> dict[str, Any]:
         config["attention_bias"] = bool(data.get("attn_bias") or data.get("bias"))
     if (scaling := data.get("rotary_scaling")) is not None:
         config["rope_scaling"] = _rope_scaling(scaling, where)
+    if not isinstance(data.get("moe"), dict | None):
+        raise CheckpointError(f"{where}: moe={str(data['moe'])[:60]!r} is not an object.", cure="Correct config.json.")
     if architecture == "MixtralForCausalLM":
         config |= _experts(data, where)
     elif (data.get("moe") or {}).get("num_experts") or data.get("moe_num_experts"):
@@ -116,12 +119,16 @@ def _rope_scaling(scaling: Any, where: str) -> dict[str, Any]:
 
 
 def _experts(data: dict[str, Any], where: str) -> dict[str, Any]:
-    """The keys of Mixtral's experts. Raises CheckpointError for a normalization that is not Mixtral's."""
-    moe = data.get("moe") if isinstance(data.get("moe"), dict) else {key.removeprefix("moe_"): data[key] for key in data if "moe_" in key}
-    assert isinstance(moe, dict)
+    """The keys of Mixtral's experts. Raises CheckpointError for numbers out of range, and a normalization that is not Mixtral's."""
+    moe: dict[str, Any] = data.get("moe") or {key.removeprefix("moe_"): data[key] for key in data if key.startswith("moe_")}
     mode = moe.get("normalization_mode", 1)
     if mode not in (1, "RENORMALIZE", None):
-        raise CheckpointError(f"{where}: moe.normalization_mode={mode!r} is not supported, only 1 (RENORMALIZE).", cure=MIGRATION)
+        raise CheckpointError(f"{where}: moe.normalization_mode={str(mode)[:60]!r} is not supported, only 1 (RENORMALIZE).", cure=MIGRATION)
+    for key in ("num_experts", "top_k"):
+        if type(moe.get(key)) is not int or not 1 <= moe[key] <= MAX_EXPERTS:
+            raise CheckpointError(
+                f"{where}: moe.{key}={str(moe.get(key))[:60]!r} is not from 1 to {MAX_EXPERTS}.", cure="Correct config.json."
+            )
     return {"num_local_experts": moe.get("num_experts"), "num_experts_per_tok": moe.get("top_k")}
 
 

@@ -43,7 +43,7 @@ SUFFIXES = {
     "weight": "weight", "bias": "bias", "weights_scaling_factor": "weight_scale", "per_channel_scale": "weight_scale",
     "activation_scaling_factor": "input_scale", "prequant_scaling_factor": "pre_quant_scale", "weights_scaling_factor_2": "weight_scale_2",
 }  # fmt: skip
-_LAYER = re.compile(r"transformer\.layers\.(\d+)\.(.+)\.(\w+)$")
+_LAYER = re.compile(r"transformer\.layers\.(\d{1,6})\.(.+)\.(\w+)$")
 # Tensors that follow from others: the product of scales, and the larger scale of keys and values.
 NO_EFFECT = re.compile(r".*\.(alpha|kv_cache_rcp_scaling_factor|kv_orig_quant_scale|kv_quant_orig_scale)$")
 

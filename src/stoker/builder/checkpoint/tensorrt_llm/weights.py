@@ -92,6 +92,8 @@ class TensorRTLLMWeights(CheckpointWeights):
                 raise CheckpointError(f"{rank.files[0]}: not all ranks have {different[0]}.", cure=DOWNLOAD_AGAIN)
         layers = set()
         for name in sorted(names):
+            if wrong := [rank for rank in stage if 0 in rank.tensors[name].shape]:
+                raise CheckpointError(f"{wrong[0].location(name)} has no elements.", cure=DOWNLOAD_AGAIN)
             if (parsed := parse_layer_name(name)) is None:
                 self._add_outer(stage, name)
                 continue
@@ -181,6 +183,10 @@ class TensorRTLLMWeights(CheckpointWeights):
         shape = stage[0].tensors[name].shape
         if suffix != "weight" or len(shape) != 3 or "quantization_config" in self._hugging_face:
             raise CheckpointError(f"{stage[0].files[0]}: {name}: quantized experts of TensorRT-LLM are not supported.", cure=MIGRATION)
+        if shape[0] != (count := self._hugging_face["num_local_experts"]):
+            raise CheckpointError(
+                f"{stage[0].files[0]}: {name} has {shape[0]} experts, and config.json describes {count}.", cure=DOWNLOAD_AGAIN
+            )
         half = shape[1] // 2
         matrices = {"w3": (0, half), "w1": (half, half)} if module == "mlp.fc" else {"w2": (0, shape[1])}
         for expert in range(shape[0]):
@@ -207,6 +213,8 @@ class TensorRTLLMWeights(CheckpointWeights):
             raise CheckpointError(f"{stage[-1].files[0]}: {name} does not fit the other ranks or tensors.", cure=DOWNLOAD_AGAIN)
         parts = select([torch.empty(info.shape, dtype=info.dtype, device="meta") for info in infos])
         shape = list(parts[0].shape)
+        if split != "same" and not shape:
+            raise CheckpointError(f"{stage[0].files[0]}: {name} is one number, and not a matrix.", cure=DOWNLOAD_AGAIN)
         if split != "same":
             shape[0 if split == "rows" else -1] *= len(parts)
         elif shape == [1]:
