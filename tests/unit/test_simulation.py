@@ -31,6 +31,15 @@ def prompt(seed: int, count: int) -> list[int]:
     return [dice.randrange(1000) for _ in range(count)]
 
 
+def test_a_replica_holds_no_block_of_prompts_that_it_has_received_and_answered() -> None:
+    simulator = Simulator(1, SMALL, STEP, RoutingSettings(disaggregate_tokens=64), 1)
+    results = simulator.run([Arrival(i * 0.01, prompt(i, 200), 20) for i in range(40)])
+    assert results.num_transferred_tokens == 40 * 192
+    for replica in simulator._replicas.values():
+        pool = replica.scheduler.kv_cache.pool
+        assert pool.num_free == pool.num_blocks and not len(replica._held)
+
+
 def test_the_times_of_one_request_follow_from_the_step_times() -> None:
     results = Simulator(1, SMALL, STEP).run([Arrival(0.0, prompt(0, 100), 3)])
     prefill = 0.01 + 100 * 0.0001

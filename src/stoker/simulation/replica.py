@@ -108,8 +108,14 @@ class SimulatedReplica:
     def start_step(self, now_s: float) -> float | None:
         """Start the next step, and return when it ends; None if there is nothing to compute."""
         plan = self.scheduler.plan(now_s)
+        if not plan.sequences and len(self._held):  # the first waiting sequence needs blocks that are held for later ones
+            self._held.release_all()
+            self.scheduler.on_free_blocks()
+            plan = self.scheduler.plan(now_s)
         if not plan.sequences:
             return None
+        for seq in plan.sequences if len(self._held) else ():
+            self._held.release(seq.seq_id)
         self._plan, self._duration_s = plan, self._step_times.of(plan)
         return now_s + self._duration_s
 
