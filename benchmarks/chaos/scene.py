@@ -57,7 +57,7 @@ class Scene:
             self._failures += [f"a client failed: {error!r}" for error in ended if isinstance(error, BaseException)]
         say("the load has ended")
         sampling.cancel()
-        after = await quiet(world.server)
+        after = await quiet(world.server, before)
         opened = {role: {name: number - opened.get(role, {}).get(name, 0) for name, number in counts.items()}
                   for role, counts in descriptors(world.server).items()}  # fmt: skip
         slope = sampler.slope(middle, end)
