@@ -13,6 +13,7 @@ import re
 import torch
 from torch import Tensor
 
+from stoker.base.errors import CheckpointError
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.core.model_config import AttentionConfig, ModelConfig
 from stoker.core.specs import LinearSpec
@@ -64,6 +65,7 @@ class EagleHead(RecurrentHead):
 def load_eagle(folder: HeadFolder, target: Target) -> EagleHead:
     """Load the head of a folder. Raises CheckpointError for damaged files, and ConfigError for a head that does not fit the model."""
     folder = folder.renamed(canonical_name)
+    _check_settings(folder)
     config = read_layers(folder.path, folder.config)
     check_equal(folder.path, "hidden_size", config.hidden_size, target.config.hidden_size)
     check_equal(folder.path, "vocabulary", config.vocab_size, target.config.vocab_size)
@@ -74,6 +76,16 @@ def load_eagle(folder: HeadFolder, target: Target) -> EagleHead:
     head = EagleHead(config, loader, target, bias="fc.bias" in folder.names)
     folder.check_all_used()
     return head
+
+
+def _check_settings(folder: HeadFolder) -> None:
+    """Raise CheckpointError for settings of other variants, which would change what the head computes."""
+    for key in ("eagle_config", "speculators_config", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+        if folder.config.get(key) not in (None, False, {}):
+            raise CheckpointError(
+                f"{folder.path}: {key}={str(folder.config[key])[:60]!r} of an EAGLE head is not supported.",
+                cure="Use an EAGLE-3 head, or one without the setting.",
+            )
 
 
 def canonical_name(name: str) -> str:

@@ -29,11 +29,17 @@ from stoker.quant.linear_ops import LinearOp
 from stoker.runtime.heads.eagle import canonical_name
 from stoker.runtime.heads.folder import HeadFolder
 from stoker.runtime.heads.head import RecurrentHead, Target, check_equal
-from stoker.runtime.heads.layer_config import read_layers
+from stoker.runtime.heads.layer_config import check_flags, check_size, read_layers
 from stoker.runtime.heads.weights import HeadLoader, HeadTensors
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
 MAX_LAYERS_READ = 16
+# Settings in `eagle_config` beside the layers, and the values that describe what is computed here. ModelOpt writes most of them.
+_EAGLE_CONFIG: dict[str, tuple[bool | int | None, ...]] = {
+    "use_aux_hidden_state": (True, None), "use_input_layernorm_in_first_layer": (True, None), "use_last_layernorm": (True, None),
+    "use_mtp_layernorm": (False, None), "next_layer_regular": (True, None), "parallel_draft_step": (1, None),
+    "parallel_draft_heads_num_layers": (0, 1, None),
+}  # fmt: skip
 
 
 def is_eagle3(folder: HeadFolder) -> bool:
@@ -104,11 +110,17 @@ def load_eagle3(folder: HeadFolder, target: Target) -> Eagle3Head:
     folder = folder.renamed(canonical_name)
     data, model, device = folder.config, target.config, target.model.device
     nested = data.get("transformer_layer_config")
-    config = read_layers(folder.path, nested if isinstance(nested, dict) else data)
+    if not isinstance(nested, dict | None):
+        raise CheckpointError(f"{folder.path}: transformer_layer_config is not an object.", cure="Download the heads again.")
+    _check_settings(folder)
+    config = read_layers(folder.path, data if nested is None else nested)
     check_equal(folder.path, "vocabulary", config.vocab_size, model.vocab_size)
     check_equal(folder.path, "target_hidden_size", data.get("target_hidden_size") or config.hidden_size, model.hidden_size)
     layers = _layers(folder, model.num_layers)
-    check_equal(folder.path, "number of model layers × hidden_size", folder.shape("fc.weight")[-1], len(layers) * model.hidden_size)
+    width = folder.shape("fc.weight")
+    if len(width) != 2:
+        raise CheckpointError(f"{folder.path}: fc.weight has shape {list(width)}, and is not a matrix.", cure="Download the heads again.")
+    check_equal(folder.path, "number of model layers × hidden_size", width[1], len(layers) * model.hidden_size)
     own = {name: name for name in ("fc", "norm", "input_norm", *(f"fc_norm.{i}" for i in range(len(layers))))}
     names = llama_names(config) | own | {"head": "lm_head", "layers.{i}.hidden_norm": "model.layers.{i}.hidden_norm"}
     tensors = HeadTensors(folder, names, config, device)
@@ -139,6 +151,28 @@ def load_eagle3(folder: HeadFolder, target: Target) -> Eagle3Head:
     return head
 
 
+def _check_settings(folder: HeadFolder) -> None:
+    """Raise CheckpointError for settings of EAGLE-3 with a wrong type, and those which change what the head computes."""
+    path, data, inner = folder.path, folder.config, folder.config.get("eagle_config")
+    for key in ("draft_vocab_size", "target_hidden_size"):
+        check_size(path, key, data.get(key))
+    check_flags(path, data, ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"))
+    if not isinstance(inner, dict | None):
+        raise CheckpointError(f"{path}: eagle_config={str(inner)[:60]!r} is not an object.", cure="Download the heads again.")
+    for key, value in (inner or {}).items():
+        supported = _EAGLE_CONFIG.get(key, ())
+        if key != _IDS and not any(value is one for one in supported):
+            listed = " or ".join(str(one).lower() for one in supported if one is not None)
+            raise CheckpointError(
+                f"{path}: eagle_config.{key[:60]}={str(value)[:60]!r} is not supported{f', only {listed}' if listed else ''}.",
+                cure="Heads of this variant are not supported.",
+            )
+    algorithm = (data.get("speculators_config") or {}).get("algorithm") if isinstance(data.get("speculators_config"), dict) else None
+    for key, found in (("speculators_model_type", data.get("speculators_model_type")), ("speculators_config.algorithm", algorithm)):
+        if found not in (None, "eagle3"):
+            raise CheckpointError(f"{path}: {key}={str(found)[:60]!r} is not supported, only eagle3.", cure="Use EAGLE-3 heads.")
+
+
 def _layers(folder: HeadFolder, num_layers: int) -> tuple[int, ...]:
     """The numbers of model layers that are computed before the states which the head reads. Raises CheckpointError or ConfigError."""
     data, inner = folder.config, folder.config.get("eagle_config")
@@ -148,7 +182,7 @@ def _layers(folder: HeadFolder, num_layers: int) -> tuple[int, ...]:
     if found is None:
         found = [2, num_layers // 2, num_layers - 3]
     if not isinstance(found, list) or not 1 <= len(found) <= MAX_LAYERS_READ or not all(type(layer) is int for layer in found):
-        raise CheckpointError(f"{folder.path}: {_IDS}={found!r} is not a list of layers.", cure="Download the heads again.")
+        raise CheckpointError(f"{folder.path}: {_IDS}={str(found)[:60]!r} is not a list of layers.", cure="Download the heads again.")
     if wrong := [layer for layer in found if not 0 <= layer + offset <= num_layers]:
         raise ConfigError(
             f"{folder.path} does not fit: it reads the hidden state of layer {wrong[0]}, and the model has {num_layers} layers.",

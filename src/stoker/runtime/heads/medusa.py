@@ -19,9 +19,11 @@ from stoker.models.architecture import TensorNames
 from stoker.quant.linear_ops import LinearOp
 from stoker.runtime.heads.folder import HeadFolder
 from stoker.runtime.heads.head import ParallelHead, Target, check_equal
+from stoker.runtime.heads.layer_config import check_size
 from stoker.runtime.heads.weights import HeadLoader, HeadTensors
 
 MAX_HEADS = 32
+_COUNTS = ("medusa_num_heads", "num_heads", "medusa_num_layers", "num_hidden_layers")
 _FASTER_DECODING = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")
 _VLLM = re.compile(r"(?:medusa_heads\.)?((?:blocks\.\d+\.layers\.\d+|lm_heads\.\d+|lm_head)\.(?:weight|bias)|token_map)")
 
@@ -48,16 +50,22 @@ def load_medusa(folder: HeadFolder, target: Target) -> MedusaHeads:
     """Load the heads of a folder. Raises CheckpointError for damaged files, and ConfigError for heads that do not fit the model."""
     folder = folder.renamed(_canonical)
     hidden, vocab = target.config.hidden_size, target.config.vocab_size
-    count, depth = _sizes(folder)
     data: dict[str, Any] = folder.config
+    for key in ("hidden_size", "vocab_size", "truncated_vocab_size", *_COUNTS):
+        check_size(folder.path, key, data.get(key))
     for key, expected in (("hidden_size", hidden), ("vocab_size", vocab)):
-        if key in data:
+        if data.get(key) is not None:
             check_equal(folder.path, key, data[key], expected)
+    count, depth = _sizes(folder)
     width = folder.shape("heads.0.weight")
+    if len(width) != 2:
+        raise CheckpointError(
+            f"{folder.path}: heads.0.weight has shape {list(width)}, and is not a matrix.", cure="Download the heads again."
+        )
     check_equal(folder.path, "hidden_size", width[-1], hidden)
     token_map = None
     if "token_map" in folder.names:
-        ids = folder.read_integers("token_map", (data.get("truncated_vocab_size", width[0]),))
+        ids = folder.read_integers("token_map", (data.get("truncated_vocab_size") or width[0],))
         if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab:
             raise CheckpointError(f"{folder.path}: token_map has ids that are not from 0 to {vocab - 1}.", cure="Download the heads again.")
         token_map = ids.to(torch.int32).to(target.model.device)
@@ -95,7 +103,7 @@ def _sizes(folder: HeadFolder) -> tuple[int, int]:
     count, depth = found
     data = folder.config
     for keys, number in ((("medusa_num_heads", "num_heads"), count), (("medusa_num_layers", "num_hidden_layers"), depth)):
-        stated = next((data[key] for key in keys if key in data), number)
+        stated = next((data[key] for key in keys if data.get(key) is not None), number)
         if stated != number or not 1 <= number <= MAX_HEADS:
             raise CheckpointError(
                 f"{folder.path}: config.json has {keys[0]}={stated}, and the weights have {number}.", cure="Download the heads again."
