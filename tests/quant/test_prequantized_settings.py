@@ -110,6 +110,8 @@ def test_published_settings_are_accepted(method: str, module: Headers, settings:
         ("auto-round", GPTQ, FOUR_BITS | {"packing_format": ["auto_round"]}, "packing_format=.* is not supported"),
         ("modelopt", NVFP4 | {"weight_scale_2": ((64,), F32)}, {"quant_algo": "NVFP4"}, r"weight_scale_2 has shape \[64\], and one number"),
         ("modelopt", NVFP4, {"quant_algo": ["NVFP4"]}, "quant_algo=.* is not supported"),
+        ("mxfp4", {"experts_blocks": ((0, 8, 2, 16), torch.uint8), "experts_scales": ((0, 8, 2), torch.uint8)}, {}, "does not fit"),
+        ("mxfp4", {}, {"rotation": 1}, "rotation='1' is not known"),
         ("gptq", GPTQ | {"qweight": ((0, 64), I32)}, {"bits": 4, "group_size": -1}, r"qweight has shape \[0, 64\]"),
         ("gptq", GPTQ, {"bits": 3, "group_size": 32}, r"qweight has shape \[8, 64\], which is no whole number of values of 3 bits"),
         ("awq", AWQ | {"qweight": ((0, 8), I32)}, {"bits": 4, "group_size": -1}, r"qweight has shape \[0, 8\]"),
