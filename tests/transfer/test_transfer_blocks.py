@@ -94,12 +94,18 @@ def test_a_rank_writes_imported_blocks_after_it_has_zeroed_them() -> None:
 def test_a_request_id_is_repeated_while_the_cancelled_import_still_reads(
     tiny_engine: Path, pair: type[Pair], monkeypatch: pytest.MonkeyPatch, repeats_ticket: bool
 ) -> None:
-    both, continues = pair(tiny_engine), threading.Event()
+    both, writes, continues = pair(tiny_engine), threading.Event(), threading.Event()
     imports = imports_of(both)
-    replace_writes(monkeypatch, lambda number: None if number else wait(continues.is_set))
+
+    def delay(number: int) -> None:
+        if not number:
+            writes.set()
+            wait(continues.is_set)
+
+    replace_writes(monkeypatch, delay)
     first, wanted = request(prompt(50, 60)), request(prompt(51, 60))
     _, decoded = both.submit(first)
-    run(both.sides, lambda: bool(imports._imports) and imports._imports[0].targets is not None)
+    run(both.sides, writes.is_set)
     both.decode.cancel(decoded)
     run([both.decode], lambda: both.decode.has_answered(decoded))
     assert both.decode.reasons.pop((decoded.request_id, 0)) is FinishReason.CANCELLED
@@ -129,9 +135,10 @@ def test_blocks_of_a_failed_import_are_released_after_every_rank_has_answered(
     writers: list[str] = []
 
     def write(number: int) -> None:
-        writers.append(threading.current_thread().name)
+        name = threading.current_thread().name
+        writers.append(name)
         wait(lambda: len(writers) > 1)
-        if writers[number] != "kv transfer":
+        if name != "kv transfer":
             raise torch.OutOfMemoryError("no memory")
         wait(proceeds.is_set)
 
