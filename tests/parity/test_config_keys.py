@@ -31,7 +31,9 @@ from stoker.builder.config import BuildConfig
 from stoker.models import all_architectures, resolve_architecture
 from stoker.models.config_reader import read_model_config
 
-WITHOUT_CLASS = ("GLMModel", "Gemma3ForConditionalGeneration")  # transformers has no model for these files
+WITHOUT_CLASS = (  # transformers has no model for the files of the first two, and its vision tower of the third one has gigabytes
+    "GLMModel", "Gemma3ForConditionalGeneration", "Kimi_K25ForConditionalGeneration",
+)  # fmt: skip
 NATIVE = [
     row.name
     for row in all_architectures()
