@@ -104,6 +104,9 @@ possible, it stops and names the missing file.
 | vocab.json and merges.txt, tiktoken.model, spiece.model, vocab.txt | by the converters of transformers |
 | tokenizer.ggml.* of a GGUF file: `gpt2` (byte-level BPE) and `llama` (sentencepiece BPE) | by Stoker |
 
+Keys under `tokenizer.` in a GGUF file that are not known are refused by name, and so are `precompiled_charsmap`,
+`remove_extra_whitespaces`, `normalizer.lowercase` and `normalizer.strip_accents`, unless they are empty or false.
+
 Pre-tokenizers of GGUF files (`tokenizer.ggml.pre`): {pre}.
 Other names, and the kinds `bert`, `t5`, `rwkv` and `plamo2`, which no architecture of the table has, are rejected by name.
 

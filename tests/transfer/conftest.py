@@ -9,9 +9,7 @@ import pytest
 for folder in ("builder", "transfer", "router", "server", "frontend"):
     sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
-from pairs import Pair  # noqa: E402
-
-SECRET = "a shared secret of these tests"
+from pairs import SECRET, Pair  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ from stoker.runtime.transfer.ticket import make_tickets, read_ticket, transfer_k
 
 _numbers = itertools.count()
 LIMIT_S = 60.0
+SECRET = "a shared secret of these tests"
 
 
 class Side:

@@ -14,10 +14,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
-from pairs import Pair, Side, request, run
+from pairs import SECRET, Pair, Side, request, run
 from test_transfers import BYTES_PER_TOKEN, prompt
 
-from conftest import SECRET
 from stoker.base.config import Mapping, RuntimeConfig
 from stoker.base.errors import ConfigError, RequestError
 from stoker.core.model_config import ModelConfig

@@ -50,14 +50,14 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.num_nodes > 1 and not self.rendezvous:
             raise ConfigError(f"nnodes={self.num_nodes} requires a rendezvous.", cure="Add --rendezvous HOST:PORT, an address of node 0.")
         if self.rendezvous:
-            parse_address(self.rendezvous)
+            parse_rendezvous(self.rendezvous)
         if not 1.0 <= self.rendezvous_timeout_s <= 86400.0:
             raise ConfigError(f"rendezvous_timeout_s={self.rendezvous_timeout_s} is refused.", cure="Use seconds, from 1 to 86400.")
 
     @property
     def address(self) -> tuple[str, int]:
         """The host and port of the rendezvous."""
-        return parse_address(self.rendezvous)
+        return parse_rendezvous(self.rendezvous)
 
     @property
     def is_first(self) -> bool:
@@ -87,15 +87,22 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
         return hmac.digest(b"stoker cluster", token, "sha256")
 
 
-def parse_address(text: str) -> tuple[str, int]:
+def parse_rendezvous(text: str) -> tuple[str, int]:
     """The host and port of HOST:PORT or [IPV6]:PORT. Raises ConfigError."""
-    host, separator, port = text.rpartition(":")
+    if (address := split_address(text)) is None or not address[1]:
+        raise ConfigError(f"rendezvous={text!r} is refused.", cure="Write HOST:PORT, such as 10.0.0.1:29400 or [fd00::1]:29400.")
+    return address
+
+
+def split_address(text: str) -> tuple[str, int] | None:
+    """The host and port, 0 to 65535, of HOST:PORT or [IPV6]:PORT; None if the text is neither."""
+    host, _, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        host = ""
-    if not host or not separator or not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65536):
-        raise ConfigError(f"rendezvous={text!r} is refused.", cure="Write HOST:PORT, such as 10.0.0.1:29400 or [fd00::1]:29400.")
+        return None
+    if not host or not (port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 65536):
+        return None
     return host, int(port)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 
 from stoker import __version__
 from stoker.base.errors import EngineError
+from stoker.base.json_object import read_bounded_object
 from stoker.distributed.group import SINGLE, Group
 from stoker.engine.config import FORMAT_VERSION, EngineConfig, decode_engine_config, rank_metadata
 from stoker.engine.file_record import file_sha256
@@ -164,7 +164,7 @@ class Engine:
 def is_engine(path: str | Path) -> bool:
     """Whether the directory has the config.json of an engine. Other files are not checked."""
     try:
-        return "format_version" in _parse_config(Path(path) / CONFIG_FILE)
+        return "format_version" in read_bounded_object(Path(path) / CONFIG_FILE, MAX_CONFIG_BYTES, EngineError, _REBUILD)
     except (EngineError, OSError):
         return False
 
@@ -178,7 +178,7 @@ def _read_config(path: Path) -> dict[str, Any]:
             raise EngineError(f"{path} is not an engine: it is a GGUF file.", cure=build)
         problem = f"it has no {CONFIG_FILE}" if path.is_dir() else "it does not exist"
         raise EngineError(f"{path} is not an engine: {problem}.", cure="Name a directory that stoker build wrote.")
-    plain = _parse_config(file)
+    plain = read_bounded_object(file, MAX_CONFIG_BYTES, EngineError, _REBUILD)
     if "format_version" not in plain:
         is_checkpoint = "model_type" in plain or "architectures" in plain
         problem = "it is a Hugging Face checkpoint" if is_checkpoint else f"{CONFIG_FILE} has no format_version"
@@ -189,17 +189,4 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"{path} has {found}, and this Stoker {__version__} reads format {FORMAT_VERSION}.",
             cure="Build the engine again with this Stoker.",
         )
-    return plain
-
-
-def _parse_config(file: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises EngineError if it is too large or no object."""
-    if file.stat().st_size > MAX_CONFIG_BYTES:
-        raise EngineError(f"{file} has more than {MAX_CONFIG_BYTES} bytes.", cure=_REBUILD)
-    try:
-        plain = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as problem:
-        raise EngineError(f"{file} is not JSON ({problem}).", cure=_REBUILD) from None
-    if not isinstance(plain, dict):
-        raise EngineError(f"{file} is not an object.", cure=_REBUILD)
     return plain

@@ -1,52 +1,17 @@
 /* Runs the C kernels on deterministic inputs and writes their results to standard output as float32, for any processor.
  *
- * tests/kernels/cpu/test_other_processors.py compiles it together with the kernels and compares the results with those of this machine.
+ * tests/kernels/cpu/test_other_processors.py compiles it, with the kernels that it includes, and compares the results with those of this
+ * machine.
  */
 
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "activation.h"
-#include "head.h"
-#include "linear.h"
-
-struct linears {
-    fork_function *fork;
-    int64_t threads, count;
-    struct linear first[];
-};
-struct widening {
-    fork_function *fork;
-    int64_t threads;
-    float *out;
-    int64_t first, count;
-    struct linear linear;
-};
-struct rope_store {
-    char *q;
-    const char *k, *v;
-    const int32_t *positions, *slots;
-    const float *cos_sin, *key_scale, *value_scale, *key_balance;
-    void *keys, *values;
-    int64_t tokens, heads, kv_heads, size, value_size;
-    int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride;
-    int64_t dim, num_positions, interleaved, num_blocks, block_size, dtype, cache_dtype;
-};
-struct attention {
-    fork_function *fork;
-    int64_t threads;
-    const char *q, *keys, *values;
-    const float *key_scale, *value_scale;
-    const int32_t *block_tables, *seq_lens;
-    void *out;
-    int64_t rows, heads, kv_heads, size, value_size, q_token_stride, q_head_stride, max_blocks, num_blocks, block_size;
-    int64_t window, chunk, dtype, cache_dtype;
-    double scale;
-};
-int stoker_linears(const struct linears *);
-int stoker_widen(const struct widening *);
-int stoker_rope_store(const struct rope_store *);
-int stoker_attention(const struct attention *);
+#include "attention.c"
+#include "linear.c"
+#include "parallel.c"
+#include "rope.c"
+#include "widen.c"
 
 static uint32_t state = 1;
 

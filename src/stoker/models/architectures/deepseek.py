@@ -98,17 +98,20 @@ def with_corrected_experts(config: ModelConfig, hf: dict[str, Any]) -> ModelConf
     Raises CheckpointError for another routing.
     """
     require_values(hf, scoring_func="sigmoid", topk_method="noaux_tc")
-    return with_experts(
-        config,
-        hf,
-        score="sigmoid",
-        renormalize=bool(hf["norm_topk_prob"]),
-        scale=float(hf["routed_scaling_factor"]),
-        correction_bias=True,
-        num_groups=hf["n_group"],
-        top_groups=hf["topk_group"],
-        group_score="top2",
-    )
+    return with_experts(config, hf, **corrected_routing(hf))
+
+
+def corrected_routing(hf: dict[str, Any]) -> dict[str, Any]:
+    """The fields of MoEConfig of the routing of DeepSeek V3: how experts are scored and chosen."""
+    return {
+        "score": "sigmoid",
+        "renormalize": bool(hf["norm_topk_prob"]),
+        "scale": float(hf["routed_scaling_factor"]),
+        "correction_bias": True,
+        "num_groups": hf["n_group"],
+        "top_groups": hf["topk_group"],
+        "group_score": "top2",
+    }
 
 
 def latent_attention_config(hf: dict[str, Any], architecture: str) -> ModelConfig:

@@ -11,6 +11,7 @@ from typing import Any
 from stoker.base.errors import CheckpointError
 from stoker.core.model_config import AttentionConfig, LayerConfig, Mamba2Config, MLPConfig, ModelConfig, MoEConfig, NormConfig
 from stoker.models.architecture import Architecture, TensorNames
+from stoker.models.architectures.deepseek import corrected_routing
 from stoker.models.architectures.mamba2 import MAMBA_KEYS, mamba2_block_names
 from stoker.models.config_fields import read_activation, require_values, value_or, with_defaults
 
@@ -107,13 +108,7 @@ def _read_experts(hf: dict[str, Any]) -> MoEConfig:
         num_experts=hf["n_routed_experts"],
         top_k=hf["num_experts_per_tok"],
         expert=expert,
-        score="sigmoid",
-        renormalize=bool(hf["norm_topk_prob"]),
-        scale=float(hf["routed_scaling_factor"]),
-        correction_bias=True,
-        num_groups=hf["n_group"],
-        top_groups=hf["topk_group"],
-        group_score="top2",
+        **corrected_routing(hf),
         shared=_mlp(hf, hf["moe_shared_expert_intermediate_size"]),
     )
 

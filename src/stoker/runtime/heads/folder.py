@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import CheckpointError
+from stoker.base.json_object import read_bounded_object
 from stoker.core.packed_weight import PackedWeight
 from stoker.engine.byte_io import as_bytes, read_into
 from stoker.engine.safetensors_header import TensorEntry, read_header
@@ -126,15 +126,7 @@ def _read_object(file: Path, limit: int) -> dict[str, Any]:
     """The JSON object in a file. Raises CheckpointError."""
     if not file.is_file():
         raise CheckpointError(f"{file} does not exist.", cure="Name a directory with the config.json and the weights of the heads.")
-    if file.stat().st_size > limit:
-        raise CheckpointError(f"{file} has more than {limit} bytes.", cure=DOWNLOAD_AGAIN)
-    try:
-        data = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as problem:
-        raise CheckpointError(f"{file} is not JSON ({problem}).", cure=DOWNLOAD_AGAIN) from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{file} is not an object.", cure=DOWNLOAD_AGAIN)
-    return data
+    return read_bounded_object(file, limit, CheckpointError, DOWNLOAD_AGAIN)
 
 
 def _weight_files(path: Path) -> Iterable[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from stoker.base.errors import ConfigError
+from stoker.base.nodes import split_address
 
 WILDCARDS = ("0.0.0.0", "::")
 
@@ -19,11 +20,6 @@ class TransferAddress(msgspec.Struct, frozen=True):
 
 def parse_transfer(text: str) -> tuple[str, int]:
     """The host and port of HOST:PORT or [IPV6]:PORT; port 0 is any free one. Raises ConfigError."""
-    host, _, port = text.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        host = ""
-    if not host or not (port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 65536):
+    if (address := split_address(text)) is None:
         raise ConfigError(f"transfer={text!r} is refused.", cure="Write HOST:PORT, such as 0.0.0.0:5600; port 0 is any free one.")
-    return host, int(port)
+    return address
