@@ -111,8 +111,8 @@ async def test_responses_disconnection_and_draining(engine: Path, tmp_path: Path
         assert generated.json()["text_output"] == LONG["prompt"] + text, "both protocols decode greedily"
 
         async with client.stream("POST", "/v1/completions", json={**MANY, "stream": True}) as answer:
-            async for _ in answer.aiter_lines():
-                break
+            lines = answer.aiter_lines()  # a generator that nothing refers to is closed, and closes the connection
+            await anext(lines)
             async with asyncio.timeout(10):  # while a step takes long, /metrics answers with the last known statistics
                 while not await metric(client, "stoker_kv_blocks_used"):
                     await asyncio.sleep(0.002)
@@ -161,8 +161,8 @@ async def test_counters_of_two_frontends_and_the_second_signal(engine: Path, tmp
                     continue
             assert total == 12
             async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
-                async for _ in answer.aiter_lines():
-                    break
+                lines = answer.aiter_lines()
+                await anext(lines)
                 children = served.children("stoker.server")
                 # A suspended executor cannot complete the stream, so draining would take 60 s.
                 os.kill(served.children("stoker.server.processes.executor")[0], signal.SIGSTOP)
