@@ -41,6 +41,11 @@ def open_weights(path: Path) -> CheckpointWeights:
             f"{path} has {len(pickles)} shards of pytorch_model.bin, such as {pickles[0].name}, and no index that lists their tensors.",
             cure="Download pytorch_model.bin.index.json of the checkpoint into the same directory.",
         )
+    if (path / "qmodel.pt").is_file():
+        raise CheckpointError(
+            f"{path} has qmodel.pt, in which the hqq library saves objects of its own, and no weights as transformers saves them.",
+            cure="Load the original model with transformers and HqqConfig, and use save_pretrained.",
+        )
     names = "model.safetensors, model.safetensors.index.json, pytorch_model.bin or its index"
     raise CheckpointError(f"{path} has no weights: none of {names}.", cure="Download them, or build with --dummy-weights.")
 

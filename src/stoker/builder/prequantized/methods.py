@@ -14,6 +14,7 @@ from stoker.builder.prequantized.bitsandbytes import read_bitsandbytes
 from stoker.builder.prequantized.compressed_tensors import read_compressed_tensors
 from stoker.builder.prequantized.fp8 import read_fp8
 from stoker.builder.prequantized.gptq import read_gptq
+from stoker.builder.prequantized.hqq import read_hqq
 from stoker.builder.prequantized.modelopt import read_modelopt
 from stoker.builder.prequantized.mxfp4 import read_mxfp4
 from stoker.builder.prequantized.weight import DequantizedWeight, PrequantizedWeight, ReadWeights
@@ -37,6 +38,7 @@ METHODS: dict[str, Reader] = {
     "compressed-tensors": _from_headers(read_compressed_tensors),
     "fp8": _from_headers(read_fp8),
     "gptq": _from_headers(read_gptq),
+    "hqq": read_hqq,
     "intel/auto-round": _from_headers(read_auto_round),
     "modelopt": _from_headers(read_modelopt),
     "mxfp4": _from_headers(read_mxfp4),
