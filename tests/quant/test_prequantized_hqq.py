@@ -143,8 +143,8 @@ def test_modules_with_settings_of_their_own(tmp_path: Path, caplog: pytest.LogCa
 def test_tensors_that_do_not_fit_are_rejected(suffix: str, tensor: Tensor | None, message: str, tmp_path: Path) -> None:
     source, _ = checkpoint_of(tmp_path / "hf", lambda w: hqq(w, 4, 16, 1), settings(4, 16, 1))
     tensors, name = load_file(source / "model.safetensors"), f"model.layers.1.mlp.down_proj.{suffix}"
-    kept = {key: value for key, value in tensors.items() if key != name}
-    save_file(kept if tensor is None else kept | {name: tensor}, source / "model.safetensors")
+    others = {key: value for key, value in tensors.items() if key != name}
+    save_file(others if tensor is None else others | {name: tensor}, source / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
         prepare(source, BuildConfig(device="cpu"))
 
