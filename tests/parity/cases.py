@@ -26,6 +26,12 @@ MLA = GROUPED | {
     "qk_nope_head_dim": 12, "v_head_dim": 10, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_experts": 2,
     "num_experts_per_tok": 3, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7,
 }  # fmt: skip
+GEMMA3N: dict[str, Any] = GROUPED | {
+    "head_dim": 8, "num_hidden_layers": 6, "intermediate_size": [72, 56, 72, 64, 72, 40], "sliding_window": 9, "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention", *["sliding_attention"] * 3],
+    "activation_sparsity_pattern": [0.8, 0.95, 0.3, 0.0, 0.5, 0.0], "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": VOCAB, "laurel_rank": 5,
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 GPT: dict[str, Any] = {
     "vocab_size": VOCAB, "n_positions": POSITIONS, "n_embd": 48, "n_layer": 3, "n_head": 6, "bos_token_id": 1, "eos_token_id": 2,
@@ -437,6 +443,22 @@ def gemma3_multimodal() -> Reference:
     return published(config, tensors, hf_logits(model))
 
 
+def gemma3n_multimodal() -> Reference:
+    """The text model, saved as the language model of a multimodal checkpoint, with weights that the published files have in addition."""
+    model = hf_model("Gemma3nText", **GEMMA3N)
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor for name, tensor in model.state_dict().items() if "lm_head" not in name
+    }
+    shared = "model.language_model.layers.5.self_attn"
+    tensors |= {f"{shared}.k_proj.weight": torch.ones(16, 48), f"{shared}.v_proj.weight": torch.ones(16, 48)}
+    tensors |= {f"{shared}.k_norm.weight": torch.ones(8), "model.vision_tower.timm_model.conv_stem.conv.weight": torch.ones(3)}
+    tensors |= {"model.audio_tower.conformer.0.norm.weight": torch.ones(3), "model.embed_vision.embedding.weight": torch.ones(3)}
+    text = {k: v for k, v in GEMMA3N.items() if not k.endswith("token_id")} | {"model_type": "gemma3n_text", "rope_theta": 1e6}
+    text |= {"altup_coef_clip": 120.0, "altup_lr_multiplier": 1.0, "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000.0}
+    config = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "text_config": text, "audio_token_id": 99}
+    return published(config, tensors, hf_logits(model))
+
+
 _GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
@@ -689,6 +711,29 @@ CASES: dict[tuple[str, str], Callable[[], Reference]] = {
         rope_parameters=_GEMMA3_ROPE | {"sliding_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
     ),
     ("Gemma3ForConditionalGeneration", "text"): gemma3_multimodal,
+    ("Gemma3nForCausalLM", "plain"): partial(native, "Gemma3nText", **GEMMA3N),
+    ("Gemma3nForCausalLM", "another active stream, biased, scaled, untied"): partial(
+        native,
+        "Gemma3nText",
+        **GEMMA3N
+        | {"altup_active_idx": 2, "altup_num_inputs": 3, "altup_correct_scale": False, "final_logit_softcapping": 7.0}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 4},
+        attention_bias=True,
+        tie_word_embeddings=False,
+        rope_parameters=_GEMMA3_ROPE,
+    ),
+    ("Gemma3nForCausalLM", "other layer types, nothing shared"): partial(
+        native,
+        "Gemma3nText",
+        **GEMMA3N | {"num_kv_shared_layers": 0, "layer_types": ["full_attention", *["sliding_attention"] * 4, "full_attention"]},
+    ),
+    ("Gemma3nForCausalLM", "one kind of layer, few inputs, one size"): partial(
+        native,
+        "Gemma3nText",
+        **GEMMA3N | {"layer_types": ["full_attention"] * 6, "num_kv_shared_layers": 5, "vocab_size_per_layer_input": 60},
+        hidden_activation="gelu",
+    ),
+    ("Gemma3nForConditionalGeneration", "text"): gemma3n_multimodal,
     ("PhiForCausalLM", "plain"): partial(native, "Phi", **LLAMA | {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}),
     ("PhiForCausalLM", "tied head with a bias"): partial(native, "Phi", **GROUPED, tie_word_embeddings=True),
     ("PhiForCausalLM", "q/k norms"): partial(native, "Phi", **GROUPED, qk_layernorm=True),

@@ -164,6 +164,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         27_227_128_320,
     ),
     "Gemma-3-1B": (_as("Gemma3ForCausalLM", _llama(1152, 6912, 26, 4, 1, 262144), head_dim=256), 999_885_952),
+    "Gemma-3n-E4B": ({"architectures": ["Gemma3nForConditionalGeneration"]}, 6_835_235_568),  # without the vision and audio towers
+    "Gemma-3n-E2B": (
+        {"architectures": ["Gemma3nForCausalLM"], "num_hidden_layers": 30, "intermediate_size": 8192, "num_kv_shared_layers": 10},
+        4_435_182_688,
+    ),
     "Phi-2": (_as("PhiForCausalLM", _llama(2560, 10240, 32, 32, vocab=51200), partial_rotary_factor=0.4), 2_779_683_840),
     "Phi-3-mini": (_as("Phi3ForCausalLM", _llama(3072, 8192, 32, 32, vocab=32064)), 3_821_079_552),
     "Phi-4": (_as("Phi3ForCausalLM", _llama(5120, 17920, 40, 40, 10, 100352)), 14_659_507_200),

@@ -31,8 +31,9 @@ from stoker.builder.config import BuildConfig
 from stoker.models import all_architectures, resolve_architecture
 from stoker.models.config_reader import read_model_config
 
-WITHOUT_CLASS = (  # transformers has no model for the files of the first two, and its vision tower of the third one has gigabytes
-    "GLMModel", "Gemma3ForConditionalGeneration", "Kimi_K25ForConditionalGeneration",
+# transformers has no model for the files of the first two, its vision tower of the third one has gigabytes, and the last needs timm
+WITHOUT_CLASS = (
+    "GLMModel", "Gemma3ForConditionalGeneration", "Kimi_K25ForConditionalGeneration", "Gemma3nForConditionalGeneration",
 )  # fmt: skip
 NATIVE = [
     row.name

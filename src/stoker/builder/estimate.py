@@ -94,7 +94,7 @@ def activation_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     """
     model, limits = config.model, config.limits
     widest = max(max(_attention_width(layer), _mlp_width(layer.mlp)) for layer in model.layers)
-    hidden = limits.max_num_tokens * (3 * model.hidden_size + widest) * dtype.itemsize
+    hidden = limits.max_num_tokens * (3 * model.stream_width + widest) * dtype.itemsize
     logits = limits.max_batch_size * limits.max_beam_width * model.vocab_size * (dtype.itemsize + 4)
     return hidden + logits
 

@@ -25,6 +25,7 @@ from stoker.builder.conversion.tensor_plan import plan_tensors
 from stoker.builder.conversion.tied_head import untie_different_head
 from stoker.builder.recipe import check_recipe, choose_recipe
 from stoker.core.model_config import Mamba2Config, ModelConfig, MoEConfig, StateConfig
+from stoker.distributed.pipeline import stage_layers
 from stoker.engine.config import CheckpointOrigin, EngineConfig, Target
 from stoker.models import Architecture, check_version, resolve_architecture
 from stoker.models.config_reader import read_model_config
@@ -154,12 +155,26 @@ def _check_mapping(mapping: Mapping, model: ModelConfig) -> None:
     stages = mapping.pipeline_parallel
     if stages > model.num_layers:
         raise ConfigError(f"pipeline_parallel={stages}: the model has {model.num_layers} layers.", cure="Lower it.")
+    _check_shared_caches(model, stages)
     for state in dict.fromkeys(layer.state for layer in model.layers if layer.state is not None):
         _check_state_shards(state, mapping.tensor_parallel)
     if mapping.expert_parallel and mapping.tensor_parallel == 1:
         raise ConfigError("expert_parallel is refused: one rank has all experts.", cure="Leave it out, or raise tensor_parallel.")
     if mapping.expert_parallel and not any(isinstance(layer.mlp, MoEConfig) for layer in model.layers):
         raise ConfigError("expert_parallel is refused: the model has no experts.", cure="Leave it out.")
+
+
+def _check_shared_caches(model: ModelConfig, stages: int) -> None:
+    """Raise ConfigError if a layer reads the keys and values of a layer of another stage."""
+    for stage in range(stages):
+        layers = stage_layers(model.num_layers, stages, stage)
+        for layer in layers:
+            if (shared := model.kv_layer(layer)) not in layers:
+                raise ConfigError(
+                    f"pipeline_parallel={stages} is refused: layer {layer} reads the keys and values of layer {shared}, which would be in "
+                    "another stage.",
+                    cure="Lower it, or use tensor_parallel.",
+                )
 
 
 def _check_state_shards(state: StateConfig, size: int) -> None:

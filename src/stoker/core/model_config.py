@@ -79,6 +79,8 @@ class AttentionConfig(Frozen, frozen=True, kw_only=True, tag="attention"):
     qk_norm_heads: bool = False  # each head has its own norm weight (Command-R+)
     sinks: bool = False  # a learned logit per head takes part in the softmax (gpt-oss)
     clip_qkv: float | None = None  # clamp q, k and v to this absolute value
+    v_norm: NormConfig | None = None  # of the values of each head (Gemma 3n)
+    kv_layer: int | None = None  # the earlier layer whose keys and values this one reads; it has none of its own (Gemma 3n)
     out_gate: bool = False  # multiply the output of each head by sigmoid(a linear of the input) (Qwen3-Next)
     logn_length: int | None = None  # Qwen 1: beyond this position, queries are multiplied by log(position) / log(logn_length)
     query_scale: QueryScaleConfig | None = None  # Llama 4, Ministral 3
@@ -176,6 +178,9 @@ class MLPConfig(Frozen, frozen=True, kw_only=True, tag="mlp"):
     gated: bool = True
     up_bias: bool = False  # of gate and up
     down_bias: bool = False
+    # Gemma 3n: gate becomes relu(gate - cutoff) before the activation, where `sparsity` is the fraction of a normal distribution with the
+    # mean and the standard deviation of the token's gate that is below the cutoff
+    sparsity: float = 0.0
 
 
 class MoEConfig(Frozen, frozen=True, kw_only=True, tag="moe"):
@@ -201,6 +206,28 @@ class MoEConfig(Frozen, frozen=True, kw_only=True, tag="moe"):
     glu_alpha: float = 1.702
 
 
+class AltUpConfig(Frozen, frozen=True, kw_only=True):
+    """What the layers of Gemma 3n have beside attention and MLP.
+
+    AltUp (arXiv 2301.13310): the hidden states are several streams; each layer computes one of them and predicts the others. LAuReL (arXiv
+    2411.07501): a low-rank product beside attention. Per-layer inputs: each layer adds a function of its own embedding of the token.
+    """
+
+    num_streams: int
+    active: int = 0  # the stream that the layers compute
+    scale_corrected: bool = True  # the per-layer input is gated by the active stream times a learned vector
+    laurel_rank: int
+    num_inputs: int  # layers of the model, each of which has an input
+    input_size: int  # features of the input of one layer
+    input_vocab: int  # rows of the table of inputs; tokens beyond it have the input of token 0
+    input_activation: str  # of the gate of the input
+
+    @property
+    def inputs_width(self) -> int:
+        """The features of the inputs of all layers."""
+        return self.num_inputs * self.input_size
+
+
 class LayerConfig(Frozen, frozen=True, kw_only=True):
     """One decoder layer: attention, MLP, and how norms and residual additions are placed around them.
 
@@ -212,6 +239,7 @@ class LayerConfig(Frozen, frozen=True, kw_only=True):
       add_norm  norm → block → add to the output of the norm
       last      block → add → norm
       single    norm → block → add, without an MLP
+      altup     sandwich, with the additions of AltUpConfig
     """
 
     attention: AttentionConfig | MLAConfig | None = None
@@ -222,6 +250,7 @@ class LayerConfig(Frozen, frozen=True, kw_only=True):
     parallel_norms: int = 1  # parallel layout: 2 when attention and MLP have separate norms
     residual_scale: float = 1.0  # multiplies block outputs before they are added (Granite)
     skip_scale: float = 1.0  # add_norm layout: multiplies the residual (alpha of ChatGLM 1)
+    altup: AltUpConfig | None = None  # altup layout
 
 
 class PrefixConfig(Frozen, frozen=True, kw_only=True):
@@ -256,11 +285,22 @@ class ModelConfig(Frozen, frozen=True, kw_only=True):
     logit_softcap: float | None = None  # logits become cap × tanh(logits / cap)
     block_positions: int = 0  # rows of a learned table of block positions (GLM); 0: none
     prefix: PrefixConfig | None = None  # set for a prefix LM
+    altup: AltUpConfig | None = None  # that of all layers, if the residual stream consists of several ones
 
     @property
     def num_layers(self) -> int:
         """The number of decoder layers."""
         return len(self.layers)
+
+    @property
+    def stream_width(self) -> int:
+        """The features of a token's hidden state between two layers: `hidden_size`, or all AltUp streams and the inputs of the layers."""
+        return self.hidden_size if self.altup is None else self.altup.num_streams * self.hidden_size + self.altup.inputs_width
+
+    @property
+    def shares_caches(self) -> bool:
+        """Whether a layer reads the keys and values of another layer."""
+        return any(self.kv_layer(i) != i for i in range(self.num_layers))
 
     @property
     def requires_whole_prompt(self) -> bool:
@@ -276,6 +316,12 @@ class ModelConfig(Frozen, frozen=True, kw_only=True):
     def has_state(self) -> bool:
         """Whether a layer has a recurrent state, which a sequence holds beside its blocks of the KV cache."""
         return any(layer.state is not None for layer in self.layers)
+
+    def kv_layer(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: itself, or an earlier one (`AttentionConfig.kv_layer`)."""
+        attention = self.layers[layer].attention
+        shared = attention.kv_layer if isinstance(attention, AttentionConfig) else None
+        return layer if shared is None else shared
 
     def windowed(self, window: int) -> ModelConfig:
         """A copy in which the sliding window of every layer is at most `window`."""

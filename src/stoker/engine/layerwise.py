@@ -57,7 +57,7 @@ class Scores:
 class LayerwiseModel:
     """A forward pass over windows of tokens that is run layer by layer.
 
-    `hidden` holds one tensor [tokens, hidden_size] per window: the input of layer number `layer`, which is the next one to run.
+    `hidden` holds one tensor [tokens, stream_width] per window: the input of layer number `layer`, which is the next one to run.
     """
 
     def __init__(self, config: ModelConfig, tokens: list[Tensor]) -> None:
@@ -77,6 +77,8 @@ class LayerwiseModel:
         self.layer = 0
         self._without_layers = msgspec.structs.replace(config, layers=())
         self._rope_tables: RopeTables | None = None
+        self._shared_layers = {config.kv_layer(i) for i in range(config.num_layers) if config.kv_layer(i) != i}
+        self._shared_caches: dict[tuple[int, int], KVCache] = {}  # by layer and window: caches that later layers read
 
     @torch.inference_mode()
     def embed(self, loader: Loader) -> None:
@@ -93,9 +95,11 @@ class LayerwiseModel:
         """
         config, index, tables = self.config.layers[self.layer], self.layer, self.rope_tables(loader.device)
         layer = make_layer(config, loader, f"layers.{index}", self.config.hidden_size, tables)
-        cache_fields = load_cache_fields(self.config, index, loader, tables)
+        cache_fields, shared = load_cache_fields(self.config, index, loader, tables), self.config.kv_layer(index)
         for i, window in enumerate(self.tokens):
-            cache = self._make_cache(len(window), loader, cache_fields)
+            cache = self._make_cache(len(window), loader, cache_fields) if shared == index else self._shared_caches[shared, i]
+            if index in self._shared_layers:
+                self._shared_caches[index, i] = cache
             out = layer(self.hidden[i].to(loader.device), _single_row_batch(window.to(loader.device)), cache).cpu()
             if not discard_output:
                 self.hidden[i] = out

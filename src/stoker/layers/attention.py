@@ -52,7 +52,13 @@ class Attention:
         q, kv = config.num_heads * size, kv_heads * size
         specs: dict[str, Spec] = {
             "qkv": LinearSpec(
-                name=f"{name}.qkv", in_features=hidden, parts=(q, kv, kv), bias=config.qkv_bias, split="heads", head_size=size
+                name=f"{name}.qkv",
+                in_features=hidden,
+                parts=(q, kv, kv) if config.kv_layer is None else (q,),
+                bias=config.qkv_bias,
+                split="heads",
+                head_size=size,
+                num_kv_heads=0 if config.kv_layer is None else kv_heads,
             ),
             "out": LinearSpec(
                 name=f"{name}.out",
@@ -84,7 +90,7 @@ class Attention:
     def all_specs(config: AttentionConfig, name: str, hidden: int) -> dict[str, Spec]:
         """The specs of all weights of the block, including the norms of queries and keys."""
         specs = Attention.specs(config, name, hidden)
-        for key in ("q_norm", "k_norm"):
+        for key in ("q_norm", "k_norm") if config.kv_layer is None else ("q_norm",):
             specs |= {f"{key}.{part}": spec for part, spec in norm_specs(config, f"{name}.{key}").items()}
         return specs
 
@@ -106,6 +112,8 @@ class Attention:
         if config.clip_qkv is not None:
             qkv = qkv.clamp(-config.clip_qkv, config.clip_qkv)
         heads = qkv.view(qkv.shape[0], -1, size)
+        if config.kv_layer is not None:
+            return self._attend_shared(heads, batch, cache, params)
         q, k, v = heads.split_with_sizes((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         positions, cos_sin = batch.positions, self.cos_sin
         if config.qk_norm_after_rope and cos_sin is not None:
@@ -114,6 +122,8 @@ class Attention:
             cos_sin = None
         if self.qk_norm is not None:
             q, k = self._normalize(q, k)
+        if config.v_norm is not None:
+            v = ops.norm(v, None, None, config.v_norm.eps, config.v_norm.kind)
         if self.two_axes and cos_sin is not None:
             positions, cos_sin = step_table(cos_sin, batch)
         if config.logn_length is not None:
@@ -121,6 +131,15 @@ class Attention:
         if config.query_scale is not None:
             q = q * _query_scale(batch.positions, config.query_scale).to(q.dtype)
         return self.attend(q, k, v, Rotary(positions, cos_sin, self.interleaved), cache, batch, params)
+
+    def _attend_shared(self, q: Tensor, batch: ForwardBatch, cache: KVCache, params: AttentionParams) -> Tensor:
+        """Attention of q [T, heads, head_size] over the cache of another layer, which has stored the keys and values of this step."""
+        unused = q.new_zeros(q.shape[0], self.num_kv_heads, self.head_size)
+        if self.qk_norm is not None:
+            q, _ = self.qk_norm(q, unused)
+        nowhere = torch.full_like(batch.slots, -1)
+        q = ops.rope_store(q, unused, unused, batch.positions, self.cos_sin, self.interleaved, cache, nowhere)
+        return ops.attention(q, cache, batch, params)
 
     def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q and k [T, heads, head_size] after the norm of queries and keys."""

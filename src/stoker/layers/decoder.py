@@ -13,6 +13,7 @@ from stoker.core.specs import LinearSpec, Spec, TensorSpec
 from stoker.distributed.pipeline import ALONE, Stage
 from stoker.kernels import ops
 from stoker.kernels.types import PLAIN
+from stoker.layers.altup import StreamExpansion, StreamMerge, altup_layer_specs
 from stoker.layers.fused_layer import FusedLayers
 from stoker.layers.layer import FEED_FORWARDS, LAYOUTS, RopeTables, make_layer, mixer_specs
 from stoker.layers.loader import Loader
@@ -40,10 +41,11 @@ def declare(config: ModelConfig, kv_cache: str | None = None, stage: Stage = ALO
 def kv_shapes(config: ModelConfig, layer: int) -> tuple[int, int, int]:
     """(kv_heads, key size, value size) of a layer's cache over all ranks.
 
-    With MLA the value size is 0, since keys contain the values. All are 0 for a layer without attention.
+    With MLA the value size is 0, since keys contain the values. All are 0 for a layer without attention, and for one that reads the
+    cache of another layer.
     """
     attention = config.layers[layer].attention
-    if attention is None:
+    if attention is None or config.kv_layer(layer) != layer:
         return 0, 0, 0
     if isinstance(attention, AttentionConfig):
         return attention.num_kv_heads, attention.head_size, attention.head_size
@@ -113,6 +115,8 @@ def _first_specs(config: ModelConfig) -> dict[str, Spec]:
         specs |= {f"embed_norm.{k}": s for k, s in Norm.specs(config.embed_norm, "embed_norm", width).items()}
     if config.embed_size is not None:
         specs["project_in"] = LinearSpec(name="project_in", in_features=width, parts=(hidden,), quantize=False)
+    if config.altup is not None:
+        specs |= StreamExpansion.specs(config, config.altup)
     return specs
 
 
@@ -121,6 +125,8 @@ def _last_specs(config: ModelConfig) -> dict[str, Spec]:
     hidden, vocab = config.hidden_size, config.vocab_size
     width = config.embed_size or hidden
     specs: dict[str, Spec] = {}
+    if config.altup is not None:
+        specs |= StreamMerge.specs(config, config.altup)
     if config.embed_size is not None:
         specs["project_out"] = LinearSpec(name="project_out", in_features=hidden, parts=(width,), quantize=False)
     if config.tie_head:
@@ -139,9 +145,14 @@ def layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
     for norm in LAYOUTS[layer.layout].norms(layer):
         specs += Norm.specs(layer.norm, f"{name}.{norm}", hidden).values()
     specs += mixer_specs(layer, name, hidden)
+    specs += altup_layer_specs(layer, name, hidden)
     if layer.mlp is not None:
         specs += FEED_FORWARDS[type(layer.mlp)].all_specs(layer.mlp, f"{name}.mlp", hidden).values()
     return {spec.name: spec for spec in specs}
+
+
+# Prefixes of the weights outside the layers that a block of the decoder loads.
+_LOADED_BY_BLOCKS = ("embed_norm", "altup.", "layer_inputs.")
 
 
 class Decoder:
@@ -150,7 +161,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, loader: Loader, num_positions: int, stage: Stage = ALONE) -> None:
         self.config, self.stage = config, stage
         self.dtype, self.device = loader.dtype, loader.device
-        weights = loader.load({k: s for k, s in _outer_specs(config, stage).items() if not k.startswith("embed_norm")})
+        weights = loader.load({k: s for k, s in _outer_specs(config, stage).items() if not k.startswith(_LOADED_BY_BLOCKS)})
         if stage.is_first:
             self.embed = Embedding(weights["embed"], _embed_spec(config), loader)
         if stage.is_last:
@@ -161,6 +172,9 @@ class Decoder:
         hidden = config.hidden_size
         embed_norm = config.embed_norm if stage.is_first else None
         self.embed_norm = Norm(embed_norm, loader, "embed_norm", config.embed_size or hidden) if embed_norm else None
+        altup = config.altup
+        self.expansion = StreamExpansion(config, altup, loader) if altup is not None and stage.is_first else None
+        self.merge = StreamMerge(config, altup, loader) if altup is not None and stage.is_last else None
         tables, indices = RopeTables(num_positions, loader.device), stage.layers(config.num_layers)
         self.layers = [make_layer(config.layers[i], loader, f"layers.{i}", hidden, tables) for i in indices]
         self.fused_layers = FusedLayers.for_layers(self.layers)
@@ -168,7 +182,7 @@ class Decoder:
         self.adapters = loader.adapters
         self.norm = Norm(config.norm, loader, "norm", hidden) if config.norm is not None and stage.is_last else None
         self._cache_fields = [load_cache_fields(config, i, loader, tables) for i in indices]
-        # Called with the number of layers that are computed, from 0 on, and the residual stream [T, hidden] after them.
+        # Called with the number of layers that are computed, from 0 on, and the hidden states [T, stream_width] after them.
         self.observe_layers: Callable[[int, Tensor], None] | None = None
 
     def keep_layers(self, indices: Sequence[int]) -> None:
@@ -189,7 +203,7 @@ class Decoder:
         Stages before the last send the residual stream to the next stage and return [0, vocab].
         """
         stage = self.stage
-        shape = (batch.num_tokens, self.config.hidden_size)
+        shape = (batch.num_tokens, self.config.stream_width)
         x = self.begin(batch) if stage.is_first else stage.receive(shape, self.dtype, self.device)
         adapter_ids = batch.adapter_ids
         if self.adapters is not None:
@@ -216,7 +230,7 @@ class Decoder:
         return self.logits(x)
 
     def begin(self, batch: ForwardBatch) -> Tensor:
-        """The residual stream [T, hidden] before the first layer: embeddings of tokens and positions."""
+        """The hidden states [T, stream_width] before the first layer: embeddings of tokens and positions."""
         config = self.config
         x = self.embed(batch.token_ids, self.dtype)
         if config.embed_scale != 1.0:
@@ -229,11 +243,13 @@ class Decoder:
         if self.block_positions is not None:
             assert batch.block_positions is not None, "models with learned block positions need those of the step"
             x = x + ops.embedding(batch.block_positions, self.block_positions)
-        return self.embed_norm(x) if self.embed_norm is not None else x
+        x = self.embed_norm(x) if self.embed_norm is not None else x
+        return x if self.expansion is None else self.expansion(x, batch.token_ids)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits [T, vocab] from the residual stream [T, hidden] after the last layer."""
+        """Logits [T, vocab] from the hidden states [T, stream_width] after the last layer."""
         config = self.config
+        x = x if self.merge is None else self.merge(x)
         fusion = PLAIN if self.norm is None else self.norm.fusion
         logits = self.head(x, fusion) if self.project_out is None else self.head(self.project_out(x, fusion))
         if config.logit_scale != 1.0:

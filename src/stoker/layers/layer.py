@@ -19,6 +19,7 @@ from stoker.core.model_config import (
     RopeConfig,
 )
 from stoker.core.specs import Spec
+from stoker.layers.altup import AltUpLayer
 from stoker.layers.attention import Attention
 from stoker.layers.delta_net import DeltaNet
 from stoker.layers.loader import Loader
@@ -176,6 +177,23 @@ class Single(Layer):
         return x + self.attention(x, batch, cache, self.attention_norm) * self.residual_scale
 
 
+class AltUp(Sandwich):
+    """A sandwich layer that computes one of several streams, beside a low-rank product and an input of its own (Gemma 3n)."""
+
+    def __init__(self, config: LayerConfig, loader: Loader, name: str, hidden: int, tables: RopeTables) -> None:
+        super().__init__(config, loader, name, hidden, tables)
+        assert config.altup is not None
+        self.altup = AltUpLayer(config.altup, config.norm, loader, name, hidden)
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        predicted, inputs = self.altup.predict_streams(x)
+        active = predicted[:, self.altup.config.active].contiguous()
+        normalized = self.attention_norm(active)
+        attended = active + self.attention_post_norm(self.attention(normalized, batch, cache))
+        y = (attended + self.altup.laurel(normalized)) * 0.5**0.5
+        return self.altup.correct_streams(predicted, y + self.mlp_post_norm(self.mlp(y, self.mlp_norm)), inputs)
+
+
 class AttentionAndState:
     """Attention and a block with a state, which have the same input and whose outputs are added (Falcon-H1)."""
 
@@ -217,6 +235,7 @@ LAYOUTS: dict[str, type[Layer]] = {
     "last": NormLast,
     "parallel": Parallel,
     "single": Single,
+    "altup": AltUp,
 }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+
+import torch
 from torch import Tensor
 
 from stoker.core.model_config import MLPConfig
@@ -29,6 +32,8 @@ class MLP:
         self._gate = Fusion(gate=config.activation)
         self._gated_input = Fusion(input_gate=config.activation)
         self.group = loader.group
+        self.size = config.size
+        self.cutoff = statistics.NormalDist().inv_cdf(config.sparsity) if config.sparsity else None
 
     @staticmethod
     def specs(config: MLPConfig, name: str, hidden: int) -> dict[str, Spec]:
@@ -56,8 +61,22 @@ class MLP:
         up_fusion = PLAIN if norm is None else norm.fusion
         if self.activation_parameters is not None:
             return ops.xielu(self.up(x, up_fusion), self.activation_parameters), PLAIN
+        if self.cutoff is not None:
+            gate, up = self.up(x, up_fusion).chunk(2, dim=-1)
+            return ops.gated(torch.cat((self._sparse(gate, self.cutoff), up), dim=-1), self.activation), PLAIN
         if not self.gated:
             return ops.activate(self.up(x, up_fusion), self.activation), PLAIN
         if x.shape[0] >= self.down.min_input_gate_rows:
             return self.up(x, up_fusion), self._gated_input
         return self.up(x, self._gate if norm is None else norm.gated_fusion(self.activation)), PLAIN
+
+    def _sparse(self, gate: Tensor, cutoff: float) -> Tensor:
+        """relu(gate - (mean + cutoff × standard deviation)) of this rank's columns of the gate [T, local size].
+
+        Mean and deviation are those of a token's columns on all ranks. Columns that fill a shard are 0.
+        """
+        wide = gate.float()
+        sums = torch.stack((wide.sum(-1), wide.square().sum(-1)), dim=-1)
+        mean, square = (ops.all_reduce(sums, self.group) / self.size).unbind(-1)
+        limit = mean + cutoff * (square - mean.square()).clamp(min=0).sqrt()
+        return (wide - limit.unsqueeze(-1)).relu().to(gate.dtype)

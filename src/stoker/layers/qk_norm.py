@@ -23,6 +23,8 @@ def qk_norm(config: AttentionConfig, loader: Loader, name: str) -> QKNorm | None
     """A function (q, k) → (q, k) that normalizes queries and keys as the config requires, or None if it has no such norm."""
     if config.qk_norm is None:
         return None
+    if config.kv_layer is not None:
+        return _pair(Norm(config.qk_norm, loader, f"{name}.q_norm", config.head_size), lambda k: k)
     if config.qk_norm_heads:
         return _pair(HeadNorm(config, loader, f"{name}.q_norm"), HeadNorm(config, loader, f"{name}.k_norm"))
     if config.qk_norm_full and loader.sharding.size > 1:

@@ -26,7 +26,8 @@ _POSITION_FIELDS = (
     "chunk",
     "interval",
 )
-_MAX_BY_FIELD = {"vocab_size": 1 << 24} | dict.fromkeys((*_POSITION_FIELDS, "start_id"), 1 << 31)
+_MAX_BY_FIELD = {"vocab_size": 1 << 24, "input_vocab": 1 << 24} | dict.fromkeys((*_POSITION_FIELDS, "start_id"), 1 << 31)
+_INDEX_FIELDS = ("start_id", "kv_layer")  # which may be 0
 _POSITIVE_FIELDS = ("softcap", "logit_softcap", "theta", "factor", "clip_qkv", "alibi_max")
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _CURE = "Correct config.json, or download it again."
@@ -88,7 +89,7 @@ def _check_number(field: Any, value: Any) -> None:
     """Raise CheckpointError if a field's number is out of range."""
     name = field.name
     if type(value) is int:
-        low, high = int(field.default != 0 and name != "start_id"), _MAX_BY_FIELD.get(name, MAX_SIZE)
+        low, high = int(field.default != 0 and name not in _INDEX_FIELDS), _MAX_BY_FIELD.get(name, MAX_SIZE)
         if not low <= value <= high:
             raise _out_of_range(name, value, f"it must be a whole number from {low} to {high}")
     elif type(value) is float:

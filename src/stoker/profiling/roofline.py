@@ -85,7 +85,7 @@ def attention_work(model: ModelConfig, layers: range, tensor_parallel: int, item
 
     Attention windows are ignored. `itemsize` is the size of a cached value in bytes.
     """
-    size = sum(kv_width(model, layer, tensor_parallel) for layer in layers) * itemsize
+    size = sum(kv_width(model, model.kv_layer(layer), tensor_parallel) for layer in layers) * itemsize
     return Work(step.keys * size, sum(_pair_flops(model, layer) for layer in layers) / tensor_parallel * step.pairs)
 
 

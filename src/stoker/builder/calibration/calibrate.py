@@ -60,7 +60,8 @@ def calibrate(plan: BuildPlan, tokens: list[Tensor], progress: Callable[[str, in
     saved = SavedLayers(calibration_folder(config), tokens)
     model = LayerwiseModel(config.model, tokens)
     dense = Loader(CheckpointTensorSource(plan.converter()), Recipe(), plan.dtype, plan.device, SINGLE)
-    if (resumed := saved.resume()) is not None:
+    # The keys and values that a layer shares with later ones are not saved.
+    if not config.model.shares_caches and (resumed := saved.resume()) is not None:
         model.layer, model.hidden = resumed
     else:
         model.embed(dense)
@@ -97,11 +98,8 @@ def _run_quantized_layer(plan: BuildPlan, model: LayerwiseModel, dense: Loader, 
     """Run the next layer of `model` with the stored tensors. Returns these, with the tensors of a quantized KV cache added."""
     config, recipe, index = plan.config.model, plan.config.recipe, model.layer
     without_cache = msgspec.structs.replace(recipe, kv_cache=None)
-    if recipe.kv_cache is None:
-        model.run_layer(Loader(TensorTable(stored), without_cache, dense.dtype, dense.device, SINGLE))
-        return stored
     attention = config.layers[index].attention
-    if attention is None:
+    if recipe.kv_cache is None or attention is None or config.kv_layer(index) != index:
         model.run_layer(Loader(TensorTable(stored), without_cache, dense.dtype, dense.device, SINGLE))
         return stored
     stats = CacheStats(attention, recipe.kv_cache, model.rope_tables(dense.device).get(attention.cached_rope))

@@ -120,7 +120,10 @@ def _generate(engine: Engine, prompt: list[int], advance: Callable[[], None]) ->
     loader = Loader(source, engine.config.recipe, torch.float32, CPU, SINGLE)
     decoder = Decoder(model, loader, max(length, engine.config.limits.max_seq_len))
     states = StateCache(model, range(model.num_layers), 1, 1, decoder.dtype, decoder.device).layers
-    caches = [_make_cache(*kv_shapes(model, i), length, states[i]) for i in range(model.num_layers)]
+    caches: list[KVCache] = []
+    for i in range(model.num_layers):
+        shared = model.kv_layer(i)
+        caches.append(caches[shared] if shared != i else _make_cache(*kv_shapes(model, i), length, states[i]))
     tokens: list[int] = []
     rows, new, start = [], prompt, 0
     while len(tokens) < NUM_TOKENS:

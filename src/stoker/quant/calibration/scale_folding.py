@@ -38,6 +38,8 @@ def _attention(layer: LayerConfig, name: str) -> list[ScaleFold]:
     attention = layer.attention
     if not isinstance(attention, AttentionConfig) or attention.clip_qkv is not None:
         return []
+    if attention.v_norm is not None or attention.kv_layer is not None:  # factors of values have no effect, or are those of another layer
+        return []
     size = attention.head_size
     first, kv = (attention.num_heads + attention.num_kv_heads) * size, attention.num_kv_heads * size
     repeats = attention.num_heads // attention.num_kv_heads

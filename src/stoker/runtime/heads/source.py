@@ -73,8 +73,10 @@ def check_heads(path: Path, engine: Engine) -> None:
             f"speculate={str(path)!r} is refused: draft heads run on one rank, and the engine has {engine.world_size}.",
             cure="Build the engine for one device, or use a draft engine or --speculate ngram.",
         )
-    if engine.config.model.requires_whole_prompt or engine.config.model.embed_size is not None:
+    model = engine.config.model
+    if model.requires_whole_prompt or model.embed_size is not None or model.altup is not None:
+        kind = "has several residual streams" if model.altup is not None else "is a prefix LM, or projects its embeddings"
         raise ConfigError(
-            f"speculate={str(path)!r} is refused: {engine.config.model.architecture} is a prefix LM, or projects its embeddings.",
+            f"speculate={str(path)!r} is refused: {model.architecture} {kind}.",
             cure="Use --speculate ngram.",
         )

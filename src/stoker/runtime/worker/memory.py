@@ -132,12 +132,16 @@ def make_caches(
     model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
     layers: range | None = None, tensor_parallel: int = 1, states: StateCache | None = None,
 ) -> list[KVCache]:  # fmt: skip
-    """A zeroed cache for each layer of a rank, with its recurrent state in `states`.
+    """A zeroed cache for each layer of a rank, with its recurrent state in `states`. Layers that share keys and values have one cache.
 
     Unwritten slots must be finite, because attention multiplies masked values by zero.
     """
-    caches = []
-    for i, layer in enumerate(range(model.num_layers) if layers is None else layers):
+    caches: list[KVCache] = []
+    layers = range(model.num_layers) if layers is None else layers
+    for i, layer in enumerate(layers):
+        if (shared := model.kv_layer(layer)) != layer:
+            caches.append(caches[layers.index(shared)])
+            continue
         heads, key, value = local_kv_shapes(model, layer, tensor_parallel)
         shape = (num_blocks, heads, block_size)
         keys = _zeros((*shape, key), dtype, device)
