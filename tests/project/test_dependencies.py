@@ -16,7 +16,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 IMPORT_NAMES = {
-    "pyyaml": "yaml", "pyzmq": "zmq", "protobuf": "google", "grpcio": "grpc", "boto3": "botocore",
+    "pyyaml": "yaml", "pyzmq": "zmq", "protobuf": "google", "grpcio": "grpc", "boto3": "botocore", "google-re2": "re2",
     "opentelemetry-sdk": "opentelemetry", "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
 }  # fmt: skip
 PROVIDED_BY_HOSTS = {"triton_python_backend_utils"}  # modules of the server that runs an exported model

@@ -108,7 +108,7 @@ def test_tensors_of_wrong_shape_or_dtype_are_named(case: str, suffix: str, chang
         (compressed(INT8, TOKEN | {"num_bits": 4}), "4-bit int input_activations of 8-bit int weights are not supported"),
         (compressed(INT8, TOKEN | {"type": "float"}), "8-bit float input_activations of 8-bit int weights are not supported"),
         (compressed(FLOAT8, TOKEN | {"type": "int"}), "8-bit int input_activations of 8-bit float weights"),
-        (compressed(INT8) | {"format": "pack-quantized"}, "format='pack-quantized' of 8 bits is not supported"),
+        (compressed(INT8) | {"format": "pack-quantized"}, "weight_packed is missing, and format='pack-quantized' needs it"),
     ],
 )
 def test_contradicting_settings_are_rejected(quantization: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -1,167 +1,152 @@
-"""compressed-tensors checkpoints: pack-quantized int4, int-quantized int8 and float-quantized e4m3."""
+"""Settings of compressed-tensors checkpoints: which modules have which scheme, and which schemes are supported."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from stoker.base.errors import CheckpointError
-from stoker.builder.checkpoint.weights import TensorInfo
-from stoker.builder.prequantized.checks import (
-    FLOATS,
-    check_known_keys,
-    check_scales,
-    check_tensor,
-    check_values,
-    dtype_name,
-    matrix_shape,
-    modules_with,
-    read_section,
-)
-from stoker.builder.prequantized.fp8 import repack_row_scales
-from stoker.builder.prequantized.packed_int32 import int4_tensors, supported_group, unpack_int32
-from stoker.builder.prequantized.weight import PrequantizedWeight
-from stoker.quant.format import Format
-from stoker.quant.formats.fp8 import Fp8
-from stoker.quant.formats.int4 import GROUP_SIZES, Int4
-from stoker.quant.formats.int8 import Int8
-from stoker.quant.formats.smoothquant import SmoothQuant
+from stoker.base.logging import get_logger
+from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
+from stoker.builder.checkpoint.weights import CheckpointWeights, TensorInfo
+from stoker.builder.prequantized.checks import check_known_keys, check_values, read_section
+from stoker.builder.prequantized.compressed_modules import read_module
+from stoker.builder.prequantized.compressed_scheme import Scheme
+from stoker.builder.prequantized.module_patterns import compile_pattern
+from stoker.builder.prequantized.weight import ReadWeights
 
 # Settings of the search for the values and of runtimes, and copies of what the tensors show.
 _KEYS = (
     "quant_method", "config_groups", "kv_cache_scheme", "global_compression_ratio", "ignore", "run_compressed", "version",
     "quantization_status", "dequantize", "use_optimized_inference", "sparsity_config", "transform_config",
 )  # fmt: skip
-_FORMATS = {"format": ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", None)}
+_GROUP_FORMATS = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
+    "mxfp8-quantized", None,
+)  # fmt: skip
+_FORMATS = ("mixed-precision", *_GROUP_FORMATS)
 _GROUP_KEYS = ("targets", "weights", "input_activations", "output_activations")
 _NUMBER_KEYS = (
     "num_bits", "type", "group_size", "block_structure", "scale_dtype", "zp_dtype", "observer", "observer_kwargs",
 )  # fmt: skip
 _WEIGHT_VALUES: dict[str, tuple[Any, ...]] = {
-    "symmetric": (True, False), "strategy": ("channel", "group", "tensor", None), "dynamic": (False, None),
-    "actorder": ("weight", "static", False, None),
+    "symmetric": (True, False), "strategy": ("channel", "group", "tensor", "block", "tensor_group", None), "dynamic": (False, None),
+    "actorder": ("weight", "static", "group", "dynamic", True, False, None),
 }  # fmt: skip
 _INPUT_VALUES: dict[str, tuple[Any, ...]] = {
-    "symmetric": (True,), "strategy": ("token", "tensor", None), "dynamic": (True, False, None), "actorder": (False, None),
+    "symmetric": (True,), "strategy": ("token", "tensor", "group", "tensor_group", None), "dynamic": (True, False, "local", None),
+    "actorder": (False, None),
 }  # fmt: skip
+_ALL_LINEARS = "Linear"  # a target: the name of a class
+_REGEX = "re:"
+
+log = get_logger(__name__)
 
 
-def read_compressed_tensors(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -> dict[str, PrequantizedWeight]:
-    """The pre-quantized weights by name. Raises CheckpointError for unsupported settings, such as several groups of settings."""
-    config_groups = list(read_section(quantization, "config_groups").values())
-    if len(config_groups) != 1 or not isinstance(config_groups[0], dict):
+def read_compressed_tensors(weights: CheckpointWeights, quantization: dict[str, Any]) -> ReadWeights:
+    """The quantized weights by name. Raises CheckpointError for unsupported settings, and for tensors that do not fit them."""
+    _check_model_settings(quantization)
+    schemes, is_ignored = _Schemes(quantization), _ignored(quantization)
+    found: ReadWeights = {}
+    unrounded: Counter[str] = Counter()
+    for module in _quantized_modules(weights.tensors):
+        if is_ignored(module):
+            raise CheckpointError(f"quantization_config: ignore has {module}, which has a weight_scale.", cure="Remove it from ignore.")
+        scheme = schemes.of(module)
+        found[f"{module}.weight"] = read_module(weights, module, scheme)
+        if scheme.inputs and not scheme.rounds_inputs:
+            unrounded["{}-bit {}".format(*scheme.input_type)] += 1
+    for kind, count in unrounded.items():
+        log.info("%d linears of the checkpoint round their inputs to %s numbers. The engine does not round them.", count, kind)
+    return found
+
+
+def _quantized_modules(tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """The names of all modules with a scale of their weight, in the order of the checkpoint."""
+    return [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]
+
+
+class _Schemes:
+    """The schemes of modules: by name, by pattern, or by their class, in this order of precedence."""
+
+    def __init__(self, quantization: dict[str, Any]) -> None:
+        self._by_name: dict[str, Scheme] = {}
+        groups = read_section(quantization, "config_groups")
+        if not groups:
+            raise CheckpointError("quantization_config: 0 config_groups are not supported.", cure=DOWNLOAD_AGAIN)
+        for key in groups:
+            scheme, targets = _read_group(quantization, key)
+            for target in targets:
+                self._by_name[target] = scheme
+        schemes = {id(scheme): scheme for scheme in self._by_name.values()}
+        self._only = next(iter(schemes.values())) if len(groups) == 1 and schemes else None
+        patterns = sorted(target for target in self._by_name if target.startswith(_REGEX))
+        self._patterns = [(_compile(pattern, "config_groups.targets"), self._by_name[pattern]) for pattern in patterns]
+
+    def of(self, module: str) -> Scheme:
+        """The scheme of a module. A single group is that of all quantized modules, whatever its targets.
+
+        Raises CheckpointError for a module that no group targets.
+        """
+        if self._only is not None:
+            return self._only
+        found = self._by_name.get(module) or next((scheme for matches, scheme in self._patterns if matches(module)), None)
+        found = found or self._by_name.get(_ALL_LINEARS)
+        if found is None:
+            raise CheckpointError(
+                f"quantization_config: no target of config_groups matches {module}, which has a weight_scale.",
+                cure="Add the module to the targets of its group.",
+            )
+        return found
+
+
+def _read_group(quantization: dict[str, Any], key: str) -> tuple[Scheme, list[str]]:
+    """(scheme, targets) of a group. Raises CheckpointError for settings that are not known or not supported."""
+    path = f"config_groups.{key}."
+    group = read_section(read_section(quantization, "config_groups"), key)
+    weights, inputs = read_section(group, "weights"), read_section(group, "input_activations")
+    check_known_keys(group, (*_GROUP_KEYS, "format"), path)
+    check_values(group, {"format": _GROUP_FORMATS}, path)
+    for name, settings, values in (("weights", weights, _WEIGHT_VALUES), ("input_activations", inputs, _INPUT_VALUES)):
+        check_known_keys(settings, (*_NUMBER_KEYS, *values), f"{path}{name}.")
+        check_values(settings, values, f"{path}{name}.")
+    if outputs := group.get("output_activations"):
         raise CheckpointError(
-            f"quantization_config: {len(config_groups)} config_groups are not supported.", cure="Use a checkpoint with one."
+            f"quantization_config: {path}output_activations={str(outputs)[:60]!r} is not supported.", cure="Use a checkpoint without it."
         )
-    weights, inputs = read_section(config_groups[0], "weights"), read_section(config_groups[0], "input_activations")
-    _check_settings(quantization, config_groups[0], weights, inputs)
-    bits, kind = weights.get("num_bits"), weights.get("type")
-    if (bits, kind) == (4, "int") and not inputs:
-        return _read_int4(tensors, weights)
-    _check_eight_bits(quantization, weights, inputs)
-    is_static = bool(inputs) and not inputs.get("dynamic")
-    if kind == "float":
-        chosen: Format = Fp8(activations="none" if not inputs else "static" if is_static else "token")
-    else:
-        chosen = SmoothQuant(per_token=not is_static) if inputs else Int8()
-    return _read_eight_bits(tensors, chosen, torch.float8_e4m3fn if kind == "float" else torch.int8, is_static)
+    targets = group.get("targets")
+    targets = [_ALL_LINEARS] if targets is None else targets
+    if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
+        raise CheckpointError(f"quantization_config: {path}targets={str(targets)[:60]!r} is not a list of names.", cure=DOWNLOAD_AGAIN)
+    stored_as = group.get("format") or quantization.get("format")
+    scheme = Scheme(path=path, weights=weights, inputs=inputs, stored_as=None if stored_as is None else str(stored_as).lower())
+    scheme.check()
+    return scheme, targets
 
 
-def _check_settings(quantization: dict[str, Any], group: dict[str, Any], weights: dict[str, Any], inputs: dict[str, Any]) -> None:
-    """Raise CheckpointError for settings that are not known, and for values with another meaning of the tensors or the computation."""
-    check_known_keys(quantization, (*_KEYS, *_FORMATS))
-    check_values(quantization, _FORMATS)
-    check_known_keys(group, (*_GROUP_KEYS, *_FORMATS), "config_groups.")
-    check_values(group, _FORMATS, "config_groups.")
-    for key, settings, values in (("weights", weights, _WEIGHT_VALUES), ("input_activations", inputs, _INPUT_VALUES)):
-        check_known_keys(settings, (*_NUMBER_KEYS, *values), f"config_groups.{key}.")
-        check_values(settings, values, f"config_groups.{key}.")
+def _check_model_settings(quantization: dict[str, Any]) -> None:
+    """Raise CheckpointError for settings of the whole model that are not known, or change the meaning of tensors."""
+    check_known_keys(quantization, (*_KEYS, "format"))
+    check_values(quantization, {"format": _FORMATS})
     sparsity, transforms = read_section(quantization, "sparsity_config"), read_section(quantization, "transform_config")
     check_values(sparsity, {"format": ("dense", None)}, "sparsity_config.")
-    found = {"output_activations": group.get("output_activations"), "transform_config": transforms.get("config_groups", transforms)}
-    if used := [key for key, value in found.items() if value]:
+    if used := transforms.get("config_groups", transforms):
         raise CheckpointError(
-            f"quantization_config: {used[0]}={str(found[used[0]])[:60]!r} is not supported.", cure="Use a checkpoint without it."
+            f"quantization_config: transform_config={str(used)[:60]!r} is not supported.", cure="Use a checkpoint without it."
         )
 
 
-def _check_eight_bits(quantization: dict[str, Any], weights: dict[str, Any], inputs: dict[str, Any]) -> None:
-    """Raise CheckpointError for settings of 8-bit weights or activations that are not supported."""
-    bits, kind = weights.get("num_bits"), weights.get("type")
-    if (bits, kind) not in ((8, "int"), (8, "float")) or weights.get("strategy") not in ("channel", "tensor"):
-        raise CheckpointError(
-            f"quantization_config: {bits}-bit {kind} weights with strategy {weights.get('strategy')!r} are not supported.",
-            cure="Use a checkpoint with 4-bit int weights, or 8-bit weights with scales per channel or tensor.",
-        )
-    if weights.get("symmetric") is False:
-        raise CheckpointError(
-            "quantization_config: config_groups.weights.symmetric=false of 8 bits is not supported.",
-            cure="Use symmetric weights, or 4 bits.",
-        )
-    if quantization.get("format") == "pack-quantized":
-        raise CheckpointError(
-            "quantization_config: format='pack-quantized' of 8 bits is not supported.", cure="Use int-quantized, or 4 bits."
-        )
-    input_bits, input_kind = inputs.get("num_bits", bits), inputs.get("type", kind)
-    if inputs and (input_bits, input_kind) != (bits, kind):
-        raise CheckpointError(
-            f"quantization_config: {input_bits}-bit {input_kind} input_activations of {bits}-bit {kind} weights are not supported.",
-            cure="Use a checkpoint whose activations have the type of its weights.",
-        )
+def _ignored(quantization: dict[str, Any]) -> Callable[[str], bool]:
+    """Whether a module is in `ignore`, by its name or a pattern. Raises CheckpointError when `ignore` is not a list of names."""
+    listed = quantization.get("ignore")
+    listed = [] if listed is None else listed
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        raise CheckpointError(f"quantization_config: ignore={str(listed)[:60]!r} is not a list of names.", cure=DOWNLOAD_AGAIN)
+    names = frozenset(listed)
+    patterns = [_compile(name, "ignore") for name in listed if name.startswith(_REGEX)]
+    return lambda module: module in names or any(matches(module) for matches in patterns)
 
 
-def _read_eight_bits(
-    tensors: Mapping[str, TensorInfo], chosen: Format, dtype: torch.dtype, is_static: bool
-) -> dict[str, PrequantizedWeight]:
-    """The 8-bit weights by name. A module has `weight` [out, in], `weight_scale` (one, or one per row), and `input_scale` if static."""
-    input_suffixes = (".input_scale",) if is_static else ()
-    found = {}
-    for module in modules_with(tensors, ".weight_scale", (".weight", *input_suffixes)):
-        shape = matrix_shape(tensors, f"{module}.weight")
-        check_tensor(tensors, f"{module}.weight", shape, dtype)
-        sources = (f"{module}.weight", f"{module}.weight_scale", *(module + suffix for suffix in input_suffixes))
-        check_scales(tensors, *sources)
-        found[f"{module}.weight"] = PrequantizedWeight(sources, shape, chosen, repack_row_scales(shape[0]))
-    return found
-
-
-def _read_int4(tensors: Mapping[str, TensorInfo], weights: dict[str, Any]) -> dict[str, PrequantizedWeight]:
-    """The int4 weights by name.
-
-    A module has `weight_packed` [out, in / 8], `weight_scale` [out, groups], and if not symmetric `weight_zero_point` [out / 8, groups].
-    """
-    size = weights.get("group_size")
-    size = -1 if size is None else size
-    if type(size) is not int or (size != -1 and size not in GROUP_SIZES):
-        raise CheckpointError(
-            f"quantization_config: groups of {size!r} are not supported.", cure=f"Supported: {', '.join(map(str, GROUP_SIZES))}."
-        )
-    is_asymmetric = weights.get("symmetric") is False
-    zero_suffixes = (".weight_zero_point",) if is_asymmetric else ()
-    found = {}
-    for module in modules_with(tensors, ".weight_packed", (".weight_scale", *zero_suffixes)):
-        out_features, words = matrix_shape(tensors, f"{module}.weight_packed")
-        in_features = words * 8
-        group = in_features if size == -1 else size
-        num_groups = -(-in_features // group)
-        zero = f"{module}.weight_zero_point"
-        check_tensor(tensors, f"{module}.weight_packed", (out_features, words), torch.int32)
-        check_tensor(tensors, f"{module}.weight_scale", (out_features, num_groups), *FLOATS)
-        if is_asymmetric:
-            check_tensor(tensors, zero, (-(-out_features // 8), num_groups), torch.int32)
-        scale_dtype = dtype_name(tensors[f"{module}.weight_scale"].dtype)
-        chosen = Int4(group_size=supported_group(group), zero="int" if is_asymmetric else "none", scale_dtype=scale_dtype, clip=False)
-
-        def repack(parts: list[Tensor], group: int = group) -> dict[str, Tensor]:
-            """The tensors of the engine's int4 format from the packed weight, scales and, if asymmetric, zeros."""
-            zeros = unpack_int32(parts[2].t().contiguous()).t() if is_asymmetric else None
-            return int4_tensors(unpack_int32(parts[0]), parts[1], zeros, group)
-
-        # weight_shape is not needed, but counts as used.
-        shape_tensor = (f"{module}.weight_shape",) if f"{module}.weight_shape" in tensors else ()
-        sources = (f"{module}.weight_packed", f"{module}.weight_scale", *((zero,) if is_asymmetric else ()), *shape_tensor)
-        found[f"{module}.weight"] = PrequantizedWeight(sources, (out_features, in_features), chosen, repack)
-    return found
+def _compile(pattern: str, setting: str) -> Callable[[str], bool]:
+    return compile_pattern(pattern.removeprefix(_REGEX), setting)

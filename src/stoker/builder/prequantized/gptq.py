@@ -21,7 +21,7 @@ from stoker.builder.prequantized.checks import (
     read_bits_and_group,
     read_section,
 )
-from stoker.builder.prequantized.packed_int32 import int4_tensors, split_groups, supported_group, unpack_int32
+from stoker.builder.prequantized.packed_int32 import feature_order, int4_tensors, split_groups, supported_group, unpack_int32
 from stoker.builder.prequantized.weight import PrequantizedWeight
 from stoker.quant.format import Format
 from stoker.quant.formats.int4 import Int4
@@ -110,7 +110,7 @@ def _repack(
     def repack(parts: list[Tensor]) -> dict[str, Tensor]:
         """The stored tensors by suffix."""
         qweight, qzeros, scales, *group_index = parts
-        order = _feature_order(module, group_index[0], group, reordered) if group_index else None
+        order = feature_order(f"{module}.g_idx", group_index[0], group, reordered) if group_index else None
         values = unpack_int32(qweight.t().contiguous(), bits)  # [out, in]
         zero, scale = unpack_int32(qzeros, bits).t().int() + zero_offset, scales.t()
         order_tensor = {"order": order.int()} if reordered and order is not None else {}
@@ -122,14 +122,3 @@ def _repack(
         return int4_tensors(values, scale, zero, group) | order_tensor
 
     return repack
-
-
-def _feature_order(module: str, group_index: Tensor, group: int, reordered: bool) -> Tensor:
-    """int64 [in]: the indices of the input features, sorted by group. Raises CheckpointError unless each group has `group` features."""
-    order = group_index.argsort(stable=True) if reordered else torch.arange(len(group_index))
-    if not torch.equal(group_index[order].long(), torch.arange(len(order)) // group):
-        raise CheckpointError(
-            f"{module}.g_idx does not assign features to groups of {group}{'' if reordered else ' in order'}.",
-            cure="Correct group_size and desc_act in config.json, or download the checkpoint again.",
-        )
-    return order

@@ -35,7 +35,7 @@ METHODS: dict[str, Reader] = {
     "auto-round": _from_headers(read_auto_round),
     "awq": _from_headers(read_awq),
     "bitsandbytes": read_bitsandbytes,
-    "compressed-tensors": _from_headers(read_compressed_tensors),
+    "compressed-tensors": read_compressed_tensors,
     "fp8": _from_headers(read_fp8),
     "gptq": _from_headers(read_gptq),
     "hqq": read_hqq,
