@@ -53,14 +53,13 @@ them, the head of Baichuan 2 is used as it is stored, and Qwen 1 is computed as 
 # Rows that tests/gpu has not run yet.
 _CPU_ONLY = (
     "ApertusForCausalLM", "ArceeForCausalLM", "CwmForCausalLM", "Ernie4_5_MoeForCausalLM", "Ernie4_5ForCausalLM", "Exaone4ForCausalLM",
-    "ExaoneForCausalLM", "Glm4MoeForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeHybridForCausalLM",
-    "GraniteMoeSharedForCausalLM", "HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "Kimi_K25ForConditionalGeneration",
-    "Llama4ForCausalLM", "Llama4ForConditionalGeneration", "Mamba2ForCausalLM",
-    "MiniCPMForCausalLM", "MiniMaxM2ForCausalLM", "Ministral3ForCausalLM", "MinistralForCausalLM", "Mistral3ForConditionalGeneration",
-    "NemotronForCausalLM", "NemotronHForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM", "OlmoForCausalLM", "PhimoeForCausalLM",
-    "Qwen2_5_VLForConditionalGeneration", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForCausalLM", "Qwen3VLForConditionalGeneration",
-    "Qwen3VLMoeForConditionalGeneration", "SeedOssForCausalLM",
+    "ExaoneForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM", "Glm4MoeForCausalLM", "GraniteMoeForCausalLM",
+    "GraniteMoeHybridForCausalLM", "GraniteMoeSharedForCausalLM", "HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM",
+    "JambaForCausalLM", "Kimi_K25ForConditionalGeneration", "Llama4ForCausalLM", "Llama4ForConditionalGeneration", "Mamba2ForCausalLM",
+    "MambaForCausalLM", "MiniCPMForCausalLM", "MiniMaxM2ForCausalLM", "Ministral3ForCausalLM", "MinistralForCausalLM",
+    "Mistral3ForConditionalGeneration", "NemotronForCausalLM", "NemotronHForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM",
+    "OlmoForCausalLM", "PhimoeForCausalLM", "Qwen2_5_VLForConditionalGeneration", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM",
+    "Qwen3NextForCausalLM", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "SeedOssForCausalLM",
     "SmolLM3ForCausalLM", "StableLmForCausalLM",
 )  # fmt: skip
 _VERSIONS = """

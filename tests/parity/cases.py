@@ -537,6 +537,21 @@ GRANITE_HYBRID = GROUPED | {
     "mamba_d_head": 12, "mamba_d_state": 12, "time_step_limit": (0.0, 90.0), "embedding_multiplier": 3.0, "logits_scaling": 0.5,
     "residual_multiplier": 0.6, "attention_multiplier": 0.3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
+FALCON_H1 = GROUPED | {
+    "num_hidden_layers": 2,
+    "mamba_d_ssm": 80, "mamba_n_heads": 8, "mamba_d_head": 10, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_norm_before_gate": False,
+    "mlp_multipliers": [0.88, 0.59], "ssm_multipliers": [0.35, 0.25, 0.4, 0.5, 0.3], "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.6,
+    "attention_in_multiplier": 1.1, "attention_out_multiplier": 0.9, "key_multiplier": 0.4, "embedding_multiplier": 5.0,
+    "lm_head_multiplier": 0.7, "time_step_limit": (0.0, 90.0), "rms_norm_eps": 0.05,
+}  # fmt: skip
+JAMBA = GROUPED | {
+    "num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 6, "num_experts_per_tok": 3, "mamba_d_state": 12,
+    "rms_norm_eps": 0.05,
+}  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 40, "num_hidden_layers": 3, "state_size": 12, "layer_norm_epsilon": 0.05, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 
 CASES: dict[tuple[str, str], Callable[[], Reference]] = {
     ("LlamaForCausalLM", "plain"): partial(native, "Llama", **LLAMA),
@@ -622,6 +637,60 @@ CASES: dict[tuple[str, str], Callable[[], Reference]] = {
         mamba_proj_bias=True,
         mamba_conv_bias=False,
         mamba_d_conv=3,
+    ),
+    ("FalconH1ForCausalLM", "plain"): partial(native, "FalconH1", **FALCON_H1),
+    ("FalconH1ForCausalLM", "norm, biased, tied, no sizes of heads"): partial(
+        native,
+        "FalconH1",
+        **FALCON_H1 | {"mamba_d_ssm": None, "mamba_d_head": "auto", "mamba_rms_norm": True},
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        mamba_proj_bias=True,
+        projectors_bias=True,
+    ),
+    ("FalconH1ForCausalLM", "norm before gate, head size, one group, bounded time step, yarn"): partial(
+        native,
+        "FalconH1",
+        **FALCON_H1 | {"mamba_n_groups": 1, "mamba_norm_before_gate": True, "time_step_limit": (0.6, 0.9), "mlp_multipliers": None},
+        mamba_rms_norm=True,
+        mamba_conv_bias=False,
+        mamba_d_conv=3,
+        head_dim=14,
+        rope_parameters=YARN,
+    ),
+    ("JambaForCausalLM", "plain"): partial(native, "Jamba", **JAMBA),
+    ("JambaForCausalLM", "no experts, tied, biased, long kernel"): partial(
+        native,
+        "Jamba",
+        **JAMBA | {"num_experts": 1, "num_experts_per_tok": 1},
+        tie_word_embeddings=True,
+        mamba_proj_bias=True,
+        mamba_conv_bias=False,
+        mamba_d_conv=7,
+    ),
+    ("JambaForCausalLM", "experts everywhere, step rank, attention first, wide"): partial(
+        native,
+        "Jamba",
+        **JAMBA | {"attn_layer_period": 4, "attn_layer_offset": 0, "num_key_value_heads": 6},
+        expert_layer_period=1,
+        expert_layer_offset=0,
+        mamba_dt_rank=5,
+        mamba_expand=3,
+    ),
+    ("MambaForCausalLM", "plain"): partial(native, "Mamba", **MAMBA),
+    ("MambaForCausalLM", "biased, untied, long kernel, no architectures"): partial(
+        native, "Mamba", **MAMBA, use_bias=True, conv_kernel=7, tie_word_embeddings=False, time_step_rank=5, bare=True
+    ),
+    ("MambaForCausalLM", "no convolution bias, narrow"): partial(
+        native, "Mamba", **MAMBA, use_conv_bias=False, expand=1, hidden_act="gelu"
+    ),
+    ("FalconMambaForCausalLM", "plain"): partial(native, "FalconMamba", **MAMBA, mixer_rms_eps=0.05),
+    ("FalconMambaForCausalLM", "biased, untied"): partial(
+        native, "FalconMamba", **MAMBA, mixer_rms_eps=0.02, use_bias=True, tie_word_embeddings=False, conv_kernel=2
+    ),
+    ("FalconMambaForCausalLM", "no convolution bias, step rank, wide"): partial(
+        native, "FalconMamba", **MAMBA, mixer_rms_eps=0.05, use_conv_bias=False, time_step_rank=7, expand=3
     ),
     ("Qwen3NextForCausalLM", "plain"): partial(native, "Qwen3Next", **QWEN3_NEXT),
     ("Qwen3NextForCausalLM", "dense layers, biased attention, other layer types"): partial(

@@ -329,6 +329,28 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         2_702_599_680,
     ),
+    "Falcon-H1-0.5B": (
+        _as("FalconH1ForCausalLM", _llama(1024, 2048, 36, 8, 2, 32784), head_dim=64)
+        | {"mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_norm_before_gate": False},
+        521_411_104,
+    ),
+    "Falcon-H1-34B": (
+        _as("FalconH1ForCausalLM", _llama(5120, 21504, 72, 20, 4, 261120), head_dim=128)
+        | {"mamba_d_ssm": 4096, "mamba_n_heads": 32, "mamba_d_head": 128, "mamba_n_groups": 2, "mamba_rms_norm": True},
+        33_642_516_224,
+    ),
+    "Jamba-v0.1": ({"architectures": ["JambaForCausalLM"]}, 51_570_323_328),
+    "Mamba-2.8B": ({"architectures": ["MambaForCausalLM"], "hidden_size": 2560, "num_hidden_layers": 64}, 2_768_345_600),
+    "Falcon-Mamba-7B": (
+        {
+            "architectures": ["FalconMambaForCausalLM"],
+            "hidden_size": 4096,
+            "num_hidden_layers": 64,
+            "vocab_size": 65024,
+            "tie_word_embeddings": False,
+        },
+        7_272_665_088,
+    ),
     "Qwen3-Next-80B-A3B": ({"architectures": ["Qwen3NextForCausalLM"]}, 79_674_391_296),
     "Qwen3.5-9B": (_as("Qwen3_5ForCausalLM", _llama(4096, 12288, 32, 16, 4, 248320)), 8_953_803_264),
     "Qwen3.5-35B-A3B": ({"architectures": ["Qwen3_5MoeForCausalLM"]}, 34_660_610_688),

@@ -66,6 +66,8 @@ CHECKPOINTS = {
     "falcon-7b": 6_921_720_704,
     "falcon-40b": 41_303_293_952,
     "falcon-180B": 178_557_088_768,
+    "Falcon-H1-0.5B-Instruct": 521_411_104,
+    "Jamba-v0.1": 51_570_323_328,
     "internlm-chat-7b": 7_321_948_160,
     "internlm2-chat-20b": 19_861_149_696,
     "Baichuan-7B": 7_000_559_616,

@@ -52,8 +52,8 @@ def test_rows_are_found_by_name_alias_and_model_type() -> None:
 def test_unknown_architectures_are_refused_and_only_misspelled_ones_are_corrected() -> None:
     with pytest.raises(CheckpointError, match=r"'MixtralForCausalML' is not supported.*write MixtralForCausalLM"):
         resolve_architecture({"architectures": ["MixtralForCausalML"], "model_type": "mixtral"})
-    with pytest.raises(CheckpointError, match=r"'MambaForCausalLM' is not supported\. The \d+ supported architectures are listed"):
-        resolve_architecture({"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
+    with pytest.raises(CheckpointError, match=r"'Zamba2ForCausalLM' is not supported\. The \d+ supported architectures are listed"):
+        resolve_architecture({"architectures": ["Zamba2ForCausalLM"], "model_type": "zamba2"})
     with pytest.raises(CheckpointError, match=r"'rwkv' is not supported"):
         resolve_architecture({"model_type": "rwkv"})
     with pytest.raises(CheckpointError, match=r"neither architectures nor model_type"):

@@ -10,7 +10,7 @@ import torch
 
 from stoker.builder.conversion.shard_plan import ShardPlan
 from stoker.builder.conversion.tensor_plan import dense_shapes
-from stoker.core.model_config import AttentionConfig, LayerConfig, Mamba2Config, MLAConfig, MLPConfig, ModelConfig, MoEConfig
+from stoker.core.model_config import AttentionConfig, LayerConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig
 from stoker.distributed.pipeline import stage_layers
 from stoker.engine.config import EngineConfig
 from stoker.engine.reader import rank_file_name
@@ -107,8 +107,7 @@ def _attention_width(layer: LayerConfig) -> int:
     attention, state = layer.attention, layer.state
     width = 0
     if state is not None:
-        inner = state.num_heads * state.state_shape[1 if isinstance(state, Mamba2Config) else 2]
-        width = 2 * state.local_channels() + 2 * inner + state.num_heads
+        width = 2 * state.local_channels() + 2 * state.inner_size + state.num_heads
     if attention is None:
         return width
     return width + _kv_width(attention)

@@ -113,6 +113,39 @@ class MLAConfig(Frozen, frozen=True, kw_only=True, tag="mla"):
         return self.rope
 
 
+class Mamba1Config(Frozen, frozen=True, kw_only=True, tag="mamba1"):
+    """A Mamba block (arXiv 2312.00752): a causal convolution, and a state per feature whose elements decay differently at each token."""
+
+    inner_size: int  # features of the recurrence
+    state_size: int  # elements of the state of a feature
+    step_rank: int  # width from which the time steps of all features are projected
+    kernel: int  # tokens of the convolution
+    norm: NormConfig | None = None  # of the inputs of the time step, of B and of C (Jamba, Falcon Mamba)
+    activation: str = "silu"  # after the convolution
+    conv_bias: bool = True
+    in_bias: bool = False
+    out_bias: bool = False
+
+    def local_channels(self, num_ranks: int = 1) -> int:
+        """The channels of the convolution on one of several ranks: its features."""
+        return self.inner_size // num_ranks
+
+    @property
+    def num_heads(self) -> int:
+        """The number of independent parts of the state, which are its features."""
+        return self.inner_size
+
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        """The recurrent state of a sequence: (features, elements)."""
+        return self.inner_size, self.state_size
+
+    @property
+    def key_heads(self) -> int:
+        """The number of groups that tensor parallelism keeps together: each feature is one."""
+        return self.inner_size
+
+
 class Mamba2Config(Frozen, frozen=True, kw_only=True, tag="mamba2"):
     """A Mamba 2 block (arXiv 2405.21060): a causal convolution, and a state per head that decays by a scalar at each token."""
 
@@ -130,6 +163,7 @@ class Mamba2Config(Frozen, frozen=True, kw_only=True, tag="mamba2"):
     out_bias: bool = False
     min_step: float = 0.0  # bounds of the time step
     max_step: float | None = None
+    part_scales: tuple[float, ...] = ()  # multiply gate, x, B, C and time step of the input projection (Falcon-H1); (): none do
 
     def local_channels(self, num_ranks: int = 1) -> int:
         """The channels of the convolution on one of several ranks: the inputs of its heads, then B and C of its groups."""
@@ -139,6 +173,11 @@ class Mamba2Config(Frozen, frozen=True, kw_only=True, tag="mamba2"):
     def state_shape(self) -> tuple[int, int, int]:
         """The recurrent state of a sequence: (heads, features, state features)."""
         return self.num_heads, self.head_size, self.state_size
+
+    @property
+    def inner_size(self) -> int:
+        """The features of the output of the recurrence."""
+        return self.num_heads * self.head_size
 
     @property
     def key_heads(self) -> int:
@@ -166,8 +205,13 @@ class DeltaNetConfig(Frozen, frozen=True, kw_only=True, tag="delta_net"):
         """The recurrent state of a sequence: (value heads, key features, value features)."""
         return self.num_heads, self.key_size, self.value_size
 
+    @property
+    def inner_size(self) -> int:
+        """The features of the output of the recurrence."""
+        return self.num_heads * self.value_size
 
-StateConfig = Mamba2Config | DeltaNetConfig
+
+StateConfig = Mamba1Config | Mamba2Config | DeltaNetConfig
 
 
 class MLPConfig(Frozen, frozen=True, kw_only=True, tag="mlp"):
@@ -181,6 +225,8 @@ class MLPConfig(Frozen, frozen=True, kw_only=True, tag="mlp"):
     # Gemma 3n: gate becomes relu(gate - cutoff) before the activation, where `sparsity` is the fraction of a normal distribution with the
     # mean and the standard deviation of the token's gate that is below the cutoff
     sparsity: float = 0.0
+    gate_scale: float = 1.0  # multiplies gate(x) before the activation (Falcon-H1)
+    out_scale: float = 1.0  # multiplies the output (Falcon-H1)
 
 
 class MoEConfig(Frozen, frozen=True, kw_only=True, tag="moe"):
@@ -228,10 +274,20 @@ class AltUpConfig(Frozen, frozen=True, kw_only=True):
         return self.num_inputs * self.input_size
 
 
+class BranchScales(Frozen, frozen=True, kw_only=True):
+    """Multipliers of a layer that has both attention and a block with a state: of their inputs, and of their outputs (Falcon-H1)."""
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    state_in: float = 1.0
+    state_out: float = 1.0
+
+
 class LayerConfig(Frozen, frozen=True, kw_only=True):
     """One decoder layer: attention, MLP, and how norms and residual additions are placed around them.
 
-    A layer of a hybrid model has a block with a recurrent state (`state`) instead of attention. `layout` is a row of layers.layer.LAYOUTS:
+    A layer of a hybrid model has a block with a recurrent state (`state`) instead of attention, or both with the same input. `layout` is a
+    row of layers.layer.LAYOUTS:
       pre       norm → block → add
       post      block → norm → add
       sandwich  norm → block → norm → add
@@ -243,12 +299,13 @@ class LayerConfig(Frozen, frozen=True, kw_only=True):
     """
 
     attention: AttentionConfig | MLAConfig | None = None
-    state: Mamba2Config | DeltaNetConfig | None = None
+    state: Mamba1Config | Mamba2Config | DeltaNetConfig | None = None
     mlp: MLPConfig | MoEConfig | None = None
     norm: NormConfig
     layout: str = "pre"
     parallel_norms: int = 1  # parallel layout: 2 when attention and MLP have separate norms
     residual_scale: float = 1.0  # multiplies block outputs before they are added (Granite)
+    branch_scales: BranchScales = BranchScales()
     skip_scale: float = 1.0  # add_norm layout: multiplies the residual (alpha of ChatGLM 1)
     altup: AltUpConfig | None = None  # altup layout
 

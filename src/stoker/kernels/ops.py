@@ -42,9 +42,10 @@ from stoker.kernels.reference import norm as norm_ref
 from stoker.kernels.reference import quant_int8 as int8_ref
 from stoker.kernels.reference import rope as rope_ref
 from stoker.kernels.reference import sampling as sampling_ref
+from stoker.kernels.reference import selective_scan as selective_scan_ref
 from stoker.kernels.reference.linear import format_reference
 from stoker.kernels.routing import Routing, RoutingParams
-from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, FusedLayer, Fusion, Mamba2Params, Rotary
+from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, FusedLayer, Fusion, Mamba2Params, Rotary, SelectiveScanParams
 
 if TYPE_CHECKING:
     from stoker.core.forward_batch import ForwardBatch, KVCache
@@ -413,6 +414,14 @@ def mamba2(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, params: Mamba2Params, st
     [slots, H, P, N] are read and replaced. Returns [T, H, P].
     """
     return _pick(x, mamba2_ref).mamba2(x, dt, b, c, params, states, batch)
+
+
+def selective_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, params: SelectiveScanParams, states: Tensor, batch: ForwardBatch) -> Tensor:
+    """The recurrence of Mamba: state = exp(step × a) × state + step × x bᵀ, out = state c + skip × x, in float32.
+
+    step = softplus(dt + dt_bias). x, dt [T, D]; b, c [T, N]; states float32 [slots, D, N] are read and replaced. Returns [T, D].
+    """
+    return _pick(x, selective_scan_ref).selective_scan(x, dt, b, c, params, states, batch)
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor, batch: ForwardBatch) -> Tensor:

@@ -52,6 +52,15 @@ class Mamba2Params:
     max_step: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SelectiveScanParams:
+    """The parameters of the recurrence of a Mamba block: see `ops.selective_scan`. Tensors are float32."""
+
+    a: Tensor  # [features, elements], below 0: elements of the state decay by exp(a × time step)
+    dt_bias: Tensor  # [features], added to the time step before the softplus
+    skip: Tensor  # [features], multiplies the input that is added to the output
+
+
 @dataclass(slots=True)
 class DrawParams:
     """The sampling parameters of L rows. Tensors are [L], on the device of the logits."""

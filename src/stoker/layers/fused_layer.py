@@ -76,7 +76,7 @@ def _can_be_cut(layer: Layer) -> bool:
     """Whether a layer has the form norm → attention → add → norm → gated MLP → add, without tensor parallelism."""
     attention, mlp = layer.attention, layer.mlp
     kinds = type(layer) is PreNorm and isinstance(attention, Attention) and attention.gate is None and isinstance(mlp, MLP)
-    return kinds and mlp.gated and layer.residual_scale == 1.0 and mlp.group.size == 1
+    return kinds and mlp.gated and not mlp.is_scaled and layer.residual_scale == 1.0 and mlp.group.size == 1
 
 
 def _fused_layers(layers: Sequence[Layer]) -> Iterator[FusedLayer]:

@@ -10,8 +10,10 @@ from torch import Tensor
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.core.model_config import (
     AttentionConfig,
+    BranchScales,
     DeltaNetConfig,
     LayerConfig,
+    Mamba1Config,
     Mamba2Config,
     MLAConfig,
     MLPConfig,
@@ -23,6 +25,7 @@ from stoker.layers.altup import AltUpLayer
 from stoker.layers.attention import Attention
 from stoker.layers.delta_net import DeltaNet
 from stoker.layers.loader import Loader
+from stoker.layers.mamba1 import Mamba1
 from stoker.layers.mamba2 import Mamba2
 from stoker.layers.mla import MLA
 from stoker.layers.mlp import MLP
@@ -32,7 +35,7 @@ from stoker.layers.rope import rope_table
 
 # The block for each type of config.
 MIXERS: dict[type, Any] = {AttentionConfig: Attention, MLAConfig: MLA}
-STATE_BLOCKS: dict[type, Any] = {Mamba2Config: Mamba2, DeltaNetConfig: DeltaNet}
+STATE_BLOCKS: dict[type, Any] = {Mamba1Config: Mamba1, Mamba2Config: Mamba2, DeltaNetConfig: DeltaNet}
 FEED_FORWARDS: dict[type, Any] = {MLPConfig: MLP, MoEConfig: MoE}
 
 
@@ -197,13 +200,25 @@ class AltUp(Sandwich):
 class AttentionAndState:
     """Attention and a block with a state, which have the same input and whose outputs are added (Falcon-H1)."""
 
-    def __init__(self, attention: Any, state: Any) -> None:
-        self.attention, self.state = attention, state
+    def __init__(self, attention: Any, state: Any, scales: BranchScales) -> None:
+        self.attention, self.state, self.scales = attention, state, scales
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
-        """attention(norm(x)) + state(norm(x)) + residual, [T, hidden], summed over ranks."""
-        normalized = x if norm is None else norm(x)
-        return self.state(normalized, batch, cache, None, self.attention(normalized, batch, cache, None, residual))
+        """attention(norm(x)) + state(norm(x)) + residual, [T, hidden], summed over ranks, with the multipliers of `scales`."""
+        scales, normalized = self.scales, x if norm is None else norm(x)
+        inner = normalized if scales.attention_in == 1.0 else normalized * scales.attention_in
+        x = _add_scaled(self.attention, inner, batch, cache, residual, scales.attention_out)
+        inner = normalized if scales.state_in == 1.0 else normalized * scales.state_in
+        return _add_scaled(self.state, inner, batch, cache, x, scales.state_out)
+
+
+def _add_scaled(block: Any, x: Tensor, batch: ForwardBatch, cache: KVCache, residual: Tensor | None, scale: float) -> Tensor:
+    """scale × block(x) + residual, [T, hidden]."""
+    if scale == 1.0:
+        out: Tensor = block(x, batch, cache, None, residual)
+        return out
+    out = block(x, batch, cache)
+    return out * scale if residual is None else residual.add(out, alpha=scale)
 
 
 def _make_mixer(config: LayerConfig, loader: Loader, name: str, hidden: int, tables: RopeTables) -> Any:
@@ -214,7 +229,7 @@ def _make_mixer(config: LayerConfig, loader: Loader, name: str, hidden: int, tab
         blocks.append(MIXERS[type(attention)](attention, loader, f"{name}.attention", hidden, tables.get(attention.rope)))
     if state is not None:
         blocks.append(STATE_BLOCKS[type(state)](state, loader, f"{name}.state", hidden))
-    return blocks[0] if len(blocks) == 1 else AttentionAndState(*blocks)
+    return blocks[0] if len(blocks) == 1 else AttentionAndState(blocks[0], blocks[1], config.branch_scales)
 
 
 def mixer_specs(config: LayerConfig, name: str, hidden: int) -> list[Spec]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -28,6 +29,7 @@ class Mamba2:
         self.num_heads = config.num_heads // size
         self.num_groups = max(config.num_groups // size, 1)
         self.params = Mamba2Params(-weights["a_log"].exp(), weights["dt_bias"], weights["skip"], config.min_step, config.max_step)
+        self.part_scales = self._part_scales(loader.device) if config.part_scales else None
 
     @staticmethod
     def specs(config: Mamba2Config, name: str, hidden: int) -> dict[str, Spec]:
@@ -63,12 +65,20 @@ class Mamba2:
         heads, groups, size = self.num_heads, self.num_groups, config.head_size
         inner, bc = heads * size, groups * config.state_size
         projected = self.project(x, PLAIN if norm is None else norm.fusion)
+        if self.part_scales is not None:
+            projected.mul_(self.part_scales)
         gate, inputs, dt = projected.split_with_sizes((inner, inner + 2 * bc, heads), dim=-1)
         convolved = ops.causal_conv(inputs, self.conv, self.conv_bias, state.conv, batch, config.activation)
         values, b, c = convolved.split_with_sizes((inner, bc, bc), dim=-1)
         b, c = b.unflatten(-1, (groups, -1)), c.unflatten(-1, (groups, -1))
         out = ops.mamba2(values.unflatten(-1, (heads, size)), dt, b, c, self.params, state.recurrent, batch)
         return linear_all_reduce(self.out, self._gated(out.flatten(1), gate), self.group, residual)
+
+    def _part_scales(self, device: torch.device) -> Tensor:
+        """The multiplier of each row of this rank's input projection, float32. In float32, so that the factors are not rounded."""
+        inner, bc = self.num_heads * self.config.head_size, self.num_groups * self.config.state_size
+        rows = torch.tensor((inner, inner, bc, bc, self.num_heads), device=device)
+        return torch.tensor(self.config.part_scales, device=device).repeat_interleave(rows, output_size=2 * (inner + bc) + self.num_heads)
 
     def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
         """The output of the recurrence [T, inner], multiplied by silu(gate) and normalized within each group of features."""

@@ -29,6 +29,7 @@ class MLP:
         self.activation_parameters: Tensor | None = weights.get("activation")
         self.activation = config.activation
         self.gated = config.gated
+        self.gate_scale, self.out_scale = config.gate_scale, config.out_scale
         self._gate = Fusion(gate=config.activation)
         self._gated_input = Fusion(input_gate=config.activation)
         self.group = loader.group
@@ -50,11 +51,20 @@ class MLP:
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """mlp(norm(x)) + residual, [T, hidden], summed over ranks."""
         inner, fusion = self._inner(x, norm)
-        return linear_all_reduce(self.down, inner, self.group, residual, fusion)
+        if self.out_scale == 1.0:
+            return linear_all_reduce(self.down, inner, self.group, residual, fusion)
+        out = linear_all_reduce(self.down, inner, self.group, None, fusion)
+        return out * self.out_scale if residual is None else residual.add(out, alpha=self.out_scale)
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's summand of mlp(x), [T, hidden], before the all-reduce."""
-        return self.down(*self._inner(x, None))
+        out = self.down(*self._inner(x, None))
+        return out if self.out_scale == 1.0 else out * self.out_scale
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the block has multipliers, which fused layers do not apply."""
+        return (self.gate_scale, self.out_scale) != (1.0, 1.0)
 
     def _inner(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Fusion]:
         """(input of the `down` linear, fusion with which `down` must be called)."""
@@ -66,6 +76,10 @@ class MLP:
             return ops.gated(torch.cat((self._sparse(gate, self.cutoff), up), dim=-1), self.activation), PLAIN
         if not self.gated:
             return ops.activate(self.up(x, up_fusion), self.activation), PLAIN
+        if self.gate_scale != 1.0:
+            wide = self.up(x, up_fusion)
+            wide.narrow(-1, 0, wide.shape[-1] // 2).mul_(self.gate_scale)
+            return ops.gated(wide, self.activation), PLAIN
         if x.shape[0] >= self.down.min_input_gate_rows:
             return self.up(x, up_fusion), self._gated_input
         return self.up(x, self._gate if norm is None else norm.gated_fusion(self.activation)), PLAIN

@@ -73,6 +73,8 @@ def _unknown_architecture(hf: dict[str, Any]) -> CheckpointError:
     known = {_stem(name): name for name in reversed([*_REGISTRY])}  # an alias does not replace its row
     close = difflib.get_close_matches(_stem(wanted), known, n=2, cutoff=0.8)
     similar = [known[stem] for stem in close if stem == _stem(wanted) or stem.rstrip("0123456789") != _stem(wanted)]  # other versions
+    if hf.get("architectures") and (kind := hf.get("model_type")) is not None:  # Zamba2 of model_type zamba2 is no misspelled Mamba2
+        similar = [name for name in similar if kind in (get_architecture(name).model_types or (kind,))]
     meant = f"If it is misspelled, write {' or '.join(similar)}. " if similar else ""
     listed = f"The {len(all_architectures())} supported architectures are listed in docs/architectures.md."
     return CheckpointError(f"the architecture {wanted!r} is not supported.", cure=meant + listed)
