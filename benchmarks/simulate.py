@@ -1,12 +1,14 @@
-"""Compares `stoker simulate` with runs on an H200, and simulates conversations behind the router.
+"""Compares `stoker simulate` with runs on an H200, simulates conversations behind the router, and measures the simulator.
 
-    PYTHONPATH=src python benchmarks/simulate.py [agreement] [conversations] [--json benchmarks/results/simulate.json]
+    PYTHONPATH=src python benchmarks/simulate.py [agreement] [conversations] [speed] [--json benchmarks/results/simulate.json]
 
 agreement: the throughput runs of benchmarks/results/h200_llama8b_fp8.json, all requests of which arrive at once. The step times are of
 the same file (steps of 1, 8 and 64 rows); the time of a prompt token is calibrated with the run of 2048/128 only.
 conversations: 200 conversations of 8 turns (a system prompt of 200 tokens that all share, 300 tokens per turn, 100 generated) on four
 replicas of an 8B and of a 70B model, with the policies prefix and round_robin, and on one replica with four times the KV cache and a
 quarter of the step times.
+speed: 10,000 requests/s (500 prompt and 120 new tokens on average) on 200 replicas with 20 routers, for `--seconds` of simulated time: once
+without common prompts (the format burstgpt) and once with common prefixes (the format mooncake).
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import resource
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +26,10 @@ from typing import Any
 
 import msgspec
 
+from stoker.base.cpus import num_cpus
 from stoker.router.core.settings import RoutingSettings
 from stoker.runtime.request import Sequence
+from stoker.simulation.fleet import FleetSettings, TraceSettings, simulate_fleet
 from stoker.simulation.replica import ReplicaSettings
 from stoker.simulation.simulator import Results, Simulator
 from stoker.simulation.step_times import StepTimes, read_step_times
@@ -32,6 +38,7 @@ from stoker.simulation.traces import Arrival
 RESULTS = Path(__file__).parent / "results"
 STEP_TIMES = RESULTS / "h200_llama8b_fp8_step_times.json"
 MEASURED = RESULTS / "h200_llama8b_fp8.json"
+RATE = 10_000.0  # requests per second, of the measurement of the speed
 NUM_CONVERSATIONS, NUM_TURNS, SYSTEM_TOKENS, USER_TOKENS, ANSWER_TOKENS = 200, 8, 200, 300, 100
 
 
@@ -102,9 +109,54 @@ def _summary(results: Results) -> dict[str, float]:
     }
 
 
+def speed(seconds: float) -> dict[str, Any]:
+    replica = ReplicaSettings(max_batch_size=256, max_num_tokens=8192, kv_cache_tokens=400_000)
+    fleet = FleetSettings(num_replicas=200, num_routers=20, replica=replica, step_times=read_step_times(STEP_TIMES))
+    rows: dict[str, Any] = {"seconds": seconds, "replicas": 200, "routers": 20, "workers": num_cpus()}
+    with tempfile.TemporaryDirectory() as folder:
+        for trace_format in ("burstgpt", "mooncake"):
+            file = Path(folder, trace_format)
+            _write_trace(file, trace_format, round(seconds * RATE))
+            before, started = _cpu_s(), time.perf_counter()
+            results = simulate_fleet(fleet, TraceSettings(file=file, format=trace_format))
+            wall_s, cpu_s, count = time.perf_counter() - started, _cpu_s() - before, len(results.duration_s)
+            rows[trace_format] = {
+                "requests": count, "wall_s": wall_s, "cpu_s": cpu_s, "requests_per_s": count / wall_s, "requests_per_cpu_s": count / cpu_s,
+                "steps": results.num_steps, "output_tokens": results.num_output_tokens,
+                "reuse_rate": results.num_reused_tokens / results.num_prompt_tokens,
+                "first_token_median_ms": 1000 * statistics.median(results.first_token_s),
+            }  # fmt: skip
+            print(trace_format, json.dumps(rows[trace_format], indent=1))
+    return rows
+
+
+def _write_trace(file: Path, trace_format: str, count: int) -> None:
+    """Poisson arrivals. In the format mooncake, half of the prompts begin with one of 50 prefixes of 512 tokens."""
+    dice, now = random.Random(0), 0.0
+    with file.open("w") as lines:
+        if trace_format == "burstgpt":
+            lines.write("Timestamp,Request tokens,Response tokens\n")
+        for i in range(count):
+            now += dice.expovariate(RATE)
+            prompt, output = max(1, int(dice.gauss(500, 150))), max(1, int(dice.gauss(120, 40)))
+            if trace_format == "burstgpt":
+                lines.write(f"{now:.6f},{prompt},{output}\n")
+            else:
+                ids = [i % 100 if i % 100 < 50 else 1000 + i, *range(10**7 + 2 * i, 10**7 + 2 * i + (prompt - 1) // 512)]
+                row = {"timestamp": 1000 * now, "input_length": prompt, "output_length": output, "hash_ids": ids}
+                lines.write(json.dumps(row) + "\n")
+
+
+def _cpu_s() -> float:
+    """Processor seconds of this process and of those that it has waited for."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    kinds = {"agreement": agreement, "conversations": conversations}
+    parser.add_argument("--seconds", type=float, default=600.0)
+    kinds = {"agreement": agreement, "conversations": conversations, "speed": lambda: speed(args.seconds)}
     parser.add_argument("kinds", nargs="*", default=list(kinds))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -15,6 +15,7 @@ from stoker.base.errors import ConfigError
 from stoker.cli.command_table import load_command
 from stoker.cli.commands import COMMANDS
 from stoker.router.core.settings import RoutingSettings
+from stoker.simulation.latencies import Latencies
 from stoker.simulation.replica import ReplicaSettings
 from stoker.simulation.report import make_report
 from stoker.simulation.simulator import Results, Simulator
@@ -45,7 +46,8 @@ def test_the_times_of_one_request_follow_from_the_step_times() -> None:
     prefill = 0.01 + 100 * 0.0001
     decodes = [0.01 + 0.001 + context * 0.000001 for context in (100, 101)]
     assert list(results.first_token_s) == pytest.approx([prefill])
-    assert list(results.between_tokens_s) == pytest.approx(decodes)
+    between = results.between_tokens_s
+    assert [between.min_s, between.max_s, between.total_s, between.count] == pytest.approx([*decodes, sum(decodes), 2])
     assert results.end_s == pytest.approx(prefill + sum(decodes)) and list(results.duration_s) == [results.end_s]
 
 
@@ -61,7 +63,7 @@ def test_every_request_ends_once_and_a_queue_forms_under_load() -> None:
     results = Simulator(2, SMALL, STEP).run([*arrivals, Arrival(1.0, prompt(1, 5000), 5)])
     assert len(results.duration_s) == 200 == len(results.first_token_s) and results.num_rejected == 1
     assert results.num_output_tokens == sum(arrival.max_tokens for arrival in arrivals)
-    assert len(results.between_tokens_s) == results.num_output_tokens - 200
+    assert results.between_tokens_s.count == results.num_output_tokens - 200
     alone = Simulator(2, SMALL, STEP).run([Arrival(i * 10.0, arrival.prompt_ids, arrival.max_tokens) for i, arrival in enumerate(arrivals)])
     assert statistics.median(results.first_token_s) > 5 * statistics.median(alone.first_token_s)
 
@@ -99,13 +101,13 @@ def test_a_split_loses_no_request_under_load() -> None:
     assert results.num_output_tokens == sum(arrival.max_tokens for arrival in arrivals)
     assert 0 <= results.num_reused_tokens < 500
     together = Simulator(4, SMALL, STEP, RoutingSettings(disaggregate_tokens=64)).run(arrivals)
-    assert max(results.between_tokens_s) < max(together.between_tokens_s)
+    assert results.between_tokens_s.max_s < together.between_tokens_s.max_s
 
 
 def test_the_report_has_percentiles_and_cost() -> None:
     results = Results(
         first_token_s=_doubles(1, 2, 3, 4),
-        between_tokens_s=_doubles(),
+        between_tokens_s=Latencies(),
         duration_s=_doubles(5),
         transfer_s=_doubles(),
         num_output_tokens=2_000_000,

@@ -1,8 +1,15 @@
-"""A simulated replica: the real scheduler and KV cache manager; a step takes the time that StepTimes states."""
+"""A simulated replica: the real scheduler and KV cache manager; a step takes the time that StepTimes states.
+
+Steps that only decode are run together up to the one in which a sequence fills a block or ends. If a sequence is added before that, the
+steps after the current one are planned again.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from itertools import groupby
+from operator import attrgetter
 
 import msgspec
 
@@ -13,12 +20,12 @@ from stoker.router.core.replica import Replica
 from stoker.runtime.kv.events.log import BlockEventLog
 from stoker.runtime.kv.events.wire import block_hash
 from stoker.runtime.request import Sequence
-from stoker.runtime.schedule.plan import StepOutcome, StepPlan
-from stoker.runtime.schedule.scheduler import Scheduler
+from stoker.runtime.schedule.group_scheduler import GroupPlan, GroupScheduler
+from stoker.runtime.schedule.plan import StepOutcome
 from stoker.runtime.transfer.held_prompts import HeldPrompts
 from stoker.simulation.step_times import StepTimes
 
-TOKEN = 7  # what every step samples
+_is_stored = attrgetter("stored")
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,18 +60,47 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
         check_choice("tokens_per_block", self.tokens_per_block, TOKENS_PER_BLOCK)
         if self.kv_cache_tokens < self.tokens_per_block:
             raise ConfigError(f"kv_cache_tokens={self.kv_cache_tokens} is less than one block.", cure="Raise it.")
+        if self.max_num_tokens < self.max_batch_size:
+            limit = f"max_num_tokens={self.max_num_tokens} is less than max_batch_size={self.max_batch_size}"
+            raise ConfigError(f"{limit}, which is not simulated.", cure="Lower max_batch_size, or raise max_num_tokens.")
+
+
+class RunningSteps:
+    """Steps that a replica computes one after the other, from `start_s` on. Each takes `growth_s` longer than the one before it."""
+
+    def __init__(self, plan: GroupPlan, start_s: float, first_s: float, growth_s: float) -> None:
+        self.plan, self.start_s, self.first_s, self.growth_s = plan, start_s, first_s, growth_s
+        self.count = plan.num_equal_steps
+
+    def end_s(self, count: int) -> float:
+        """When the first `count` steps end."""
+        return self.start_s + (count * self.first_s + self.growth_s * (count * (count - 1) // 2))
+
+    def stop(self, now_s: float) -> bool:
+        """Run no step that begins at or after `now_s`. False if there is none."""
+        first_s, growth_s = self.first_s, self.growth_s
+        # The smallest count with end_s(count) >= now_s, from the positive root of the quadratic equation, corrected for rounding.
+        half, left_s = first_s / growth_s - 0.5 if growth_s else 0.0, max(now_s - self.start_s, 0.0)
+        count = math.sqrt(half * half + 2.0 * left_s / growth_s) - half if growth_s else left_s / first_s
+        count = max(1, min(math.ceil(count), self.count))
+        while count > 1 and self.end_s(count - 1) >= now_s:
+            count -= 1
+        while count < self.count and self.end_s(count) < now_s:
+            count += 1
+        stopped, self.count = count < self.count, count
+        return stopped
 
 
 class SimulatedReplica:
     """The scheduler of one replica, the step that it runs, and the events that its fleet receives after each step."""
 
-    def __init__(self, fleet: Fleet, replica: Replica, settings: ReplicaSettings, step_times: StepTimes) -> None:
+    def __init__(self, fleet: Fleet, replica: Replica, settings: ReplicaSettings, step_times: StepTimes, prefix_reuse: bool) -> None:
         self.replica = replica
         self.max_seq_len = settings.kv_cache_tokens
         self._fleet = fleet
         self._step_times = step_times
         self._log = BlockEventLog()
-        self.scheduler = Scheduler(
+        self.scheduler = GroupScheduler(
             num_blocks=settings.kv_cache_tokens // settings.tokens_per_block,
             tokens_per_block=settings.tokens_per_block,
             max_batch_size=settings.max_batch_size,
@@ -72,17 +108,13 @@ class SimulatedReplica:
             max_seq_len=self.max_seq_len,
             target_itl_s=settings.target_itl_ms / 1000 if settings.target_itl_ms is not None else None,
             target_ttft_s=settings.target_ttft_ms / 1000 if settings.target_ttft_ms is not None else None,
+            prefix_reuse=prefix_reuse,
             event_log=self._log,
         )
         self._held = HeldPrompts(self.scheduler.kv_cache)
-        self._plan: StepPlan | None = None
+        self.steps: RunningSteps | None = None
         self.imports: deque[Sequence] = deque()  # whose prompts have arrived from other replicas, and wait for blocks
-        self._duration_s = 0.0
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a step is running."""
-        return self._plan is not None
+        self.end_s = math.inf  # of the running steps
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
@@ -105,32 +137,44 @@ class SimulatedReplica:
             self.imports.popleft()
             self.scheduler.add(seq)
 
-    def start_step(self, now_s: float) -> float | None:
-        """Start the next step, and return when it ends; None if there is nothing to compute."""
-        plan = self.scheduler.plan(now_s)
-        if not plan.sequences and len(self._held):  # the first waiting sequence needs blocks that are held for later ones
+    def run(self, now_s: float) -> bool:
+        """Start steps, or let the running ones end after the current one. Returns whether `end_s` has changed."""
+        if self.steps is None:
+            return self._start(now_s)
+        if self.steps.count == 1 or not self.steps.stop(now_s):
+            return False
+        self.end_s = self.steps.end_s(self.steps.count)
+        return True
+
+    def _start(self, now_s: float) -> bool:
+        """Plan steps and start them. False if there is nothing to compute."""
+        plan = self.scheduler.plan_steps(now_s)
+        if not len(plan) and len(self._held):  # the first waiting sequence needs blocks that are held for later ones
             self._held.release_all()
             self.scheduler.on_free_blocks()
-            plan = self.scheduler.plan(now_s)
-        if not plan.sequences:
-            return None
+            plan = self.scheduler.plan_steps(now_s)
+        if not len(plan):
+            return False
         for seq in plan.sequences if len(self._held) else ():
             self._held.release(seq.seq_id)
-        self._plan, self._duration_s = plan, self._step_times.of(plan)
-        return now_s + self._duration_s
+        self.steps = RunningSteps(plan, now_s, self._step_times.of(plan), self._step_times.growth(plan))
+        self.end_s = self.steps.end_s(self.steps.count)
+        return True
 
-    def end_step(self) -> tuple[StepPlan, StepOutcome]:
-        """Commit the running step, and apply its block events to the fleet."""
-        plan, self._plan = self._plan, None
-        assert plan is not None
-        self.scheduler.record_time(plan, self._duration_s)
-        outcome = self.scheduler.commit(plan, [[TOKEN] if samples else [] for samples in plan.samples])
+    def end_steps(self) -> tuple[RunningSteps, StepOutcome]:
+        """Commit the running steps, and apply their block events to the fleet."""
+        steps, self.steps, self.end_s = self.steps, None, math.inf
+        assert steps is not None
+        if self.scheduler.budget.has_target:
+            self.scheduler.record_time(steps.plan, steps.first_s)
+        outcome = self.scheduler.commit_steps(steps.plan, steps.count)
         slot, stored = self.replica.slot, self._fleet.stored
-        for change in self._log.pop():
-            if change.stored:
-                stored.store(slot, (block_hash(change.node),))
+        for is_stored, changes in groupby(self._log.pop(), key=_is_stored):
+            hashes = [block_hash(change.node) for change in changes]
+            if is_stored:
+                stored.store(slot, hashes)
             else:
-                stored.remove(slot, (block_hash(change.node),))
+                stored.remove(slot, hashes)
         if self.imports:
             self.admit_imports()
-        return plan, outcome
+        return steps, outcome

@@ -6,6 +6,7 @@ from array import array
 
 import msgspec
 
+from stoker.simulation.latencies import Latencies
 from stoker.simulation.simulator import Results
 
 PERCENTILES = (50, 90, 99)
@@ -45,7 +46,7 @@ def make_report(results: Results, num_gpus: int, gpu_hour_cost: float | None) ->
         output_tokens_per_s=results.num_output_tokens / seconds,
         reuse_rate=results.num_reused_tokens / results.num_prompt_tokens if results.num_prompt_tokens else 0.0,
         time_to_first_token_ms=_percentiles(results.first_token_s),
-        inter_token_latency_ms=_percentiles(results.between_tokens_s),
+        inter_token_latency_ms=_step_percentiles(results.between_tokens_s),
         request_duration_ms=_percentiles(results.duration_s),
         transfers=len(results.transfer_s),
         transfer_ms=_percentiles(results.transfer_s),
@@ -60,3 +61,8 @@ def _percentiles(values: array[float]) -> dict[str, float]:
     """Percentiles in milliseconds, by the nearest rank; empty without values."""
     ordered = sorted(values)
     return {f"p{p}": 1000 * ordered[max(0, -(-len(ordered) * p // 100) - 1)] for p in PERCENTILES} if ordered else {}
+
+
+def _step_percentiles(latencies: Latencies) -> dict[str, float]:
+    """Percentiles in milliseconds; empty without values."""
+    return {f"p{p}": 1000 * latencies.percentile(p) for p in PERCENTILES} if latencies.count else {}

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 import msgspec
 
 from stoker.base.errors import RequestError
 from stoker.base.types import SamplingParams
 from stoker.router.core.policy import Decision, Route
-from stoker.router.core.prefix import token_prefix
+from stoker.router.core.prefix import PromptPrefix, token_prefix
 from stoker.router.core.replica import ReplicaState
 from stoker.router.core.router import Lease, Router
 from stoker.router.core.settings import RoutingSettings
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.transfer.address import TransferAddress
+from stoker.simulation.latencies import Latencies
 from stoker.simulation.replica import ReplicaSettings, SimulatedReplica
 from stoker.simulation.step_times import StepTimes
 from stoker.simulation.traces import Arrival
@@ -30,7 +33,7 @@ class Results(msgspec.Struct):
     """What the requests of a simulation experienced. Times are in seconds."""
 
     first_token_s: array[float]
-    between_tokens_s: array[float]
+    between_tokens_s: Latencies
     duration_s: array[float]
     transfer_s: array[float]  # from the end of a prompt to the arrival of its last block on another replica
     num_rejected: int = 0  # that exceed the KV cache of a replica
@@ -41,20 +44,31 @@ class Results(msgspec.Struct):
     num_transferred_tokens: int = 0  # between replicas
     end_s: float = 0.0
 
+    def merge(self, other: Results) -> None:
+        """Add the requests of another part of the fleet."""
+        for name in ("first_token_s", "duration_s", "transfer_s"):
+            getattr(self, name).extend(getattr(other, name))
+        self.between_tokens_s.merge(other.between_tokens_s)
+        for name in (name for name in self.__struct_fields__ if name.startswith("num_")):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.end_s = max(self.end_s, other.end_s)
+
 
 class _Running:
     """A request that a replica computes."""
 
-    __slots__ = ("arrival", "last_s", "lease", "num_cached")
+    __slots__ = ("arrival", "lease", "num_cached")
 
     def __init__(self, arrival: Arrival, lease: Lease) -> None:
         self.arrival, self.lease = arrival, lease
-        self.last_s: float | None = None  # when its last token was committed
         self.num_cached: int | None = None  # tokens that no replica has computed, of a prompt that was transferred
 
 
 class Simulator:
-    """`num_replicas` equal replicas behind one router, and `num_prefill` further ones that compute prompts for them."""
+    """`num_replicas` equal replicas behind one router, and `num_prefill` further ones that compute prompts for them.
+
+    Without `prefix_reuse`, no block is indexed. For prompts of which no two have the same first block, the results are the same.
+    """
 
     def __init__(
         self,
@@ -64,12 +78,13 @@ class Simulator:
         routing: RoutingSettings = RoutingSettings(),
         num_prefill: int = 0,
         transfers: TransferSettings = TransferSettings(),
+        prefix_reuse: bool = True,
     ) -> None:
         self.now_s = 0.0
-        self.results = Results(array("d"), array("d"), array("d"), array("d"))
+        self.results = Results(array("d"), Latencies(), array("d"), array("d"))
         # The schedulers of the replicas hold the waiting requests.
         self.router = Router(msgspec.structs.replace(routing, max_in_flight=1 << 20), lambda: self.now_s)
-        self._settings = replica
+        self._settings, self._prefix_reuse = replica, prefix_reuse
         self._replicas: dict[str, SimulatedReplica] = {}
         for i in range(num_replicas + num_prefill):
             added = self.router.fleet.add(f"replica-{i}")
@@ -77,35 +92,45 @@ class Simulator:
             if num_prefill:
                 self.router.fleet.set_transfer(added, TransferAddress("decode" if i < num_replicas else "prefill", added.name, 1))
             self.router.fleet.set_health(added, ReplicaState.READY, 0.0)
-            self._replicas[added.name] = SimulatedReplica(self.router.fleet, added, replica, step_times)
+            self._replicas[added.name] = SimulatedReplica(self.router.fleet, added, replica, step_times, prefix_reuse)
         self._links = TransferLinks(transfers)
         self._running: dict[int, _Running] = {}  # by seq_id
         self._events: list[tuple[float, int, SimulatedReplica | Arrival | SimulatedTransfer]] = []
         self._numbers = itertools.count()
-        self._scheduled: Arrival | None = None  # the newest arrival of the trace
 
     def run(self, arrivals: Iterable[Arrival], follow: Follow | None = None) -> Results:
         """Simulate requests, which are in the order of their times, until all have ended. `follow` adds requests at the end of others."""
-        waiting = iter(arrivals)
-        self._schedule_next(waiting)
-        while self._events:
-            self.now_s, _, event = heapq.heappop(self._events)
-            if isinstance(event, SimulatedReplica):
-                self._end_step(event, follow)
-            elif isinstance(event, SimulatedTransfer):
-                self._end_transfer(event)
-            else:
-                self._arrive(event)
-                if event is self._scheduled:
-                    self._schedule_next(waiting)
+        self.add_all(arrivals, follow)
+        return self.finish(follow)
+
+    def add_all(self, arrivals: Iterable[Arrival], follow: Follow | None = None) -> None:
+        """Simulate up to the time of the last of these requests, none of which is before an earlier one."""
+        for arrival in arrivals:
+            self._advance(arrival.at_s, follow)
+            self.now_s = max(arrival.at_s, self.now_s)
+            self._arrive(arrival)
+
+    def finish(self, follow: Follow | None = None) -> Results:
+        """Simulate until all requests have ended."""
+        self._advance(math.inf, follow)
         self.results.end_s = self.now_s
         return self.results
 
-    def _schedule_next(self, waiting: Iterator[Arrival]) -> None:
-        """Schedule the next arrival of the trace. One at a time, so that a long trace is not read into memory."""
-        if (arrival := next(waiting, None)) is not None:
-            self._scheduled = arrival
-            self._push(max(arrival.at_s, self.now_s), arrival)
+    def _advance(self, until_s: float, follow: Follow | None) -> None:
+        """Handle the events up to this time, in the order of their times."""
+        events = self._events
+        while events and events[0][0] <= until_s:
+            at_s, _, event = heapq.heappop(events)
+            if isinstance(event, SimulatedReplica):
+                if at_s == event.end_s:  # otherwise its steps were stopped earlier
+                    self.now_s = at_s
+                    self._end_steps(event, follow)
+                continue
+            self.now_s = at_s
+            if isinstance(event, SimulatedTransfer):
+                self._end_transfer(event)
+            else:
+                self._arrive(event)
 
     def _push(self, at_s: float, event: SimulatedReplica | Arrival | SimulatedTransfer) -> None:
         heapq.heappush(self._events, (at_s, next(self._numbers), event))
@@ -115,10 +140,9 @@ class Simulator:
         request = TokenRequest(
             request_id=str(next(self._numbers)),
             prompt_ids=arrival.prompt_ids,
-            params=SamplingParams(max_tokens=arrival.max_tokens, seed=0),
+            params=_sampling(arrival.max_tokens),
         )
-        prefix = token_prefix(arrival.prompt_ids, self._settings.tokens_per_block)
-        route = Route(prefix=prefix, session=arrival.session)
+        route = Route(prefix=self._prefix(arrival.prompt_ids), session=arrival.session)
         decision = self.router.choose(route)
         assert decision is not None  # no replica is ever full
         replica = self._replicas[decision.replica.name]
@@ -133,20 +157,27 @@ class Simulator:
         prefill = self.router.choose_prefill(route, decision)
         if prefill is None:
             replica.add(seq)
-            self._start_step(replica)
+            self._run(replica)
         else:
             running.lease.start_decode()
             self._compute_elsewhere(route, prefill, seq, replica)
 
+    def _prefix(self, prompt_ids: list[int]) -> PromptPrefix:
+        """The blocks of a prompt by which the router decides. Without reuse, the first one still decides between equal replicas."""
+        size = self._settings.tokens_per_block
+        if self._prefix_reuse:
+            return token_prefix(prompt_ids, size)
+        return token_prefix(prompt_ids[: size + 1], size)._replace(num_tokens=len(prompt_ids))
+
     def _compute_elsewhere(self, route: Route, decision: Decision, seq: Sequence, target: SimulatedReplica) -> None:
         """Let another replica compute the prompt of a sequence."""
-        request = msgspec.structs.replace(seq.request, params=SamplingParams(max_tokens=1, seed=0))
+        request = msgspec.structs.replace(seq.request, params=_sampling(1))
         prompt = Sequence(next(self._numbers), request, 0, self.now_s)
         num_cached = len(target.scheduler.kv_cache.cached_prefix(seq.prefix_root, seq.tokens)) * self._settings.tokens_per_block
         self._links.add(SimulatedTransfer(prompt, seq, target, self.router.begin(route, decision), num_cached))
         computing = self._replicas[decision.replica.name]
         computing.add(prompt)
-        self._start_step(computing)
+        self._run(computing)
 
     def _end_transfer(self, transfer: SimulatedTransfer) -> None:
         """All blocks of a prompt have arrived."""
@@ -154,32 +185,31 @@ class Simulator:
         self.results.num_transferred_tokens += transfer.num_tokens
         self._running[transfer.seq.seq_id].num_cached = max(transfer.num_cached, transfer.prompt.num_cached)
         transfer.target.add_imported(transfer.seq)
-        self._start_step(transfer.target)
+        self._run(transfer.target)
 
-    def _start_step(self, replica: SimulatedReplica) -> None:
-        """Start a step of an idle replica, if there is something to compute."""
-        if not replica.is_running and (end_s := replica.start_step(self.now_s)) is not None:
-            self._push(end_s, replica)
+    def _run(self, replica: SimulatedReplica) -> None:
+        """Start steps of an idle replica if there is something to compute, or let a busy one plan its next step again."""
+        if replica.run(self.now_s):
+            self._push(replica.end_s, replica)
 
-    def _end_step(self, replica: SimulatedReplica, follow: Follow | None) -> None:
-        """Measure the tokens of a step, and start the next one."""
+    def _end_steps(self, replica: SimulatedReplica, follow: Follow | None) -> None:
+        """Measure the tokens of the ended steps, and start the next ones."""
         results, now = self.results, self.now_s
-        results.num_steps += 1
-        plan, outcome = replica.end_step()
-        for at_s, transfer in self._links.end_step(replica, plan, now):
+        steps, outcome = replica.end_steps()
+        results.num_steps += steps.count
+        for at_s, transfer in self._links.end_step(replica, steps.plan, now):
             transfer.lease.succeed()
             self._push(at_s, transfer)
+        if num_decodes := steps.plan.num_decodes:
+            results.between_tokens_s.add_series(steps.first_s, steps.growth_s, steps.count, num_decodes)
+            results.num_output_tokens += num_decodes * steps.count
         for seq in outcome.sequences:
             if (running := self._running.get(seq.seq_id)) is None:
                 continue  # a prompt for another replica
-            if running.last_s is None:
-                results.first_token_s.append(now - seq.arrival)
-                results.num_reused_tokens += seq.num_cached if running.num_cached is None else running.num_cached
-                running.lease.start_decode()
-            else:
-                results.between_tokens_s.append(now - running.last_s)
-            running.last_s = now
+            results.first_token_s.append(now - seq.arrival)
+            results.num_reused_tokens += seq.num_cached if running.num_cached is None else running.num_cached
             results.num_output_tokens += 1
+            running.lease.start_decode()
         for seq in outcome.finished:
             if (running := self._running.pop(seq.seq_id, None)) is None:
                 continue
@@ -187,4 +217,10 @@ class Simulator:
             results.duration_s.append(now - seq.arrival)
             if follow is not None and (following := follow(running.arrival, seq, now)) is not None:
                 self._push(following.at_s, following)
-        self._start_step(replica)
+        self._run(replica)
+
+
+@lru_cache(1 << 16)
+def _sampling(max_tokens: int) -> SamplingParams:
+    """The parameters of a request; to check their values takes longer than to simulate it."""
+    return SamplingParams(max_tokens=max_tokens, seed=0)

@@ -13,6 +13,7 @@ import msgspec
 from stoker.base.errors import ConfigError
 
 FORMATS = ("azure", "mooncake", "burstgpt")
+FORMATS_WITH_PREFIXES = ("mooncake",)  # prompts of the others have no common blocks
 MOONCAKE_BLOCK = 512  # tokens of one hash id
 VOCAB_SIZE = 1 << 30  # of the tokens that stand for unknown texts
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -56,17 +57,19 @@ def read_trace(file: Path, trace_format: str) -> Iterator[Arrival]:
 
 def _rows(file: Path, lines: Iterator[str], columns: tuple[str, str, str]) -> Iterator[Arrival]:
     """The requests of a CSV file with columns for time, prompt tokens and generated tokens. Their prompts have nothing in common."""
-    reader = csv.DictReader(lines)
-    if missing := [name for name in columns if name not in (reader.fieldnames or ())]:
+    reader = csv.reader(lines)
+    names = next(reader, [])
+    if missing := [name for name in columns if name not in names]:
         raise ConfigError(f"trace={file} has no column {missing[0]}.", cure="Choose another --format.")
+    time, prompt, output = map(names.index, columns)
     first: float | None = None
-    for number, row in enumerate(reader):
+    for number, row in enumerate(row for row in reader if row):
         try:
-            at_s = _seconds(row[columns[0]])
-            num_prompt, num_output = int(row[columns[1]]), int(row[columns[2]])
+            at_s = _seconds(row[time])
+            num_prompt, num_output = int(row[prompt]), int(row[output])
             _check(at_s, num_prompt, num_output)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{file}:{number + 2}: {error}.", cure="Correct or remove the line.") from None
+        except (IndexError, ValueError) as error:
+            raise ConfigError(f"{file}:{reader.line_num}: {error}.", cure="Correct or remove the line.") from None
         if num_output:  # BurstGPT contains failed requests without an answer
             first = at_s if first is None else first
             yield Arrival(max(0.0, at_s - first), _unique(number, num_prompt), num_output)
@@ -96,8 +99,8 @@ def _check(at_s: float, num_prompt: int, num_output: int) -> None:
 
 
 def _unique(number: int, count: int) -> list[int]:
-    """`count` token ids that no other number has in the same place."""
-    return [(number * 40_503 + i * 2_654_435_761) % VOCAB_SIZE for i in range(count)]
+    """`count` token ids, of which the first one is that of no other number. Blocks are compared with all tokens before them."""
+    return [number % VOCAB_SIZE] + [0] * (count - 1)
 
 
 def _seconds(text: str) -> float:

@@ -61,7 +61,9 @@ class TransferLinks:
 
     def end_step(self, replica: SimulatedReplica, plan: StepPlan, now_s: float) -> list[tuple[float, SimulatedTransfer]]:
         """A step has ended: send what it has computed. Returns (arrival of the last block, transfer) for each complete prompt."""
-        complete = []
+        complete: list[tuple[float, SimulatedTransfer]] = []
+        if not self._transfers:
+            return complete
         name = replica.replica.name
         for seq, start, count, samples in zip(plan.sequences, plan.starts, plan.num_new, plan.samples, strict=True):
             if (transfer := self._transfers.get(seq.seq_id)) is None:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from stoker.base.config import check_range
 from stoker.base.errors import ConfigError
 from stoker.cli.commands.route import ROUTING_HELP
 from stoker.cli.options import struct_options
 from stoker.router.core.settings import RoutingSettings
+from stoker.simulation.fleet import FleetSettings, TraceSettings, simulate_fleet
 from stoker.simulation.replica import ReplicaSettings
 from stoker.simulation.report import Report, make_report
-from stoker.simulation.simulator import Simulator
 from stoker.simulation.step_times import read_step_times
-from stoker.simulation.traces import FORMATS, Arrival, read_trace
+from stoker.simulation.traces import FORMATS
 from stoker.simulation.transfers import TransferSettings
 
 # Field of ReplicaSettings: help text of its option.
@@ -58,8 +55,12 @@ def simulate(
     ] = "mooncake",
     replicas: Annotated[int, typer.Option(help="Number of replicas that generate answers.")] = 1,
     prefill_replicas: Annotated[int, typer.Option(help="Number of further replicas, which compute long prompts for the others.")] = 0,
+    routers: Annotated[int, typer.Option(help="Number of routers. Each has its part of the replicas, and gets the requests in turn.")] = 1,
     rate: Annotated[float, typer.Option(help="Factor of the request rate: 2 halves the times between arrivals.")] = 1.0,
     max_requests: Annotated[int | None, typer.Option(help="Simulate only the first requests of the trace.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Number of processes that simulate, at most one per router. By default, one per CPU.")
+    ] = None,
     gpu_hour_cost: Annotated[float | None, typer.Option(help="Price of one GPU for one hour, in any currency.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     *,
@@ -79,24 +80,20 @@ def simulate(
 
       stoker simulate AzureLLMInferenceTrace_conv.csv --format azure --step-times step_times.json --rate 2 --json
     """
-    check_range("replicas", replicas, 1, 100_000)
-    check_range("prefill_replicas", prefill_replicas, 0, 100_000)
-    if not 0 < rate <= 1e6:
-        raise ConfigError(f"rate={rate} is refused.", cure="Use a factor above 0 and at most 1000000.")
     if gpu_hour_cost is not None and not 0 <= gpu_hour_cost <= 1e6:
         raise ConfigError(f"gpu_hour_cost={gpu_hour_cost} is refused.", cure="Use a price from 0 to 1000000.")
-    if max_requests is not None:
-        check_range("max_requests", max_requests, 1, 1 << 40)
-    simulator = Simulator(replicas, replica, read_step_times(step_times), routing, prefill_replicas, transfers)
-    results = simulator.run(_arrivals(trace, trace_format, rate, max_requests))
-    report = make_report(results, (replicas + prefill_replicas) * replica.num_gpus, gpu_hour_cost)
+    fleet = FleetSettings(
+        num_replicas=replicas,
+        num_prefill=prefill_replicas,
+        num_routers=routers,
+        replica=replica,
+        step_times=read_step_times(step_times),
+        routing=routing,
+        transfers=transfers,
+    )
+    requests = TraceSettings(file=trace, format=trace_format, rate=rate, max_requests=max_requests)
+    report = make_report(simulate_fleet(fleet, requests, workers), (replicas + prefill_replicas) * replica.num_gpus, gpu_hour_cost)
     typer.echo(msgspec.json.encode(report).decode() if as_json else _table(report))
-
-
-def _arrivals(trace: Path, trace_format: str, rate: float, max_requests: int | None) -> Iterator[Arrival]:
-    """The first requests of the trace, with scaled times."""
-    for arrival in itertools.islice(read_trace(trace, trace_format), max_requests):
-        yield arrival._replace(at_s=arrival.at_s / rate)
 
 
 def _table(report: Report) -> str:

@@ -75,6 +75,8 @@ class WaitingQueue:
 
     def wake(self, producer: Sequence, num_blocks: float) -> bool:
         """Reinsert the sequences that are parked for at most `num_blocks` blocks of `producer`. True if there are any."""
+        if not self._parked:
+            return False
         parked = self._parked.pop(producer.seq_id, [])
         still_parked = [entry for entry in parked if entry[0] > num_blocks]
         if still_parked:

@@ -39,6 +39,9 @@ class Scheduler:
     called with. `snapshots`: those of the states of a model with recurrent states.
     """
 
+    plan_type = StepPlan
+    planner_type = Planner
+
     def __init__(
         self,
         *,
@@ -77,7 +80,7 @@ class Scheduler:
         max_drafts = max_drafts if draft_tokens is None else min(draft_tokens, max_drafts)
         self.draft_length = DraftLength(max_drafts, is_adaptive=adaptive_drafts)
         self.budget = StepBudget(max_num_tokens, target_itl_s=target_itl_s, target_ttft_s=target_ttft_s)
-        self._planner = Planner(
+        self._planner = self.planner_type(
             self._running_set,
             self._proposer,
             max_rows=max_rows,
@@ -230,12 +233,12 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan:
         """Plan the next step at the monotonic time `now`. The plan is empty if nothing can be computed before a commit or an arrival."""
-        plan = StepPlan()
+        plan = self.plan_type()
         if self._num_stages > 1:  # spread the sequences over the stages
             present = self.num_running + self.num_preempted + self.num_waiting
             self._planner.limit_rows(-(-present // self._num_stages))
         self._planner.fill(plan, now, paused=self._paused)
-        if plan.sequences:
+        if len(plan):
             plan.transfers = self.kv_cache.pop_transfers()
             self._in_flight.append(plan)
         return plan
@@ -246,8 +249,8 @@ class Scheduler:
         A row with k drafts yields up to k + 1 ids. Ids after one that ends the sequence are dropped. A row that samples and yields no id is
         computed again. Raises ValueError for a wrong number of rows and for plans that are committed out of order.
         """
-        if len(token_ids) != len(plan):
-            raise ValueError(f"token ids of {len(token_ids)} rows for a step of {len(plan)} rows")
+        if len(token_ids) != len(plan.sequences):
+            raise ValueError(f"token ids of {len(token_ids)} rows for a step of {len(plan.sequences)} rows")
         self._pop_in_flight(plan)
         if plan.transfers:
             self.kv_cache.end_transfers(plan.transfers, succeeded=True)

@@ -24,6 +24,9 @@ class BlockEventLog:
     def __init__(self) -> None:
         self._changes: list[BlockChange] = []
 
+    def __len__(self) -> int:
+        return len(self._changes)
+
     def store(self, node: PrefixNode) -> None:
         """Note that the block of `node` can be reused from now on."""
         self._changes.append(BlockChange(node, True))

@@ -1,0 +1,126 @@
+"""A fleet with several routers, each with its part of the replicas and of the requests, simulated by several processes."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+
+import msgspec
+
+from stoker.base.config import check_range
+from stoker.base.cpus import num_cpus
+from stoker.base.errors import ConfigError
+from stoker.router.core.settings import RoutingSettings
+from stoker.simulation.replica import ReplicaSettings
+from stoker.simulation.simulator import Results, Simulator
+from stoker.simulation.step_times import StepTimes
+from stoker.simulation.traces import FORMATS_WITH_PREFIXES, Arrival, read_trace
+from stoker.simulation.transfers import TransferSettings
+
+MAX_REPLICAS = 100_000
+BATCH = 1024  # requests of one router that are simulated together, so that the state of its replicas stays in the CPU's cache
+
+
+class TraceSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The requests of a simulation."""
+
+    file: Path
+    format: str = "mooncake"
+    rate: float = 1.0  # factor of the request rate
+    max_requests: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate <= 1e6:
+            raise ConfigError(f"rate={self.rate} is refused.", cure="Use a factor above 0 and at most 1000000.")
+        if self.max_requests is not None:
+            check_range("max_requests", self.max_requests, 1, 1 << 40)
+
+    def arrivals(self) -> Iterator[Arrival]:
+        """The first requests of the trace, with scaled times. Raises ConfigError for a malformed trace."""
+        for arrival in itertools.islice(read_trace(self.file, self.format), self.max_requests):
+            yield arrival._replace(at_s=arrival.at_s / self.rate) if self.rate != 1.0 else arrival
+
+
+class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The replicas and their routers.
+
+    Each router has the same number of replicas, or one more, and forwards every `num_routers`-th request of the trace to them.
+    """
+
+    num_replicas: int = 1
+    num_prefill: int = 0
+    num_routers: int = 1
+    replica: ReplicaSettings
+    step_times: StepTimes
+    routing: RoutingSettings = RoutingSettings()
+    transfers: TransferSettings = TransferSettings()
+
+    def __post_init__(self) -> None:
+        check_range("replicas", self.num_replicas, 1, MAX_REPLICAS)
+        check_range("prefill_replicas", self.num_prefill, 0, MAX_REPLICAS)
+        check_range("routers", self.num_routers, 1, MAX_REPLICAS)
+        for name, count in (("replicas", self.num_replicas), ("prefill_replicas", self.num_prefill)):
+            if count and count < self.num_routers:
+                raise ConfigError(f"routers={self.num_routers} exceeds {name}={count}.", cure="Each router needs at least one.")
+
+    def simulator(self, router: int, prefix_reuse: bool) -> Simulator:
+        """The part of the fleet behind one router."""
+        shares = [count // self.num_routers + (router < count % self.num_routers) for count in (self.num_replicas, self.num_prefill)]
+        return Simulator(shares[0], self.replica, self.step_times, self.routing, shares[1], self.transfers, prefix_reuse)
+
+
+def simulate_fleet(fleet: FleetSettings, trace: TraceSettings, num_workers: int | None = None) -> Results:
+    """Simulate all requests of a trace in `num_workers` processes; None: one per CPU, if there are as many routers.
+
+    The results do not depend on the number of processes. Raises ConfigError for a malformed trace.
+    """
+    if num_workers is not None:
+        check_range("workers", num_workers, 1, 1024)
+    num_workers = min(num_workers or num_cpus(), fleet.num_routers)
+    if num_workers == 1:
+        return _simulate_routers(fleet, trace, range(fleet.num_routers))
+    parts = [range(worker, fleet.num_routers, num_workers) for worker in range(num_workers)]
+    with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
+        first, *others = pool.map(_simulate_routers, itertools.repeat(fleet), itertools.repeat(trace), parts)
+    for results in others:
+        first.merge(results)
+    return first
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Let the garbage collector run rarely. It would need a quarter of the time, and objects of a simulation form no cycles."""
+    thresholds = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
+@_rare_collections()
+def _simulate_routers(fleet: FleetSettings, trace: TraceSettings, routers: range) -> Results:
+    """Simulate the requests of some of the routers."""
+    prefix_reuse = trace.format in FORMATS_WITH_PREFIXES or bool(fleet.num_prefill)
+    simulators = {router: fleet.simulator(router, prefix_reuse) for router in routers}
+    waiting: dict[int, list[Arrival]] = {router: [] for router in routers}
+    for number, arrival in enumerate(trace.arrivals()):
+        router = number % fleet.num_routers
+        if router in simulators:
+            waiting[router].append(arrival)
+            if len(waiting[router]) == BATCH:
+                simulators[router].add_all(waiting[router])
+                waiting[router].clear()
+    for router, simulator in simulators.items():
+        simulator.add_all(waiting[router])
+    first, *others = [simulator.finish() for simulator in simulators.values()]
+    for results in others:
+        first.merge(results)
+    return first
