@@ -82,7 +82,7 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mapping(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine is divided among devices. There is one rank file for each of tensor_parallel × pipeline_parallel ranks."""
+    """How an engine is divided among devices. There is one rank file for each rank."""
 
     tensor_parallel: int = 1
     """Ranks that share each layer."""
@@ -91,16 +91,30 @@ class Mapping(msgspec.Struct, frozen=True, kw_only=True):
     """Stages of consecutive layers."""
 
     expert_parallel: bool = False
-    """Distribute whole experts over the tensor-parallel ranks, instead of a shard of every expert."""
+    """Distribute whole experts over the ranks of a stage, instead of a shard of every expert."""
+
+    data_parallel: int = 1
+    """Ranks among which the sequences are distributed. Each has complete attention weights and its own KV cache."""
 
     def __post_init__(self) -> None:
         check_range("tensor_parallel", self.tensor_parallel, 1, 1024)
         check_range("pipeline_parallel", self.pipeline_parallel, 1, 1024)
+        check_range("data_parallel", self.data_parallel, 1, 1024)
+
+    @property
+    def stage_size(self) -> int:
+        """The number of ranks of a pipeline stage."""
+        return self.tensor_parallel * self.data_parallel
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return self.tensor_parallel * self.pipeline_parallel
+        return self.stage_size * self.pipeline_parallel
+
+    def __str__(self) -> str:
+        """Such as `tensor 2 × pipeline 1`, with the data-parallel ranks if there are several."""
+        sizes = f"tensor {self.tensor_parallel} × pipeline {self.pipeline_parallel}"
+        return sizes if self.data_parallel == 1 else f"{sizes} × data {self.data_parallel}"
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -108,14 +108,14 @@ def split_address(text: str) -> tuple[str, int] | None:
 
 def leader(mapping: Mapping) -> int:
     """The rank that plans steps and samples: the first rank of the last stage, which computes the logits."""
-    return (mapping.pipeline_parallel - 1) * mapping.tensor_parallel
+    return (mapping.pipeline_parallel - 1) * mapping.stage_size
 
 
 def ranks_per_node(mapping: Mapping, num_nodes: int) -> int:
     """The number of ranks of each node. Raises ConfigError unless the ranks can be divided evenly."""
     size = mapping.world_size
     if size % num_nodes:
-        ranks = f"{size} ranks (tensor {mapping.tensor_parallel} × pipeline {mapping.pipeline_parallel})"
+        ranks = f"{size} ranks ({mapping})"
         divisors = [str(count) for count in range(1, size + 1) if size % count == 0]
         raise ConfigError(
             f"nnodes={num_nodes} is refused: the engine has {ranks}, which cannot be divided evenly.",

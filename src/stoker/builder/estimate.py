@@ -90,12 +90,13 @@ def activation_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     """The peak size in bytes of activations in one step.
 
     It consists of hidden states, residual and norm output, the intermediate values of the widest layer, and logits in float32 and in the
-    model's dtype.
+    model's dtype. With data-parallel ranks, experts have the tokens of all ranks, and the leader has the logits of all.
     """
-    model, limits = config.model, config.limits
-    widest = max(max(_attention_width(layer), _mlp_width(layer.mlp)) for layer in model.layers)
-    hidden = limits.max_num_tokens * (3 * model.stream_width + widest) * dtype.itemsize
-    logits = limits.max_batch_size * limits.max_beam_width * model.vocab_size * (dtype.itemsize + 4)
+    model, limits, replicas = config.model, config.limits, config.mapping.data_parallel
+    widest = max(max(_attention_width(layer), _mlp_width(layer.mlp, replicas)) for layer in model.layers)
+    gathered = 2 * replicas * model.hidden_size if replicas > 1 else 0  # the tokens of all ranks, and their sums
+    hidden = limits.max_num_tokens * (3 * model.stream_width + gathered + widest) * dtype.itemsize
+    logits = replicas * limits.max_batch_size * limits.max_beam_width * model.vocab_size * (dtype.itemsize + 4)
     return hidden + logits
 
 
@@ -120,14 +121,17 @@ def _kv_width(attention: AttentionConfig | MLAConfig) -> int:
     return 3 * attention.num_heads * (attention.nope_size + attention.rope_size + attention.kv_rank)
 
 
-def _mlp_width(mlp: MLPConfig | MoEConfig | None) -> int:
-    """The number of values per token that exist at the same time: gate, up and their product; for experts, those of each chosen one."""
+def _mlp_width(mlp: MLPConfig | MoEConfig | None, replicas: int = 1) -> int:
+    """The number of values per token that exist at the same time: gate, up and their product; for experts, those of each chosen one.
+
+    Experts have `replicas` times as many tokens as the rest of the layer.
+    """
     if mlp is None:
         return 0
     if isinstance(mlp, MLPConfig):
         return mlp.size * (3 if mlp.gated else 2)
     shared = _mlp_width(mlp.shared) if mlp.shared is not None else 0
-    return mlp.top_k * _mlp_width(mlp.expert) + shared
+    return replicas * mlp.top_k * _mlp_width(mlp.expert) + shared
 
 
 def device_memory(device: str) -> int | None:

@@ -156,10 +156,13 @@ def _check_mapping(mapping: Mapping, model: ModelConfig) -> None:
     if stages > model.num_layers:
         raise ConfigError(f"pipeline_parallel={stages}: the model has {model.num_layers} layers.", cure="Lower it.")
     _check_shared_caches(model, stages)
+    if mapping.data_parallel > 1:
+        _check_data_parallel(mapping, model)
     for state in dict.fromkeys(layer.state for layer in model.layers if layer.state is not None):
         _check_state_shards(state, mapping.tensor_parallel)
-    if mapping.expert_parallel and mapping.tensor_parallel == 1:
-        raise ConfigError("expert_parallel is refused: one rank has all experts.", cure="Leave it out, or raise tensor_parallel.")
+    if mapping.expert_parallel and mapping.stage_size == 1:
+        cure = "Leave it out, or raise tensor_parallel or data_parallel."
+        raise ConfigError("expert_parallel is refused: one rank has all experts.", cure=cure)
     if mapping.expert_parallel and not any(isinstance(layer.mlp, MoEConfig) for layer in model.layers):
         raise ConfigError("expert_parallel is refused: the model has no experts.", cure="Leave it out.")
 
@@ -175,6 +178,20 @@ def _check_shared_caches(model: ModelConfig, stages: int) -> None:
                     "another stage.",
                     cure="Lower it, or use tensor_parallel.",
                 )
+
+
+def _check_data_parallel(mapping: Mapping, model: ModelConfig) -> None:
+    """Raise ConfigError if the sequences cannot be distributed over `data_parallel` ranks."""
+    given = f"data_parallel={mapping.data_parallel} is refused"
+    if not mapping.expert_parallel:
+        cure = "Add expert_parallel, or serve several engines of one rank behind stoker route."
+        raise ConfigError(f"{given}: it distributes the experts of a mixture of experts over the ranks.", cure=cure)
+    for name in ("tensor_parallel", "pipeline_parallel"):
+        if (value := getattr(mapping, name)) > 1:
+            raise ConfigError(f"{given}: it cannot be combined with {name}={value}.", cure=f"Use {name}=1.")
+    if model.has_state or model.requires_whole_prompt:
+        kind = "recurrent states" if model.has_state else "attention in both directions over the prompt"
+        raise ConfigError(f"{given}: the model has {kind}.", cure="Use tensor_parallel.")
 
 
 def _check_state_shards(state: StateConfig, size: int) -> None:

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class RankCounts(NamedTuple):
+    """The sizes of the parts of a step that the data-parallel ranks compute, by rank. Each has at least one token, if only padding."""
+
+    tokens: tuple[int, ...]
+    logits: tuple[int, ...]  # tokens whose logits are computed
+    sampled: tuple[int, ...]  # those of them that are sampled, which come first; the others are tokens of prompts
 
 
 @dataclass(slots=True)
@@ -30,6 +39,7 @@ class ForwardBatch:
     block_positions: Tensor | None = None  # [T] int32, prefix LM: the second position of each token
     state_slots: Tensor | None = None  # [R] int32, slot of each row in the recurrent states; None: the model has none
     adapter_ids: Tensor | None = None  # [T] int32, the low-rank adapter of each token; -1: none. None: no token has an adapter
+    ranks: RankCounts | None = None  # of the step on all data-parallel ranks; None: there is only one
     shared: dict[str, object] = field(default_factory=dict)  # values that one layer computes for all layers (masks, indices)
 
     @property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stoker.base.config import PROPOSERS, Mapping
+from stoker.base.config import PROPOSERS
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.deploy import sources
 from stoker.deploy.build_settings import BuildSettings
@@ -206,14 +206,9 @@ def check_ranks(deployment: Deployment, engine: Path) -> None:
     required, built = deployment.source.mapping, Engine.open(engine).config.mapping
     if isinstance(deployment.source, EngineSource) and required is not None and required.world_size != built.world_size:
         raise ConfigError(
-            f"{deployment.path} requires {_ranks(required)}, and the engine {engine} was built for {_ranks(built)}.",
+            f"{deployment.path} requires {required}, and the engine {engine} was built for {built}.",
             cure="Make the two equal, or build the engine again.",
         )
-
-
-def _ranks(mapping: Mapping) -> str:
-    """The numbers of ranks, for messages."""
-    return f"tensor {mapping.tensor_parallel} × pipeline {mapping.pipeline_parallel}"
 
 
 def _tokenizer(deployment: Deployment, engine: Path, environment: Environment[str, str], progress: Progress | None) -> Path | None:

@@ -45,6 +45,24 @@ class ProcessGroup(Group):
             self._wait(self.inner.allgather([list(out.unbind(0))], [x]))
         return out.movedim(0, -2).flatten(-2)
 
+    def gather_rows(self, x: Tensor) -> Tensor:
+        """The x [T, ...] of all ranks, concatenated along the first axis."""
+        x = x.contiguous()
+        out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        if x.numel():
+            self._wait(self.inner.allgather([list(out.unbind(0))], [x]))
+        return out.flatten(0, 1)
+
+    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
+        """This rank's part [T, ...] of the sum of x [size × T, ...] over the ranks. gloo has no such collective, and sums all parts."""
+        parts = list(x.contiguous().chunk(self.size))
+        if self.device.type == "cpu":
+            return self.all_reduce(x).chunk(self.size)[self.rank]
+        out = torch.empty_like(parts[0])
+        if x.numel():
+            self._wait(self.inner.reduce_scatter([out], [parts]))
+        return out
+
     def broadcast(self, x: Tensor) -> Tensor:
         """The x of rank 0. Overwrites x."""
         if x.numel():

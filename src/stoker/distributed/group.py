@@ -28,6 +28,14 @@ class Group:
         """The x of all ranks, concatenated along the last axis, on every rank."""
         return x
 
+    def gather_rows(self, x: Tensor) -> Tensor:
+        """The x [T, ...] of all ranks, of the same shape on each, concatenated along the first axis: [size × T, ...] on every rank."""
+        return x
+
+    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
+        """Rows rank × T to (rank + 1) × T of the sum of x [size × T, ...] over the ranks: [T, ...]. May overwrite x."""
+        return x
+
     def broadcast(self, x: Tensor) -> Tensor:
         """The x of rank 0, on every rank. May overwrite x."""
         return x

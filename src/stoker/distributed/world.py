@@ -20,6 +20,7 @@ from stoker.base.private_api import check_private_api
 from stoker.distributed.collectives import ProcessGroup
 from stoker.distributed.group import SINGLE, Group
 from stoker.distributed.pipeline import ALONE, LinkedStage, Stage
+from stoker.distributed.token_dispatch import TokenDispatch
 
 log = get_logger(__name__)
 
@@ -31,7 +32,7 @@ LOCAL_HOST = "localhost"
 
 @dataclass(slots=True)
 class World:
-    """The position of a rank among all ranks of an engine: rank = stage × tensor_parallel + its rank within the stage."""
+    """The position of a rank among all ranks of an engine: rank = stage × ranks per stage + its rank within the stage."""
 
     rank: int = 0
     size: int = 1
@@ -40,8 +41,14 @@ class World:
     everyone: Group = SINGLE
     leader: int = 0  # the rank that plans and samples
     hosts: tuple[str, ...] = (LOCAL_HOST,)  # of each rank; equal names or addresses are the same host
+    dispatch: TokenDispatch | None = None  # among the data-parallel ranks, which are then all ranks
     _inner: list[dist.ProcessGroup] = field(default_factory=list)
     _is_global: bool = False
+
+    @property
+    def data_parallel(self) -> int:
+        """The number of ranks that have sequences of their own."""
+        return 1 if self.dispatch is None else self.size
 
     @property
     def is_leader(self) -> bool:
@@ -101,7 +108,7 @@ def join(
     hosts = hosts or (LOCAL_HOST,) * size
     create = _Gloo(store, rank, address_of(rank, hosts), check) if device.type == "cpu" else _Nccl(store, rank, size, device)
     everyone = create("everyone", range(size))
-    index = rank // tp
+    index = rank // mapping.stage_size
     tensor: Group = SINGLE
     inner = [everyone]
     for stage in range(mapping.pipeline_parallel):
@@ -115,7 +122,9 @@ def join(
     if mapping.pipeline_parallel > 1:
         checks = spans_hosts(hosts) and device.type == "cpu"
         linked = LinkedStage(everyone, index, mapping.pipeline_parallel, tp, check if checks else None)
-    return World(rank, size, tensor, linked, ProcessGroup(everyone, device, check), leader(mapping), hosts, inner, device.type != "cpu")
+    group = ProcessGroup(everyone, device, check)
+    dispatch = TokenDispatch(group) if mapping.data_parallel > 1 else None
+    return World(rank, size, tensor, linked, group, leader(mapping), hosts, dispatch, inner, device.type != "cpu")
 
 
 def _group(inner: dist.ProcessGroup, device: torch.device, has_peer_memory: bool, check: Callable[[], None]) -> Group:

@@ -82,9 +82,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sharding(self) -> Sharding:
-        """How the weights of each pipeline stage are split over its tensor-parallel ranks."""
+        """How the weights of each pipeline stage are split over its ranks."""
         mapping = self.mapping
-        return Sharding(size=mapping.tensor_parallel, unit=self.recipe.shard_unit, by_expert=mapping.expert_parallel)
+        return Sharding(
+            size=mapping.tensor_parallel,
+            unit=self.recipe.shard_unit,
+            by_expert=mapping.expert_parallel,
+            replicas=mapping.data_parallel,
+        )
 
 
 def content_address(config: EngineConfig) -> str:
@@ -106,6 +111,8 @@ def encode_engine_config(config: EngineConfig) -> bytes:
     plain["recipe"] = encode_recipe(config.recipe)
     for name in ("limits", "dtype", "mapping", "target", "weights", "checkpoint", "files", "checks"):
         plain[name] = msgspec.to_builtins(getattr(config, name))
+    if config.mapping.data_parallel == 1:  # engines that were built before this field existed keep their content address
+        del plain["mapping"]["data_parallel"]
     return json.dumps(plain, indent=1).encode() + b"\n"
 
 

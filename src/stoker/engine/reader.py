@@ -13,6 +13,7 @@ from stoker import __version__
 from stoker.base.errors import EngineError
 from stoker.base.json_object import read_bounded_object
 from stoker.distributed.group import SINGLE, Group
+from stoker.distributed.token_dispatch import TokenDispatch
 from stoker.engine.config import FORMAT_VERSION, EngineConfig, decode_engine_config, rank_metadata
 from stoker.engine.file_record import file_sha256
 from stoker.engine.safetensors_header import read_metadata
@@ -99,7 +100,7 @@ class Engine:
         """Raise EngineError unless the engine was built for `size` ranks."""
         if size != self.world_size:
             mapping = self.config.mapping
-            ranks = f"{self.world_size} ranks (tensor {mapping.tensor_parallel} × pipeline {mapping.pipeline_parallel})"
+            ranks = f"{self.world_size} ranks ({mapping})"
             raise EngineError(
                 f"{self.path} was built for {ranks}, and {size} are running.",
                 cure=f"Start {self.world_size} ranks, or build with --tensor-parallel {size}.",
@@ -126,10 +127,12 @@ class Engine:
         self.check_rank(rank)
         return FileTensorSource(self.file(rank_file_name(rank)), device)
 
-    def loader(self, rank: int = 0, device: torch.device | str = "cpu", group: Group = SINGLE) -> Loader:
+    def loader(
+        self, rank: int = 0, device: torch.device | str = "cpu", group: Group = SINGLE, dispatch: TokenDispatch | None = None
+    ) -> Loader:
         """The loader of a rank's weights, with which `layers.decoder.Decoder` is created. `group`: the tensor-parallel ranks."""
-        config = self.config
-        return Loader(self.source(rank, device), config.recipe, self.dtype, torch.device(device), group, config.sharding)
+        config, source = self.config, self.source(rank, device)
+        return Loader(source, config.recipe, self.dtype, torch.device(device), group, config.sharding, dispatch=dispatch)
 
     def check_rank(self, rank: int) -> None:
         """Raise EngineError when the file of a rank belongs to another build, or to another rank."""

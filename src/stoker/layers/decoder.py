@@ -11,6 +11,7 @@ from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.core.model_config import AttentionConfig, ModelConfig
 from stoker.core.specs import LinearSpec, Spec, TensorSpec
 from stoker.distributed.pipeline import ALONE, Stage
+from stoker.distributed.token_dispatch import gather_ragged
 from stoker.kernels import ops
 from stoker.kernels.types import PLAIN
 from stoker.layers.altup import StreamExpansion, StreamMerge, altup_layer_specs
@@ -179,7 +180,7 @@ class Decoder:
         self.layers = [make_layer(config.layers[i], loader, f"layers.{i}", hidden, tables) for i in indices]
         self.fused_layers = FusedLayers.for_layers(self.layers)
         self.after_layer: Callable[[], None] | None = None  # called after each layer of a step without fused layers
-        self.adapters = loader.adapters
+        self.adapters, self.dispatch = loader.adapters, loader.dispatch
         self.norm = Norm(config.norm, loader, "norm", hidden) if config.norm is not None and stage.is_last else None
         self._cache_fields = [load_cache_fields(config, i, loader, tables) for i in indices]
         # Called with the number of layers that are computed, from 0 on, and the hidden states [T, stream_width] after them.
@@ -200,12 +201,16 @@ class Decoder:
     def __call__(self, batch: ForwardBatch, caches: list[KVCache]) -> Tensor:
         """Logits [L, vocab] of the tokens `batch.logits_idx` (None: the last token of each row), in the model's dtype.
 
-        Stages before the last send the residual stream to the next stage and return [0, vocab].
+        Stages before the last send the residual stream to the next stage and return [0, vocab]. Of several data-parallel ranks, the first
+        one returns the logits of all, rank after rank, and the others return [0, vocab].
         """
         stage = self.stage
         shape = (batch.num_tokens, self.config.stream_width)
         x = self.begin(batch) if stage.is_first else stage.receive(shape, self.dtype, self.device)
         adapter_ids = batch.adapter_ids
+        if self.dispatch is not None:
+            assert batch.ranks is not None
+            self.dispatch.counts = batch.ranks.tokens
         if self.adapters is not None:
             self.adapters.ids = adapter_ids
         elif adapter_ids is not None:
@@ -227,6 +232,11 @@ class Decoder:
         logits_idx = batch.logits_idx if batch.logits_idx is not None else batch.query_starts[1:] - 1
         if not batch.is_decode:  # in a decode step every token is the last of its row
             x = x.index_select(0, logits_idx)
+        if self.dispatch is not None:
+            assert batch.ranks is not None
+            x = gather_ragged(self.dispatch.group, x, batch.ranks.logits)
+            if self.dispatch.group.rank:
+                return x.new_empty(0, self.config.vocab_size)
         return self.logits(x)
 
     def begin(self, batch: ForwardBatch) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stoker.core.specs import LinearSpec, Spec, TensorSpec
 from stoker.distributed.group import Group
+from stoker.distributed.token_dispatch import TokenDispatch
 from stoker.kernels import ops
 from stoker.layers.low_rank import Adapters
 from stoker.layers.shard import WHOLE, Sharding, has_bias, local_shape, local_spec
@@ -31,7 +32,9 @@ class Loader:
         group: Group,
         sharding: Sharding = WHOLE,
         adapters: Adapters | None = None,
+        dispatch: TokenDispatch | None = None,
     ) -> None:
+        """`group`: the tensor-parallel ranks. `dispatch`: that of tokens among data-parallel ranks, if there are several."""
         self.source = source
         self.recipe = recipe
         self.dtype = dtype
@@ -39,6 +42,7 @@ class Loader:
         self.group = group
         self.sharding = sharding
         self.adapters = adapters
+        self.dispatch = dispatch
 
     def load(self, specs: dict[str, Spec]) -> dict[str, Any]:
         """Load the linears and tensors of `specs`. The result has the same keys."""

@@ -19,7 +19,8 @@ from stoker.layers.norm import Norm
 class MoE:
     """The sum over a token's chosen experts of weight × expert(x), plus the shared expert.
 
-    Ranks hold a shard of every expert, or whole experts with expert parallelism. In both cases their results are summed.
+    Ranks hold a shard of every expert, or whole experts with expert parallelism. In both cases their results are summed. Data-parallel
+    ranks gather the tokens of all first, and each computes the shared expert for its own tokens.
     """
 
     def __init__(self, config: MoEConfig, loader: Loader, name: str, hidden: int) -> None:
@@ -29,7 +30,7 @@ class MoE:
         self.up, self.down = weights["up"], weights["down"]
         self.shared = MLP(config.shared, loader, f"{name}.shared", hidden) if config.shared is not None else None
         self.shared_gate = weights.get("shared_gate")
-        self.group = loader.group
+        self.group, self.dispatch = loader.group, loader.dispatch
         self._offset_indices = self._local_offset_indices(loader)
         self.params = RoutingParams(
             top_k=config.top_k,
@@ -74,10 +75,12 @@ class MoE:
 
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """moe(norm(x)) + residual, [T, hidden], summed over ranks."""
-        return ops.all_reduce(self._partial(x if norm is None else norm(x)), self.group, residual)
+        x = x if norm is None else norm(x)
+        routed = self._routed(x) if self.dispatch is None else self.dispatch.sum_tokens(self._routed(self.dispatch.gather_tokens(x)))
+        return ops.all_reduce(self._add_shared(routed, x), self.group, residual)
 
-    def _partial(self, x: Tensor) -> Tensor:
-        """This rank's summand of moe(x), [T, hidden], before the all-reduce."""
+    def _routed(self, x: Tensor) -> Tensor:
+        """The sum over this rank's experts for the tokens x [T, hidden]: its summand of the routed experts."""
         routing = ops.route(ops.linear(x.float(), self.router, self.router_bias), self.correction, self.params)
         if self._offset_indices is not None:
             # Choices of other ranks' experts stay in the order; their rows are zeros on this rank.
@@ -86,11 +89,14 @@ class MoE:
         if self.config.scale_input:  # the projection has no bias, so that its result can be scaled instead of its input
             wide = wide * routing.weights.flatten()[routing.order.long(), None].to(wide.dtype)
             routing = replace(routing, weights=torch.ones_like(routing.weights))
-        out = self.down.down(self._activate(wide), routing)
-        if self.shared is not None:
-            shared = self.shared.partial(x)
-            out = out + (shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(x)))
-        return out
+        return self.down.down(self._activate(wide), routing)
+
+    def _add_shared(self, out: Tensor, x: Tensor) -> Tensor:
+        """`out` [T, hidden] and this rank's summand of the shared expert of x, if there is one."""
+        if self.shared is None:
+            return out
+        shared = self.shared.partial(x)
+        return out + (shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(x)))
 
     def _local_offset_indices(self, loader: Loader) -> Tensor | None:
         """Indices into `Routing.offsets`: the start of each of this rank's experts, and the end of the last.
@@ -98,10 +104,10 @@ class MoE:
         None without expert parallelism.
         """
         sharding, count = loader.sharding, self.config.num_experts
-        if not sharding.by_expert or sharding.size == 1:
+        if not sharding.by_expert or sharding.num_expert_ranks == 1:
             return None
-        per_rank = -(-count // sharding.size)
-        start = loader.group.rank * per_rank
+        per_rank = -(-count // sharding.num_expert_ranks)
+        start = (loader.group if loader.dispatch is None else loader.dispatch.group).rank * per_rank
         return torch.arange(start, start + per_rank + 1, device=loader.device).clamp(max=count)
 
     def _activate(self, wide: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Divides declared weights among tensor-parallel ranks. Pure arithmetic on specs.
+"""Divides declared weights among the ranks of a stage. Pure arithmetic on specs.
 
 All ranks have the same shapes. Where the rows or columns of a weight do not suffice for all ranks, shards are filled with zeros, which add
 nothing to any sum.
@@ -15,11 +15,17 @@ from stoker.core.specs import LinearSpec, TensorSpec
 
 
 class Sharding(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model is divided among tensor-parallel ranks."""
+    """How a model is divided among `size` tensor-parallel ranks, or `replicas` data-parallel ones."""
 
     size: int = 1
     unit: int = 1  # shards have a multiple of this number of columns, and of rows of the vocabulary: `Recipe.shard_unit`
     by_expert: bool = False  # expert parallelism: each rank has whole experts instead of a shard of every expert
+    replicas: int = 1  # data-parallel ranks: only experts are divided among them, everything else is complete on each
+
+    @property
+    def num_expert_ranks(self) -> int:
+        """The number of ranks among which whole experts are divided."""
+        return self.size * self.replicas
 
 
 WHOLE = Sharding()
@@ -34,10 +40,10 @@ class AxisSlice(NamedTuple):
 
 def local_spec(spec: LinearSpec, sharding: Sharding) -> LinearSpec:
     """The spec of one rank's shard of `spec`."""
+    if spec.num_experts and sharding.by_expert:
+        return msgspec.structs.replace(spec, num_experts=-(-spec.num_experts // sharding.num_expert_ranks))
     if sharding.size == 1 or spec.split == "none":
         return spec
-    if spec.num_experts and sharding.by_expert:
-        return msgspec.structs.replace(spec, num_experts=-(-spec.num_experts // sharding.size))
     if spec.split in ("row", "row_heads"):
         return msgspec.structs.replace(spec, in_features=_total(column_slices(spec, sharding, 0)))
     return msgspec.structs.replace(spec, parts=tuple(_total(part) for part in _part_slices(spec, sharding, 0)))
@@ -50,13 +56,13 @@ def local_shape(spec: TensorSpec, sharding: Sharding) -> tuple[int, ...]:
 
 def has_bias(spec: LinearSpec, sharding: Sharding, rank: int) -> bool:
     """Whether a rank adds the bias of the linear. Where the results of all ranks are summed, only rank 0 does."""
-    summed = spec.split in ("row", "row_heads") and not (spec.num_experts and sharding.by_expert)
+    summed = sharding.size > 1 and spec.split in ("row", "row_heads") and not (spec.num_experts and sharding.by_expert)
     return spec.bias and (rank == 0 or not summed)
 
 
 def expert_slices(spec: LinearSpec, sharding: Sharding, rank: int) -> list[AxisSlice]:
     """The slices of the expert axis that a rank holds."""
-    return _even_slices(spec.num_experts, sharding.size, rank, 1) if sharding.by_expert else [AxisSlice(0, spec.num_experts)]
+    return _even_slices(spec.num_experts, sharding.num_expert_ranks, rank, 1) if sharding.by_expert else [AxisSlice(0, spec.num_experts)]
 
 
 def row_slices(spec: LinearSpec, sharding: Sharding, rank: int) -> list[AxisSlice]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from stoker.base.errors import QueueFullError, RequestError, UnavailableError
 from stoker.base.types import FinishReason
 from stoker.runtime.request import Sequence, Status, TokenRequest
-from stoker.runtime.schedule.scheduler import Scheduler
+from stoker.runtime.schedule.data_parallel import AnyScheduler
 
 QUEUE_TIMEOUT_S = 30.0  # of a grammar in the queue of compilations
 
@@ -38,7 +38,7 @@ class Admission:
     def __init__(
         self,
         runner: SequenceHooks,
-        scheduler: Scheduler,
+        scheduler: AnyScheduler,
         max_queue_size: int,
         *,
         guide_timeout_s: float = 10.0,

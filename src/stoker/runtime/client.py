@@ -27,13 +27,14 @@ class ExecutorInfo(msgspec.Struct, kw_only=True):
     max_seq_len: int  # tokens of one sequence: the minimum of the engine's limit, the model's positions and the KV cache
     vocab_size: int
     device: str
-    kv_cache_tokens: int
+    kv_cache_tokens: int  # of all data-parallel ranks together
     model: str  # architecture name
     memory: dict[str, int] = {}  # the memory budget of the leader's device: bytes by purpose
     speculate: str = "none"  # the draft proposer
     step_timeout_s: float = 120.0  # a loop that does not answer for this time counts as hung
     kv_events: EventAddress | None = None  # where events about KV cache blocks are published
     transfer: TransferAddress | None = None  # where other executors read KV cache blocks
+    data_parallel: int = 1  # ranks with their own sequences; the limits are those of each
 
 
 class Submit(msgspec.Struct, tag=True, array_like=True):

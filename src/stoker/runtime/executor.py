@@ -19,8 +19,8 @@ from stoker.runtime.client import Cancel, ExecutorInfo, Mailbox, Message, Pause,
 from stoker.runtime.kv.events.publisher import EventPublisher
 from stoker.runtime.live_state import EndedSequences, LiveQuery, live_state
 from stoker.runtime.request import ErrorInfo, ExecutorStats, Sequence, SequenceOutput, TokenRequest
+from stoker.runtime.schedule.data_parallel import AnyScheduler
 from stoker.runtime.schedule.plan import StepOutcome, StepPlan
-from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.step_history import StepHistory
 from stoker.runtime.step_profiler import StepProfiler
 from stoker.runtime.transfer.transfers import Transfers
@@ -80,7 +80,7 @@ class Executor:
     """
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, mailbox: Mailbox, info: ExecutorInfo, config: RuntimeConfig,
+        self, runner: Runner, scheduler: AnyScheduler, mailbox: Mailbox, info: ExecutorInfo, config: RuntimeConfig,
         ranks: FollowerRanks | None = None, events: EventPublisher | None = None, transfers: Transfers | None = None,
     ) -> None:  # fmt: skip
         self.runner = runner
@@ -89,9 +89,9 @@ class Executor:
         self.info = info
         self.config = config
         self.stats = ExecutorStats(
-            num_blocks=scheduler.kv_cache.pool.num_blocks,
-            tokens_per_block=scheduler.kv_cache.tokens_per_block,
-            max_batch_size=config.max_batch_size or info.limits.max_batch_size,
+            num_blocks=scheduler.blocks.total,
+            tokens_per_block=scheduler.tokens_per_block,
+            max_batch_size=(config.max_batch_size or info.limits.max_batch_size) * info.data_parallel,
         )
         self._ranks = ranks
         self._events = events
@@ -191,7 +191,7 @@ class Executor:
         if self._outputs:
             self.mailbox.send(self._outputs)
             self._outputs = []
-        if self._events is not None and (changes := self.scheduler.kv_cache.event_log) is not None:
+        if self._events is not None and (changes := self.scheduler.event_log) is not None:
             self._events.publish(changes.pop())
         self.stats.heartbeat_s = time.monotonic()
 
@@ -324,7 +324,7 @@ class Executor:
 
     def _record_chunks(self, plan: StepPlan, launched: float) -> None:
         """Note the step, which ends now, in the traced sequences whose prompt it computed."""
-        for row in range(plan.num_decodes, len(plan)):
+        for row in plan.prefill_rows:
             seq = plan.sequences[row]
             if seq.request.traced and seq.seq_id not in self._announced:
                 seq.prefill_chunks = [*seq.prefill_chunks, PrefillChunk(launched, time.monotonic(), plan.num_new[row])]
@@ -335,7 +335,7 @@ class Executor:
         token_ids = result.token_ids if all(plan.samples) else [next(sampled) if samples else [] for samples in plan.samples]
         for seq, ids in zip(plan.sequences, token_ids, strict=True):
             if ids and ids[-1] < 0 and seq.finish_reason is None:
-                self.scheduler.kv_cache.poison(seq.blocks)
+                self.scheduler.poison(seq)
                 self.scheduler.end(seq, FinishReason.ERROR)
                 self._finish(seq, seq.fault or _NO_TOKEN)
         return token_ids
@@ -377,7 +377,7 @@ class Executor:
 
         Called after plan(), which may have allocated blocks that were released before to other sequences, and before transfers allocate.
         """
-        if blocks := self.scheduler.kv_cache.pop_poisoned():
+        if blocks := self.scheduler.pop_poisoned():
             self.runner.zero_blocks(blocks)
 
     # Ended sequences.
@@ -421,8 +421,7 @@ class Executor:
         stats.num_waiting = self.admission.num_waiting
         stats.num_running = scheduler.num_running
         stats.num_paused = scheduler.num_preempted
-        stats.num_free_blocks = scheduler.kv_cache.pool.num_free
-        stats.num_cached_blocks = scheduler.kv_cache.pool.num_cached
+        _, stats.num_free_blocks, stats.num_cached_blocks = scheduler.blocks
         stats.num_reused_tokens = scheduler.num_reused_tokens
         stats.busy_time_s = self.step_history.total_s
         stats.num_preemptions = scheduler.num_preemptions

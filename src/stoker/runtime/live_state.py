@@ -20,7 +20,7 @@ from stoker.runtime.request import ExecutorStats, Sequence, Status
 from stoker.runtime.step_history import StepHistory, StepRecord
 
 if TYPE_CHECKING:
-    from stoker.runtime.schedule.scheduler import Scheduler
+    from stoker.runtime.schedule.data_parallel import AnyScheduler
 
 MAX_SEQUENCES = 256  # of each of the lists of running and waiting sequences
 MAX_STEPS = 256
@@ -116,7 +116,7 @@ def client_request_id(wire_id: str) -> str:
 
 def live_state(
     stats: ExecutorStats,
-    scheduler: Scheduler,
+    scheduler: AnyScheduler,
     preparing: list[Sequence],
     history: StepHistory,
     ended: EndedSequences,
@@ -137,7 +137,7 @@ def live_state(
         started_s=history.started_s,
         running=_states(running[:MAX_SEQUENCES], now) if query.detail else [],
         waiting=_states(waiting, now),
-        tiers=scheduler.kv_cache.occupancy(CELLS) if query.detail else [],
+        tiers=scheduler.occupancy(CELLS) if query.detail else [],
         steps=steps,
         row_sets=row_sets,
         next_step=history.num_steps,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from stoker.base.config import RuntimeConfig
+from stoker.base.config import Mapping, RuntimeConfig
 from stoker.base.errors import ConfigError, StokerError
 from stoker.base.logging import get_logger
 from stoker.base.nodes import NodeSettings, leader
@@ -19,6 +20,7 @@ from stoker.runtime.executor import Executor
 from stoker.runtime.kv.events.log import BlockEventLog
 from stoker.runtime.kv.events.publisher import EventPublisher
 from stoker.runtime.kv.snapshots import StateSnapshots
+from stoker.runtime.schedule.data_parallel import AnyScheduler, DataParallelScheduler
 from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.transfer.transfers import RankTransfers, Transfers, check_transfers, transfer_address
 from stoker.runtime.worker.devices import rank_devices
@@ -88,7 +90,7 @@ def check_start(engine: Engine, config: RuntimeConfig, nodes: NodeSettings = ONE
     devices = rank_devices(engine, config, nodes)
     for device in devices.values():
         engine.check_device(device)
-    _check(engine, config, list(devices))
+    _check(engine, config, list(devices), nodes.num_nodes)
     check_transfers(config, engine.config.model.requires_whole_prompt, nodes.num_nodes)
     capacity = Capacity.of(engine.config.limits, engine.config.model.max_positions, config)
     if uses_drafter(config) and (drafting := devices.get(leader(engine.config.mapping))) is not None:  # other nodes do not draft
@@ -105,7 +107,7 @@ def _close_after_error(ranks: WorkerGroup, error: BaseException) -> None:
         ranks.close(str(error) or repr(error))
 
 
-def _check(engine: Engine, config: RuntimeConfig, ranks: list[int]) -> None:
+def _check(engine: Engine, config: RuntimeConfig, ranks: list[int], num_nodes: int) -> None:
     """Raise ConfigError or EngineError for settings, or files of `ranks`, that do not match the engine."""
     built = str(engine.kv_dtype).removeprefix("torch.")
     if config.kv_cache_dtype not in (None, "auto", built):
@@ -127,8 +129,26 @@ def _check(engine: Engine, config: RuntimeConfig, ranks: list[int]) -> None:
         raise ConfigError(
             f"transfer={config.transfer} is refused: the recurrent states of this model are not transferred.", cure="Leave it out."
         )
+    if engine.config.mapping.data_parallel > 1:
+        _check_data_parallel(engine.config.mapping, config, num_nodes)
     for rank in ranks:
         engine.check_rank(rank)
+
+
+def _check_data_parallel(mapping: Mapping, config: RuntimeConfig, num_nodes: int) -> None:
+    """Raise ConfigError for a setting that engines of several data-parallel ranks do not support."""
+    refused = {
+        "nnodes": (num_nodes, 1),
+        "speculate": (config.speculate, "none"),
+        "kv_events": (config.kv_events, None),
+        "transfer": (config.transfer, None),
+        "target_itl_ms": (config.target_itl_ms, None),
+        "target_ttft_ms": (config.target_ttft_ms, None),
+    }
+    for name, (value, required) in refused.items():
+        if value != required:
+            problem = f"{name}={value} is refused: the engine was built with data_parallel={mapping.data_parallel}."
+            raise ConfigError(problem, cure="Leave it out, or build the engine with tensor_parallel instead.")
 
 
 def _open_events(engine: Engine, config: RuntimeConfig) -> EventPublisher | None:
@@ -161,7 +181,8 @@ def _load(
     if requires_whole_prompt:
         log.info("this model computes a prompt in one step: chunked prefill, prefix reuse and CUDA graphs are disabled")
     snapshots = StateSnapshots(capacity.max_num_sequences + 1, loaded.num_snapshots) if model_config.has_state else None
-    scheduler = Scheduler(
+    make_scheduler = partial(
+        Scheduler,
         num_blocks=num_blocks,
         tokens_per_block=size,
         max_batch_size=capacity.max_batch_size,
@@ -181,6 +202,10 @@ def _load(
         target_ttft_s=config.target_ttft_ms / 1000 if config.target_ttft_ms is not None else None,
         drafts_beside_prefill=not captures_steps(config, model_config) or device.type == "cpu",  # such steps are not captured
     )
+    rows, data_parallel = capacity.max_num_sequences, world.data_parallel
+    scheduler: AnyScheduler = make_scheduler()
+    if data_parallel > 1:
+        scheduler = DataParallelScheduler(lambda first: make_scheduler(first_row=first), data_parallel, rows, config.policy)
     runner = loaded.runner(num_blocks, ranks)
     budget = loaded.budget(num_blocks, runner.warm_up())
     log.info("%s", budget.table())
@@ -193,7 +218,8 @@ def _load(
         max_seq_len=max_seq_len,
         vocab_size=model_config.vocab_size,
         device=device.type,
-        kv_cache_tokens=num_blocks * size,
+        kv_cache_tokens=num_blocks * size * data_parallel,
+        data_parallel=data_parallel,
         model=model_config.architecture,
         memory=budget.purposes,
         speculate=config.speculate,
@@ -203,6 +229,7 @@ def _load(
     )
     transfers = None
     if rank_transfers is not None:
+        assert isinstance(scheduler, Scheduler)
         others = ranks.transfer_layouts() if ranks is not None else []
         transfers = Transfers(rank_transfers, others, scheduler, engine.config)
     executor = Executor(runner, scheduler, make_mailbox(info), info, config, ranks, events, transfers)

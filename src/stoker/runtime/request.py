@@ -159,6 +159,7 @@ class Sequence:
         "prefix_root",
         "priority",
         "proposal",
+        "rank",
         "reads_drafts",
         "request",
         "request_id",
@@ -199,6 +200,7 @@ class Sequence:
         self.num_tabled_blocks = 0  # leading blocks that the worker's copy of the table contains
         self.seed = _sequence_seed(request.params.seed, index)
         self.row = -1  # index in the device buffers while it holds blocks
+        self.rank = -1  # the data-parallel rank that computes it, from the first admission on
         self.prefill_chunks: list[PrefillChunk] = _NO_CHUNKS  # of a traced request, up to its first token
         self.num_prefill = 0  # tokens known at the last admission, which are computed before it samples
         self.max_computed = 0  # tokens whose keys and values can be needed: all but the last one; set by Scheduler.add

@@ -87,7 +87,11 @@ class StepHistory:
         if plan.num_decodes == len(sequences):
             self._num_new[slot] = _NO_ROWS
         else:
-            self._num_new[slot] = plan.num_new[plan.num_decodes :]
+            if plan.parts:
+                self._seq_ids[slot], num_new = _decodes_first(plan)
+            else:
+                num_new = plan.num_new
+            self._num_new[slot] = num_new[plan.num_decodes :]
             self._num_decodes[slot] = plan.num_decodes
             self._num_prefill_tokens[slot] = plan.num_prefill_tokens
 
@@ -119,3 +123,10 @@ def _num_prefills(num_new: list[int], num_prefill_tokens: int) -> int:
         count += 1
         num_prefill_tokens -= num_new[-count]
     return count
+
+
+def _decodes_first(plan: StepPlan) -> tuple[list[int], list[int]]:
+    """(seq_ids, num_new) of the rows of a plan of several data-parallel ranks, decodes before prefills."""
+    prefills = sorted(plan.prefill_rows)
+    rows = sorted(range(len(plan)), key=set(prefills).__contains__)  # stable
+    return [plan.sequences[row].seq_id for row in rows], [plan.num_new[row] for row in rows]

@@ -36,7 +36,7 @@ class ShardPlan:
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
         mapping = config.mapping
-        stage_index, self.rank = divmod(rank, mapping.tensor_parallel)
+        stage_index, self.rank = divmod(rank, mapping.stage_size)
         self.stage: Stage = PlannedStage(stage_index, mapping.pipeline_parallel) if mapping.pipeline_parallel > 1 else ALONE
         self.sharding = config.sharding
         self._config = config
@@ -123,7 +123,7 @@ def check_shards(config: EngineConfig) -> None:
 
 
 def slice_shard(spec: Spec, layout: Layout, tensor: Tensor, sharding: Sharding, rank: int) -> Tensor:
-    """The part of a stored tensor that a tensor-parallel rank holds. Raises ConfigError when a boundary divides a group."""
+    """The part of a stored tensor that a rank of a stage holds. Raises ConfigError when a boundary divides a group."""
     if not isinstance(spec, LinearSpec):
         return _concatenate_slices(spec.name, tensor, 0, tensor_slices(spec, sharding, rank), 1)
     if spec.num_experts and (layout.row_axis or layout.col_axis):

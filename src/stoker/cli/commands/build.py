@@ -57,6 +57,9 @@ def build(
     expert_parallel: Annotated[
         bool, typer.Option("--expert-parallel", help="Give each device whole experts instead of a slice of every expert.")
     ] = False,
+    data_parallel: Annotated[
+        int, typer.Option(help="Number of devices with their own sequences and complete attention weights; requires --expert-parallel.")
+    ] = 1,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda when a GPU is present.")] = None,
     compute_capability: Annotated[
         str | None, typer.Option(help="Compute capability of the target GPU, such as 9.0. Default: this machine's.")
@@ -110,7 +113,10 @@ def build(
         kv_cache_dtype=kv_cache_dtype, calibration_data=calibration_data, calibration_size=calibration_size,
         calibration_seq_len=calibration_seq_len,
         max_perplexity_increase=None if max_perplexity_increase is None else max_perplexity_increase / 100,
-        mapping=Mapping(tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel, expert_parallel=expert_parallel),
+        mapping=Mapping(
+            tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel, expert_parallel=expert_parallel,
+            data_parallel=data_parallel,
+        ),
         device=device, compute_capability=compute_capability, dummy_weights=dummy_weights, trust_remote_code=trust_remote_code,
         tokenizer=tokenizer, versions=_parse_pairs(model_version, "--model-version"), ignored_config_keys=tuple(ignore_config_key or ()),
         rotary_base=rotary_base, rotary_dim=rotary_dim,

@@ -70,7 +70,7 @@ def _config_rows(config: EngineConfig) -> list[tuple[str, str]]:
         ("KV cache", config.recipe.kv_cache or config.dtype),
         ("weights", config.weights),
         ("limits", ", ".join(f"{name} {value}" for name, value in limits.items() if value is not None)),
-        ("ranks", f"tensor {config.mapping.tensor_parallel} × pipeline {config.mapping.pipeline_parallel}"),
+        ("ranks", str(config.mapping)),
         ("target", f"{target.device} {target.compute_capability or ''}".strip()),
         ("checkpoint", f"{config.checkpoint.name} ({config.checkpoint.fingerprint[:16]}…)"),
         ("built by", f"Stoker {config.stoker_version}"),

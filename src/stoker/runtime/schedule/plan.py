@@ -29,10 +29,12 @@ class StepPlan:
     num_wanted: the largest number of drafts of a row that the next step can verify, which a drafter computes in this step.
     num_decodes: the number of rows that have one new token after a completed prefill.
     num_tokens, num_prefill_tokens: the tokens of all rows, and those of prefill rows.
+    parts: with data-parallel ranks, the plan of each rank, which may have no rows. The lists of this plan then have the rows of rank 0, in
+        the order above, followed by those of rank 1, and so on.
     """
 
     __slots__ = (
-        "adapters", "drafts", "num_decodes", "num_new", "num_prefill_tokens", "num_tokens", "num_wanted", "samples",
+        "adapters", "drafts", "num_decodes", "num_new", "num_prefill_tokens", "num_tokens", "num_wanted", "parts", "samples",
         "sequences", "starts", "state_restores", "state_saves", "transfers",
     )  # fmt: skip
 
@@ -50,6 +52,37 @@ class StepPlan:
         self.num_decodes = 0
         self.num_tokens = 0
         self.num_prefill_tokens = 0
+        self.parts: Seq[StepPlan] = ()
+
+    @staticmethod
+    def joined(parts: Seq[StepPlan]) -> StepPlan:
+        """The plan of all data-parallel ranks, from that of each."""
+        plan = StepPlan()
+        plan.parts = parts
+        for part in parts:
+            plan.sequences += part.sequences
+            plan.starts += part.starts
+            plan.num_new += part.num_new
+            plan.samples += part.samples
+            plan.drafts += part.drafts
+            plan.num_decodes += part.num_decodes
+            plan.num_tokens += part.num_tokens
+            plan.num_prefill_tokens += part.num_prefill_tokens
+        return plan
+
+    @property
+    def prefill_rows(self) -> list[int]:
+        """The indices of the rows that compute tokens of prompts, or of a sequence that was preempted."""
+        rows, first = list[int](), 0
+        for part in self.parts or (self,):
+            num_prefill = 0
+            for row in reversed(range(len(part))):
+                if num_prefill == part.num_prefill_tokens:
+                    break
+                num_prefill += part.num_new[row]
+                rows.append(first + row)
+            first += len(part)
+        return rows
 
     def __len__(self) -> int:
         """The number of rows."""

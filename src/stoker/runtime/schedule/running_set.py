@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from stoker.base.types import AdmissionRecord
 from stoker.runtime.kv.manager import KVCacheManager, Match
 from stoker.runtime.request import NO_ADAPTER, Sequence, Status
-from stoker.runtime.schedule.policies.policy import Policy
+from stoker.runtime.schedule.policies.policy import Demand, Policy
 from stoker.runtime.schedule.queue import WaitingQueue
 
 
@@ -19,7 +19,8 @@ class RunningSet:
     committed, so that no step writes to a block or a row that belongs to another sequence.
     """
 
-    def __init__(self, kv_cache: KVCacheManager, policy: Policy, num_rows: int) -> None:
+    def __init__(self, kv_cache: KVCacheManager, policy: Policy, num_rows: int, first_row: int = 0) -> None:
+        """`num_rows`: of the device buffers, from `first_row` on."""
         self.kv_cache = kv_cache
         self.policy = policy
         self.queue = WaitingQueue(policy.order)
@@ -29,12 +30,31 @@ class RunningSet:
         self.num_preemptions = 0
         self.num_reused_tokens = 0
         self.admission_blocked = False  # the first waiting sequence did not fit, and nothing was released since then
-        self._free_rows = list(range(num_rows))  # a heap
+        self._free_rows = list(range(first_row, first_row + num_rows))  # a heap
 
     @property
     def num_holding(self) -> int:
         """The number of sequences that hold blocks: running and leaving ones."""
         return len(self.running) + self.num_leaving
+
+    def num_missing_tokens(self, seq: Sequence) -> int | None:
+        """The tokens of `seq` that would have to be computed. None if it could not be admitted after all waiting sequences now."""
+        kv_cache, waiting = self.kv_cache, self.queue.first(len(self.queue))
+        if len(waiting) >= len(self._free_rows):
+            return None
+        match, count = kv_cache.match(seq), kv_cache.num_blocks_for
+        num_now = sum(count(len(other.tokens)) for other in waiting)
+        num_later = sum(count(other.max_computed) for other in waiting) - num_now
+        num_free, num_reserved = match.num_free - num_now, kv_cache.num_reserved + num_later
+        if not self.policy.admits(Demand(match.num_blocks_now, match.num_blocks_later, num_free, num_reserved, self.num_holding)):
+            return None
+        num_shared = match.num_reused if match.producer is None else kv_cache.num_common_blocks(seq, match.producer)
+        return len(seq.tokens) - num_shared * kv_cache.tokens_per_block
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """The tokens that must be computed before each sequence, waiting ones included, can sample its next token."""
+        return self.queue.num_tokens + sum(max(seq.num_prefill - seq.num_computed, 0) for seq in self.running.values())
 
     @property
     def has_free_row(self) -> bool:

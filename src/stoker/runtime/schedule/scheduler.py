@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from stoker.base.errors import RequestError
 from stoker.base.types import FinishReason
 from stoker.runtime.kv.events.log import BlockEventLog
 from stoker.runtime.kv.manager import KVCacheManager
 from stoker.runtime.kv.snapshots import StateSnapshots
-from stoker.runtime.kv.tiers import HostTier
+from stoker.runtime.kv.tiers import HostTier, TierOccupancy
 from stoker.runtime.request import NO_ADAPTER, Sequence, Status, TokenRequest
 from stoker.runtime.schedule.draft_length import DraftLength
 from stoker.runtime.schedule.plan import StepOutcome, StepPlan
@@ -20,6 +21,16 @@ from stoker.runtime.schedule.policies import POLICIES
 from stoker.runtime.schedule.proposers import PROPOSERS
 from stoker.runtime.schedule.running_set import RunningSet
 from stoker.runtime.schedule.step_budget import StepBudget
+
+SEQUENCE_COST = 128  # prompt tokens that count as much as one more sequence on a data-parallel rank
+
+
+class BlockCounts(NamedTuple):
+    """The number of blocks, of those without references, and of those of them whose contents can be reused."""
+
+    total: int
+    free: int
+    cached: int
 
 
 class Scheduler:
@@ -36,7 +47,7 @@ class Scheduler:
     `chunked_prefill` a prompt is computed in a single step. `num_adapters` is the number of low-rank adapters that the model has. A
     row has at most `draft_tokens` drafts of the proposer, fewer if that is faster (`adaptive_drafts`), and none in a step with prefills
     unless `drafts_beside_prefill` is set. The latency targets choose the prompt tokens of a step from the times that `record_time` is
-    called with. `snapshots`: those of the states of a model with recurrent states.
+    called with. `snapshots`: those of the states of a model with recurrent states. `first_row`: of the rows of the device buffers.
     """
 
     plan_type = StepPlan
@@ -65,6 +76,7 @@ class Scheduler:
         host_tier: HostTier | None = None,
         event_log: BlockEventLog | None = None,
         snapshots: StateSnapshots | None = None,
+        first_row: int = 0,
     ) -> None:
         self.kv_cache = KVCacheManager(
             num_blocks, tokens_per_block, prefix_reuse=prefix_reuse, host_tier=host_tier, event_log=event_log, snapshots=snapshots
@@ -73,7 +85,7 @@ class Scheduler:
         self.max_seq_len = max_seq_len
         self.chunked_prefill = chunked_prefill
         self.num_adapters = num_adapters
-        self._running_set = RunningSet(self.kv_cache, POLICIES.get(policy)(), max_num_sequences or max_batch_size)
+        self._running_set = RunningSet(self.kv_cache, POLICIES.get(policy)(), max_num_sequences or max_batch_size, first_row)
         max_rows = min(max_batch_size, max_num_tokens)
         self._proposer = PROPOSERS.get(proposer)()
         max_drafts = self._proposer.max_drafts
@@ -137,6 +149,37 @@ class Scheduler:
         """A lower bound of the next deadline in monotonic seconds; infinity if no sequence has a deadline."""
         return self._next_deadline
 
+    @property
+    def blocks(self) -> BlockCounts:
+        """The number of blocks, and of those without references."""
+        pool = self.kv_cache.pool
+        return BlockCounts(pool.num_blocks, pool.num_free, pool.num_cached)
+
+    @property
+    def tokens_per_block(self) -> int:
+        """The number of tokens of a block."""
+        return self.kv_cache.tokens_per_block
+
+    @property
+    def event_log(self) -> BlockEventLog | None:
+        """The changes of the prefix index, if they are published."""
+        return self.kv_cache.event_log
+
+    def occupancy(self, num_cells: int) -> list[TierOccupancy]:
+        """What the blocks of each tier hold, in at most `num_cells` cells per tier."""
+        return self.kv_cache.occupancy(num_cells)
+
+    @property
+    def room(self) -> tuple[int, ...]:
+        """What decides whether `placement_cost` is None, besides the sequence."""
+        return (self.blocks.free, self.kv_cache.num_reserved, self.num_running, len(self._running_set.queue))
+
+    def placement_cost(self, seq: Sequence) -> int | None:
+        """The cost in tokens of adding `seq` to this data-parallel rank (`schedule.data_parallel`). None: it could not be admitted now."""
+        missing = self._running_set.num_missing_tokens(seq)
+        num_sequences = self.num_running + len(self._running_set.queue)
+        return None if missing is None else missing + self._running_set.num_pending_tokens + SEQUENCE_COST * num_sequences
+
     def running(self) -> list[Sequence]:
         """The running sequences, in the order in which the next step selects them."""
         return list(self._running_set.running.values())
@@ -177,10 +220,14 @@ class Scheduler:
 
     # Sequences.
 
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence whose request passed `check`. The sequences of a request are added in the order of their index."""
+    def limit(self, seq: Sequence) -> None:
+        """Set the largest number of tokens of a sequence."""
         seq.max_tokens = min(seq.max_tokens, self.max_seq_len - seq.num_prompt)
         seq.max_computed = seq.num_prompt + seq.max_tokens - 1
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence whose request passed `check`. The sequences of a request are added in the order of their index."""
+        self.limit(seq)
         if self._proposer.max_drafts and not self._proposer.reads_token_ids and seq.min_tokens:
             seq.waits_for_ids = True  # while a step that verifies drafts is in flight, the length of the sequence is not known
         self._requests.setdefault(seq.request_id, []).append(seq)
@@ -224,6 +271,14 @@ class Scheduler:
         """Stop or resume admitting new sequences. Running and preempted sequences continue."""
         self._paused = paused
         self._running_set.admission_blocked = False
+
+    def poison(self, seq: Sequence) -> None:
+        """Mark the blocks of a sequence, which may contain NaN."""
+        self.kv_cache.poison(seq.blocks)
+
+    def pop_poisoned(self) -> list[int]:
+        """Poisoned blocks that have become free since the last call. They must be zeroed before the next step is launched."""
+        return self.kv_cache.pop_poisoned()
 
     def on_free_blocks(self) -> None:
         """Blocks were released that belonged to no sequence, so that the first waiting sequence may fit now."""

@@ -21,6 +21,7 @@ from stoker.core.specs import LinearSpec
 from stoker.distributed.group import Group
 from stoker.distributed.inbox import ONE_SHOT_BYTES, Inboxes
 from stoker.distributed.pipeline import Stage
+from stoker.distributed.token_dispatch import TokenDispatch
 from stoker.distributed.world import World
 from stoker.engine.reader import Engine
 from stoker.kernels import ops
@@ -64,6 +65,14 @@ class MetaGroup(Group):
         """A tensor of the shape that a gather over `size` ranks returns."""
         return torch.cat([x] * self.size, dim=-1)
 
+    def gather_rows(self, x: Tensor) -> Tensor:
+        """A tensor of the shape that a gather along the first axis returns."""
+        return torch.cat([x] * self.size)
+
+    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
+        """A tensor of the shape of this rank's part."""
+        return x.chunk(self.size)[self.rank]
+
 
 class MetaStage(Stage):
     """A pipeline stage without neighbours: received tensors have the right shape, and sent ones are dropped."""
@@ -89,8 +98,8 @@ def kernels_of(engine: Engine, capability: int, config: RuntimeConfig = RuntimeC
     mapping = engine.config.mapping
     with torch.inference_mode(), collecting(capability) as jobs:
         # The first rank of a stage has the biases of row-split linears. All other ranks launch the same kernels.
-        for stage, index in itertools.product(range(mapping.pipeline_parallel), range(min(mapping.tensor_parallel, 2))):
-            _trace(_runner(engine, config, stage * mapping.tensor_parallel + index))
+        for stage, index in itertools.product(range(mapping.pipeline_parallel), range(min(mapping.stage_size, 2))):
+            _trace(_runner(engine, config, stage * mapping.stage_size + index))
     return jobs
 
 
@@ -99,11 +108,11 @@ def _runner(engine: Engine, config: RuntimeConfig, rank: int) -> ModelRunner:
     settings = engine.config
     mapping, limits = settings.mapping, settings.limits
     capacity = Capacity.of(limits, settings.model.max_positions, config)
-    stage = MetaStage(rank // mapping.tensor_parallel, mapping.pipeline_parallel)
-    group = MetaGroup(rank % mapping.tensor_parallel, mapping.tensor_parallel)
-    model = Decoder(
-        settings.model, Loader(MetaTensors(), settings.recipe, engine.dtype, META, group, settings.sharding), capacity.max_seq_len, stage
-    )
+    stage = MetaStage(rank // mapping.stage_size, mapping.pipeline_parallel)
+    group, everyone = MetaGroup(rank % mapping.tensor_parallel, mapping.tensor_parallel), MetaGroup(rank, mapping.world_size)
+    dispatch = TokenDispatch(everyone) if mapping.data_parallel > 1 else None
+    loader = Loader(MetaTensors(), settings.recipe, engine.dtype, META, group, settings.sharding, dispatch=dispatch)
+    model = Decoder(settings.model, loader, capacity.max_seq_len, stage)
     size = limits.tokens_per_block
     layers = stage.layers(settings.model.num_layers)
     dtype, num_slots = getattr(torch, settings.dtype), capacity.max_num_sequences + 1
@@ -113,12 +122,12 @@ def _runner(engine: Engine, config: RuntimeConfig, rank: int) -> ModelRunner:
     first = _distinct_layers(engine, layers, model.fused_layers)
     model.keep_layers(first)
     return ModelRunner(
-        model, [caches[i] for i in first], num_rows=capacity.max_num_sequences,
+        model, [caches[i] for i in first], num_rows=capacity.max_num_sequences * mapping.data_parallel,
         max_batch_size=capacity.max_batch_size, max_num_tokens=capacity.max_num_tokens,
         max_seq_len=capacity.max_seq_len, block_size=size, device=META,
         max_drafts=config.draft_tokens if config.speculate != "none" else 0,
         use_graphs=captures_steps(config, settings.model),
-        world=World(rank, mapping.world_size, group, stage, MetaGroup(rank, mapping.world_size), leader(mapping)),
+        world=World(rank, mapping.world_size, group, stage, everyone, leader(mapping), dispatch=dispatch),
     )  # fmt: skip
 
 

@@ -121,14 +121,18 @@ class Graphs:
         self._stream: torch.cuda.Stream | None = None
 
     def shape_for(self, plan: StepPlan) -> Shape | None:
-        """The padded shape of the graph that runs `plan`. None: the step runs without a graph."""
-        num_rows = len(plan)
+        """The padded shape of the graph that runs `plan`. None: the step runs without a graph.
+
+        All data-parallel ranks have the same shape, which is that of the largest part.
+        """
         if any(plan.drafts):
             return None if plan.num_prefill_tokens else self._drafted_shape(plan)
-        if num_rows == plan.num_decodes:
+        parts = plan.parts or (plan,)
+        num_rows, num_tokens = max(map(len, parts)), max(part.num_tokens for part in parts)
+        if len(plan) == plan.num_decodes:
             bucket = self.row_buckets[bisect.bisect_left(self.row_buckets, num_rows)]
             return Shape(bucket, bucket, is_decode=True)
-        token_at = bisect.bisect_left(self.token_buckets, plan.num_tokens)
+        token_at = bisect.bisect_left(self.token_buckets, num_tokens)
         row_at = bisect.bisect_left(self.mixed_rows, num_rows)
         if token_at == len(self.token_buckets) or row_at == len(self.mixed_rows):
             return None

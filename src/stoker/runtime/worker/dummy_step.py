@@ -68,11 +68,17 @@ def allocate_dummy_step(
     return step
 
 
-def pack_dummy_step(inputs: InputBuilder, shape: Shape, *, is_prefix_lm: bool = False) -> PackedStep:
-    """A dummy step whose prompts lie within one block, in the form in which it is published to followers."""
+def pack_dummy_step(
+    inputs: InputBuilder, shape: Shape, *, is_prefix_lm: bool = False, is_padded: bool = False, num_logits: int | None = None
+) -> PackedStep:
+    """A dummy step whose prompts lie within one block, in the form in which it is published to followers.
+
+    `is_padded`: a captured graph runs it. `num_logits`: tokens whose logits are computed, by default one for each row.
+    """
+    num_logits = shape.rows if num_logits is None else num_logits
     packed = PackedStep(
-        torch.empty(0), shape, width=1, num_logits=shape.rows, num_sampled=shape.rows, num_decodes=0, max_query_len=shape.tokens,
-        max_seq_len=inputs.block_size, is_padded=False, sampled=[], is_prefix_lm=is_prefix_lm,
+        torch.empty(0), shape, width=1, num_logits=num_logits, num_sampled=num_logits, num_decodes=shape.rows if shape.is_decode else 0,
+        max_query_len=shape.tokens, max_seq_len=inputs.block_size, is_padded=is_padded, sampled=[], is_prefix_lm=is_prefix_lm,
     )  # fmt: skip
     packed.host = inputs.buffer(packed.buffer_size)
     packed.host.zero_()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.core.forward_batch import ForwardBatch
+from stoker.core.forward_batch import ForwardBatch, RankCounts
 from stoker.runtime.request import NO_ADAPTER, Sequence
 from stoker.runtime.sampling.prompt_logprobs import prompt_chunks
 from stoker.runtime.schedule.plan import StepPlan
@@ -54,6 +54,7 @@ class PackedStep:
     num_restores: int = 0  # recurrent states to copy before the step, and after it
     num_saves: int = 0
     draft_ids: list[Seq[int]] = field(default_factory=list)  # with drafts: those of each sampled sequence; empty on followers
+    ranks: RankCounts | None = None  # with data-parallel ranks: the sizes of the parts of all, of which this is one
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -225,6 +226,7 @@ class InputBuilder:
             block_positions=views[13] if packed.is_prefix_lm else None,
             prefix_lens=views[14] if packed.is_prefix_lm else None,
             adapter_ids=views[15 if packed.is_prefix_lm else 13] if packed.has_adapters else None,
+            ranks=packed.ranks,
         )
         inputs = StepInputs(batch, views[6], views[7], *(views[8:11] if packed.max_drafts else ()))
         if packed.num_restores or packed.num_saves:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import RankError, RequestError
-from stoker.core.forward_batch import ForwardBatch, KVCache
+from stoker.core.forward_batch import ForwardBatch, KVCache, RankCounts
 from stoker.core.prefix_lm import find_bidirectional_prefix
 from stoker.distributed.world import ALONE_WORLD, World
 from stoker.kernels import ops
@@ -31,14 +31,16 @@ from stoker.runtime.worker.cuda_graphs import Graphs, PlainStep
 from stoker.runtime.worker.drafter import Drafter, DraftInputs
 from stoker.runtime.worker.dummy_step import Bounds, allocate_dummy_step, pack_dummy_step
 from stoker.runtime.worker.inputs import InputBuilder, PackedStep, Shape, StepInputs
+from stoker.runtime.worker.parallel_inputs import AllRows, pack_parts, sampled_first, uniform_counts, with_counts
 from stoker.runtime.worker.step_handle import LazyHandle, StepHandle
 
 
 class StepPublisher(Protocol):
     """Sends the leader's commands to the followers."""
 
-    def publish_step(self, packed: PackedStep, all_greedy: bool) -> None:
-        """Make the followers run a step. `all_greedy`: no row draws at random."""
+    def publish_step(self, packed: list[PackedStep], all_greedy: bool) -> None:
+        """Make the followers run a step, whose inputs are the same for all or one for each data-parallel rank. `all_greedy`: no row draws
+        at random."""
 
     def publish_zero_blocks(self, blocks: list[int]) -> None:
         """Make the followers zero blocks of their KV cache."""
@@ -63,9 +65,12 @@ class ModelRunner:
         self.device = device
         self.max_batch_size, self.max_num_tokens, self.max_seq_len = max_batch_size, max_num_tokens, max_seq_len
         self.world, self.publisher = world, publisher
-        num_stages = world.stage.num_stages
-        self.inputs = InputBuilder(num_rows, -(-max_seq_len // block_size), block_size, device, max(num_stages, 2))
-        self.sampler = Sampler(num_rows, model.config.vocab_size, device, grammars, max(num_stages, 2))
+        num_stages, data_parallel = world.stage.num_stages, world.data_parallel
+        in_flight = max(num_stages, 2)
+        # One buffer for each rank and step. The rows of all ranks are numbered together.
+        self.inputs = InputBuilder(num_rows, -(-max_seq_len // block_size), block_size, device, in_flight * data_parallel)
+        self.sampler = Sampler(num_rows, model.config.vocab_size, device, grammars, in_flight)
+        self.all_rows = AllRows(max_batch_size * data_parallel, device, in_flight) if data_parallel > 1 and world.is_leader else None
         self.prompt_scores = PromptScores()
         # The newest token of each row, then for each draft of `drafter` that of each row. Padding writes to the last element of each part.
         num_drafts = drafter.num_drafts if drafter is not None else 0
@@ -131,10 +136,15 @@ class ModelRunner:
         table = self.sampler.table
         table.update(plan.sequences)
         is_plain = self.graphs is not None and plan.adapters is None and self.sampler.is_plain(plan.sequences)
-        packed = self.inputs.pack(plan, self.graphs.shape_for(plan) if self.graphs is not None and is_plain else None)
-        all_greedy = table.all_greedy(plan.sequences)
+        shape = self.graphs.shape_for(plan) if self.graphs is not None and is_plain else None
+        parts = pack_parts(self.inputs, plan, shape) if plan.parts else [self.inputs.pack(plan, shape)]
+        packed, all_greedy = parts[0], table.all_greedy(plan.sequences)
         if self.publisher is not None:
-            self.publisher.publish_step(packed, all_greedy)
+            self.publisher.publish_step(parts, all_greedy)
+        if self.all_rows is not None:
+            self.all_rows.update(parts)
+            packed.sampled = [seq for part in parts for seq in part.sampled]
+            packed.num_extra = sum(part.num_extra for part in parts)
         if self.progress is not None:
             self.progress.num_planned += 1
         return LazyHandle(lambda: self._start(plan, packed, all_greedy)) if self._is_lazy else self._start(plan, packed, all_greedy)
@@ -146,17 +156,18 @@ class ModelRunner:
             with self._fatal_error(self.world.size > 1), self._observed(by_layer=False):
                 yielded, drafted = self.graphs.run(packed, all_greedy)
             if isinstance(yielded, Tensor):
-                return StepHandle(packed.sampled, yielded[: len(packed.sampled)], drafts=drafted)
+                return StepHandle(packed.sampled, self._without_padding(plan, packed, yielded), drafts=drafted)
             return StepHandle(packed.sampled, yielded.newest[:0], verified=yielded, drafts=drafted)
         with self._fatal_error(self.world.size > 1), self._observed():
             inputs = self.inputs.unpack(packed)
             batch = self._resolve(inputs.batch)
             logits = self._compute(inputs, batch)
-        prompt = prompt_chunks(plan) if packed.num_extra else []
+        rows, counters = self._rows_to_sample(inputs, packed.ranks)
+        prompt = [chunk for part in plan.parts or (plan,) for chunk in prompt_chunks(part)] if packed.num_extra else []
         drafts = DraftedRows(packed.draft_ids, drafts_of(inputs, batch, packed.max_drafts)) if packed.max_drafts else None
         with self._fatal_error(self._broadcasts_ids):
-            sampled = self.sampler.sample(logits, inputs.rows, inputs.counters, packed.sampled, prompt, drafts)
-            self._store_last_ids(inputs.newest_rows, sampled.newest)
+            sampled = self.sampler.sample(logits, rows, counters, packed.sampled, prompt, drafts)
+            self._store_last_ids(inputs, sampled.newest, packed.ranks)
             drafted = self._draft(batch, inputs, sampled.newest, sampled.verified, plan.num_wanted, all_greedy)
         scored = [(chunk, scores.to_host()) for chunk, scores in sampled.prompt]
         return StepHandle(
@@ -211,7 +222,7 @@ class ModelRunner:
         with self._observed():
             inputs = self.inputs.unpack(packed)
             self._compute(inputs, self._resolve(inputs.batch))
-        self._store_last_ids(inputs.newest_rows, torch.zeros_like(inputs.newest_rows))
+        self._store_last_ids(inputs, self._unknown_ids(inputs, packed.ranks), packed.ranks)
 
     @torch.inference_mode()
     def run_dummy_step(self, shape: Shape) -> None:
@@ -219,10 +230,13 @@ class ModelRunner:
 
         On a CPU with stages, where steps run in `wait`, no step may be in flight.
         """
-        packed = pack_dummy_step(self.inputs, shape, is_prefix_lm=self.model.config.prefix is not None)
+        is_prefix_lm = self.model.config.prefix is not None
+        packed = [pack_dummy_step(self.inputs, shape, is_prefix_lm=is_prefix_lm) for _ in range(self.world.data_parallel)]
+        if len(packed) > 1:
+            with_counts(packed)
         if self.publisher is not None:
             self.publisher.publish_step(packed, True)
-        self.follow(packed, True)
+        self.follow(packed[0], True)
 
     @torch.inference_mode()
     def run_dummy_step_with_sampling(self, shape: Shape, bounds: Bounds) -> None:
@@ -234,19 +248,27 @@ class ModelRunner:
         step = allocate_dummy_step(
             shape, bounds, width, self.inputs.num_rows, self.device, is_prefix_lm=self.model.config.prefix is not None
         )
+        ranks = self._set_uniform_counts(step)
         logits = self._logits(step.batch)
         if not self.world.is_leader:
-            self._store_last_ids(step.rows, torch.zeros_like(step.rows))
+            self._store_last_ids(step, self._unknown_ids(step, ranks), ranks)
             return
+        rows, counters = self._rows_to_sample(step, ranks)
         for variant, all_greedy in itertools.product((logits, logits.float()), (True, False)):
-            token_ids = ops.sample(variant, self.sampler.table.gather(step.rows, step.counters, all_greedy))
+            token_ids = ops.sample(variant, self.sampler.table.gather(rows, counters, all_greedy))
         score(logits, token_ids, 1)
-        self._store_last_ids(step.rows, token_ids)
+        self._store_last_ids(step, token_ids, ranks)
 
     def zero_blocks(self, blocks: list[int]) -> None:
-        """Zero blocks that may contain NaN on all ranks, before other sequences use them."""
+        """Zero blocks that may contain NaN on all ranks, before other sequences use them.
+
+        With data-parallel ranks, `blocks` are rank × blocks per rank + the id within the rank.
+        """
         if self.publisher is not None:
             self.publisher.publish_zero_blocks(blocks)
+        if self.world.data_parallel > 1:
+            per_rank = self.caches[0].keys.shape[0]
+            blocks = [block % per_rank for block in blocks if block // per_rank == self.world.rank]
         index = torch.tensor(blocks, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
         for cache in (*self.caches, *(self.drafter.caches if self.drafter is not None else ())):
             for pages in (cache.keys, cache.values):
@@ -257,17 +279,18 @@ class ModelRunner:
 
     def _forward(self, inputs: StepInputs, max_drafts: int, all_greedy: bool) -> PlainStep:
         """Run the model, the sampler without features, and the drafter: the step that a graph captures."""
-        batch, rows = self._resolve(inputs.batch), inputs.rows
+        ranks = self._set_uniform_counts(inputs)
+        batch = self._resolve(inputs.batch)
         logits = self.model(batch, self.caches)
         verified: Verified | None = None
         if self.world.is_leader:
-            token_ids = newest = ops.sample(logits, self.sampler.table.gather(rows, inputs.counters, all_greedy))
+            token_ids = newest = ops.sample(logits, self.sampler.table.gather(*self._rows_to_sample(inputs, ranks), all_greedy))
             if max_drafts:
                 verified = verify(token_ids, drafts_of(inputs, batch, max_drafts))
                 newest = verified.newest
         else:
-            token_ids = newest = torch.zeros_like(inputs.newest_rows)
-        self._store_last_ids(inputs.newest_rows, newest)
+            token_ids = newest = self._unknown_ids(inputs, ranks)
+        self._store_last_ids(inputs, newest, ranks)
         num_wanted = self.drafter.num_drafts if self.drafter is not None else 0
         drafted = self._draft(batch, inputs, newest, verified, num_wanted, all_greedy)
         return PlainStep(token_ids if verified is None else verified, drafted)
@@ -279,7 +302,7 @@ class ModelRunner:
         logits = self.model(batch, self.caches)
         if self.states is not None and inputs.saves is not None:
             self.states.copy(inputs.saves)
-        return logits
+        return logits if self.all_rows is None or batch.ranks is None else sampled_first(logits, batch.ranks)
 
     def _logits(self, batch: ForwardBatch) -> Tensor:
         """The logits [L, V] of a step, after ids that only the device has were resolved."""
@@ -291,11 +314,36 @@ class ModelRunner:
             return batch
         return dataclasses.replace(batch, token_ids=ops.resolve(batch.token_ids, self.last_ids))
 
-    def _store_last_ids(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Store the sampled ids for the next step, on every rank that needs them."""
+    def _store_last_ids(self, inputs: StepInputs, token_ids: Tensor, ranks: RankCounts | None) -> None:
+        """Store the sampled ids of all data-parallel ranks for the next step, on every rank that needs them."""
         if self._broadcasts_ids:
-            token_ids = self.world.tensor.broadcast(token_ids)
-        ops.remember(self.last_ids, rows, token_ids)
+            token_ids = (self.world.tensor if ranks is None else self.world.everyone).broadcast(token_ids)
+        if ranks is not None:
+            token_ids = token_ids.split(ranks.sampled)[self.world.rank]
+        ops.remember(self.last_ids, inputs.newest_rows, token_ids)
+
+    def _unknown_ids(self, inputs: StepInputs, ranks: RankCounts | None) -> Tensor:
+        """A tensor for the ids that the leader samples."""
+        return torch.zeros_like(inputs.newest_rows) if ranks is None else inputs.newest_rows.new_zeros(sum(ranks.sampled))
+
+    def _set_uniform_counts(self, inputs: StepInputs) -> RankCounts | None:
+        """Set the sizes of a step of which each data-parallel rank has a part of the same shape. None with one rank."""
+        if self.world.data_parallel > 1:
+            inputs.batch.ranks = uniform_counts(self.world.data_parallel, inputs.batch.num_tokens, len(inputs.rows))
+        return inputs.batch.ranks
+
+    def _rows_to_sample(self, inputs: StepInputs, ranks: RankCounts | None) -> tuple[Tensor, Tensor]:
+        """The rows and counters of the tokens that this rank, the leader, samples."""
+        if self.all_rows is None or ranks is None:
+            return inputs.rows, inputs.counters
+        return self.all_rows.first(sum(ranks.sampled))
+
+    def _without_padding(self, plan: StepPlan, packed: PackedStep, token_ids: Tensor) -> Tensor:
+        """The ids of the sequences that sample, from those of all rows of a captured step."""
+        if packed.ranks is None:
+            return token_ids[: len(packed.sampled)]
+        parts = zip(token_ids.split(packed.ranks.sampled), plan.parts, strict=True)
+        return torch.cat([ids[: sum(part.samples)] for ids, part in parts])
 
     def _draft(
         self, batch: ForwardBatch, inputs: StepInputs, newest: Tensor, verified: Verified | None, num_wanted: int, all_greedy: bool

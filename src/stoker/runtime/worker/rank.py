@@ -180,7 +180,7 @@ class LoadedRank:
         return ModelRunner(
             self.model,
             caches,
-            num_rows=capacity.max_num_sequences,
+            num_rows=capacity.max_num_sequences * config.mapping.data_parallel,
             max_batch_size=capacity.max_batch_size,
             max_num_tokens=capacity.max_num_tokens,
             max_seq_len=max_seq_len,
@@ -232,7 +232,7 @@ def load_rank(engine: Engine, config: RuntimeConfig, device: torch.device, world
     with torch.inference_mode():
         model = Decoder(
             _windowed(engine.config.model, config, capacity),
-            engine.loader(world.rank, device, world.tensor),
+            engine.loader(world.rank, device, world.tensor, world.dispatch),
             capacity.max_seq_len,
             world.stage,
         )

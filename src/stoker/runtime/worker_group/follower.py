@@ -110,7 +110,7 @@ def _run_steps(channel: PlanReader, runner: ModelRunner, spin_s: float, task: Fo
 
     trace: RankTrace | None = None
     while True:
-        record = decode_record(channel.receive(spin_s), runner.inputs.buffer)
+        record = decode_record(channel.receive(spin_s), runner.inputs.buffer, task.rank)
         if record.kind == END:
             return
         if record.kind == ZERO_BLOCKS:

@@ -30,7 +30,7 @@ from stoker.runtime.worker_group.hosts.messages import JOINED, JoinAnswer, descr
 from stoker.runtime.worker_group.hosts.remote_node import RemoteNode
 from stoker.runtime.worker_group.hosts.rendezvous import Rendezvous, node_addresses
 from stoker.runtime.worker_group.local_ranks import FailedRank, LocalRanks, RankSetup
-from stoker.runtime.worker_group.records import END, PROFILE, ZERO_BLOCKS, encode_step, max_step_size
+from stoker.runtime.worker_group.records import END, PROFILE, ZERO_BLOCKS, encode_parts, encode_step, max_step_size
 
 log = get_logger(__name__)
 
@@ -54,7 +54,7 @@ class WorkerGroup:
         self._device = devices[self._leader]
         self._step_timeout_s = config.step_timeout_s or STEP_TIMEOUT_S[self._device.type]
         num_blocks = -(-capacity.max_seq_len // limits.tokens_per_block)
-        self.record_size = max_step_size(capacity.max_num_tokens, capacity.max_batch_size, num_blocks)
+        self.record_size = max_step_size(capacity.max_num_tokens, capacity.max_batch_size, num_blocks, mapping.data_parallel)
         self._failure: RankError | None = None
         self._failure_raised, self._closing = threading.Event(), threading.Event()
         self._first_failure_at: float | None = None
@@ -132,9 +132,12 @@ class WorkerGroup:
 
     # StepPublisher, for the model runner.
 
-    def publish_step(self, packed: PackedStep, all_greedy: bool) -> None:
-        """Make all followers run a step."""
-        self._publish(encode_step(packed, all_greedy), packed.host.numpy())
+    def publish_step(self, packed: list[PackedStep], all_greedy: bool) -> None:
+        """Make all followers run a step: the same, or with several `packed` each its own."""
+        if len(packed) == 1:
+            self._publish(encode_step(packed[0], all_greedy), packed[0].host.numpy())
+        else:
+            self._publish(*encode_parts(packed, all_greedy))
 
     def publish_zero_blocks(self, blocks: list[int]) -> None:
         """Make all followers zero blocks of their KV cache."""
