@@ -68,7 +68,7 @@ def measure(executor: Executor, rows: int, context: int, profile: bool) -> dict[
     result: dict[str, Any] = {"ms": replay_ms(captured)}
     print(f"rows {rows} context {context}: {result['ms']:.3f} ms", flush=True)
     if profile:
-        result["kernels"] = breakdown(captured.graph.replay)
+        result["kernels"] = breakdown(captured.replay)
     return result
 
 

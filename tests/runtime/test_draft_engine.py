@@ -19,6 +19,8 @@ from stoker.builder.config import BuildConfig
 from stoker.cli.benchmark.executor import ExecutorBenchmark
 from stoker.cli.commands.bench.latency import measure
 from stoker.runtime.client import Cancel
+from stoker.runtime.request import Sequence
+from stoker.runtime.worker.model_runner import ModelRunner
 
 Make = Callable[..., Driven]
 LIMITS = Limits(max_batch_size=8, max_input_len=180, max_output_len=64, max_num_tokens=128, tokens_per_block=16)
@@ -107,6 +109,39 @@ def test_drafts_end_when_they_do_not_pay(
     assert 0 < driven.stats.num_draft_tokens < 0.25 * len(cases) * 60 * 4
 
 
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.1, "seed": 4}], ids=["greedy", "sampled"])
+def test_tokens_of_steps_without_drafts_are_computed_later(
+    drive: Make, prompts: list[list[int]], tiny_engine: Path, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]
+) -> None:
+    """The draft engine does not run in steps after which no row has drafts, and catches up before it drafts again.
+
+    All drafts of an equal draft engine are accepted, so its cache has all tokens: also those of prefills and of reused blocks.
+    """
+    shared = prompts[4][:40]
+    cases = [request([*shared, *prompt], max_tokens=50, **params) for prompt in prompts]
+    expected = [answer.tokens for answer in drive().run(*cases)]
+    driven = drive(speculate=str(tiny_engine), adaptive_drafts=False, draft_tokens=4, max_num_tokens=24)
+    runner = driven.executor.runner
+    assert isinstance(runner, ModelRunner) and runner.draft_runner is not None
+    drafter, caught_up, passes = runner.draft_runner.drafter, [], []
+    catch_up, compute = drafter.catch_up, drafter.compute
+    monkeypatch.setattr(drafter, "catch_up", lambda batch: (caught_up.append(batch.num_tokens), catch_up(batch)))
+    monkeypatch.setattr(drafter, "compute", lambda inputs: (passes.append(inputs.newest.tolist()), compute(inputs))[1])
+
+    def limit(seq: Sequence, num_rows: int) -> int:
+        """Phases of 13 tokens without drafts, which begin with the first token, and of 7 with drafts; they differ by sequence."""
+        num_generated = len(seq.tokens) - seq.num_prompt
+        return 4 if (num_generated + 3 * seq.seq_id) % 20 >= 13 and num_generated else 0
+
+    monkeypatch.setattr(driven.executor.scheduler.draft_length, "limit", limit)
+    assert [answer.tokens for answer in driven.run(cases[0])] == expected[:1]
+    alone = len(passes)
+    assert 2 < alone < 25, "50 tokens, of which about a third in phases with drafts"
+    assert [answer.tokens for answer in driven.run(*cases[1:])] == expected[1:]
+    assert rate(driven) == 1.0 and driven.stats.num_reused_tokens > 100
+    assert max(caught_up) <= 24 and sum(caught_up) > sum(len(prompt) for prompt in prompts)
+
+
 def test_a_cancelled_sequence_leaves_no_drafts(drive: Make, prompts: list[list[int]], tiny_engine: Path) -> None:
     """Its row and blocks are used by another sequence, which has its own drafts."""
     others = [request(prompt, max_tokens=30) for prompt in prompts[:2]]
@@ -148,8 +183,8 @@ def test_a_draft_engine_that_does_not_fit_is_refused(drive: Make, tiny_engine: P
 def test_latency_is_reported_by_phase(tiny_engine: Path) -> None:
     runtime = RuntimeConfig(device="cpu", num_threads=1, speculate=str(tiny_engine), draft_tokens=3, adaptive_drafts=False)
     benchmark = ExecutorBenchmark(tiny_engine, runtime)
-    drafter = benchmark.executor.runner.drafter  # type: ignore[attr-defined]
+    draft_runner = benchmark.executor.runner.draft_runner  # type: ignore[attr-defined]
     row = measure(benchmark, batch=2, context=16, steps=16)
     assert row["acceptance"] == 1.0 and 2.0 < row["accepted/step"] <= 3.0
     assert min(row["plan ms"], row["draft ms"], row["verify ms"]) > 0
-    assert "draft" not in vars(drafter) and "plan" not in vars(benchmark.executor.scheduler)
+    assert "run" not in vars(draft_runner) and "plan" not in vars(benchmark.executor.scheduler)

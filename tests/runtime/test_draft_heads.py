@@ -18,7 +18,8 @@ from stoker.base.config import Limits
 from stoker.base.errors import StokerError
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
-from stoker.runtime.worker.drafter import DraftInputs
+from stoker.core.forward_batch import ForwardBatch
+from stoker.runtime.worker.inputs import StepInputs
 from stoker.runtime.worker.model_runner import ModelRunner
 
 Make = Callable[..., Driven]
@@ -31,16 +32,14 @@ class Watched:
 
     def __init__(self, driven: Driven) -> None:
         runner = driven.executor.runner
-        assert isinstance(runner, ModelRunner) and runner.drafter is not None
+        assert isinstance(runner, ModelRunner) and runner.draft_runner is not None
         self.found: list[tuple[int, list[int]]] = []
-        self.num_accepted = 0
-        self._draft = runner.drafter.draft
-        runner.drafter.draft = self.draft  # type: ignore[method-assign]
+        self._run = runner.draft_runner.run
+        runner.draft_runner.run = self.run  # type: ignore[method-assign]
 
-    def draft(self, inputs: DraftInputs) -> Tensor:
-        drafts = self._draft(inputs)
-        self.found += zip(inputs.newest.tolist(), drafts.tolist(), strict=True)
-        self.num_accepted += 0 if inputs.verified is None else int(inputs.verified.num_accepted.sum())
+    def run(self, batch: ForwardBatch, inputs: StepInputs, newest: Tensor, *others: Any) -> Tensor:
+        drafts = self._run(batch, inputs, newest, *others)
+        self.found += zip(newest.tolist(), drafts.t().tolist(), strict=True)
         return drafts
 
 

@@ -28,7 +28,7 @@ class SimulatedGraphs(Graphs):
         known = [s.tokens for s, _ in self._captured if (s.is_decode, s.max_drafts) == (shape.is_decode, shape.max_drafts)]
         self.free -= MIB + max(shape.tokens - max(known, default=0), 0) * MIB // 4
         self._pool = self._pool or object()
-        self._captured[shape, all_greedy] = CapturedStep(None, None)  # type: ignore[arg-type]
+        self._captured[shape, all_greedy] = CapturedStep([], None)  # type: ignore[arg-type]
         return self._captured[shape, all_greedy]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 from drive import Driven, request
 
-from stoker.runtime.worker.cuda_graphs import Graphs, PlainStep
+from stoker.runtime.worker.cuda_graphs import Graphs, PlainStep, run_parts
+from stoker.runtime.worker.drafter import DraftInputs
 from stoker.runtime.worker.inputs import PackedStep
 from stoker.runtime.worker.model_runner import ModelRunner
 
@@ -19,10 +21,18 @@ class CalledSteps(Graphs):
 
     num_runs = 0
 
-    def run(self, packed: PackedStep, all_greedy: bool) -> PlainStep:
+    def __init__(self, runner: ModelRunner, max_drafts: int) -> None:
+        sizes = {"max_rows": 8, "max_seq_len": runner.max_seq_len, "max_tokens": 128}
+        super().__init__(runner._forward, runner.inputs, **sizes, max_drafts=max_drafts, device=runner.device)
+        self.wanted: list[int | None] = []
+
+    def run(self, packed: PackedStep, all_greedy: bool, num_wanted: int | None = None) -> PlainStep:
         self.num_runs += 1
+        self.wanted.append(num_wanted)
         inputs = self.inputs.unpack(packed, self._static, self._tables[: packed.shape.rows])
-        return self.forward(inputs, packed.shape.max_drafts, all_greedy)
+        parts = self.forward(inputs, packed.shape.max_drafts, all_greedy)
+        result = next(parts)
+        return run_parts(itertools.chain([result], parts), result, num_wanted)
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.2, "seed": 5}], ids=["greedy", "sampled"])
@@ -34,11 +44,36 @@ def test_padding_has_no_effect_on_drafts(
     driven = drive(speculate=str(tiny_engine), draft_tokens=4, adaptive_drafts=False)
     runner = driven.executor.runner
     assert isinstance(runner, ModelRunner)
-    runner.graphs = steps = CalledSteps(
-        runner._forward, runner.inputs, max_rows=8, max_seq_len=runner.max_seq_len, max_tokens=128, max_drafts=4, device=runner.device
-    )
+    runner.graphs = steps = CalledSteps(runner, 4)
     assert [answer.tokens for answer in driven.run(*cases)] == expected
     stats = driven.stats
     assert steps.num_runs > 5 and stats.num_accepted_draft_tokens == stats.num_draft_tokens > 100
     for shape in steps.verifications()[:3]:
         steps.trace(shape, True)
+
+
+def test_a_captured_step_computes_the_drafts_that_are_wanted(
+    drive: Callable[..., Driven], prompts: list[list[int]], tiny_engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With k = 0 for all rows, the drafter does not run; otherwise each row has the largest number of drafts of a row."""
+    cases = [request(prompt, max_tokens=40) for prompt in prompts]
+    expected = [answer.tokens for answer in drive().run(*cases)]
+    driven = drive(speculate=str(tiny_engine), draft_tokens=4, adaptive_drafts=False)
+    runner = driven.executor.runner
+    assert isinstance(runner, ModelRunner) and runner.draft_runner is not None
+    runner.graphs = steps = CalledSteps(runner, 4)
+    num_passes = 0
+    compute = runner.draft_runner.drafter.compute
+
+    def counted(inputs: DraftInputs) -> Any:
+        nonlocal num_passes
+        num_passes += 1
+        return compute(inputs)
+
+    monkeypatch.setattr(runner.draft_runner.drafter, "compute", counted)
+    monkeypatch.setattr(driven.executor.scheduler.draft_length, "limit", lambda seq, _: (0, 0, 1, 3)[len(seq.tokens) // 8 % 4])
+    assert [answer.tokens for answer in driven.run(*cases)] == expected
+    stats = driven.stats
+    assert stats.num_accepted_draft_tokens == stats.num_draft_tokens > 40
+    assert {None, 1, 3} <= set(steps.wanted) and steps.wanted.count(None) > 1
+    assert num_passes <= stats.num_steps - steps.wanted.count(None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from stoker.base.types import Guide
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.schedule.proposers import PROPOSERS
 from stoker.runtime.schedule.proposers.proposer import Proposer
+from stoker.runtime.worker.draft_runner import DraftRunner
 from stoker.runtime.worker.drafter import Drafter, DraftInputs
 from stoker.runtime.worker.model_runner import ModelRunner
 
@@ -102,9 +103,12 @@ class StubDrafter(Drafter):
         self.answers = answers
         self.num_accepted = 0
 
-    def draft(self, inputs: DraftInputs) -> Tensor:
+    def compute(self, inputs: DraftInputs) -> Tensor:
         self.num_accepted += 0 if inputs.verified is None else int(inputs.verified.num_accepted.sum())
         return torch.tensor([self.drafts_after(token) for token in inputs.newest.tolist()], dtype=torch.int32)
+
+    def drafts(self, inputs: DraftInputs, computed: Tensor) -> Iterator[Tensor]:
+        yield from computed.unbind(1)
 
     def drafts_after(self, newest: int) -> list[int]:
         """What follows the first occurrence of the token in the answers."""
@@ -119,6 +123,7 @@ def find(answer: list[int], token: int) -> int:
 class StubDeviceDrafts(Proposer):
     max_drafts = StubDrafter.num_drafts
     reads_token_ids = False
+    runs_on_device = True
 
     def propose(self, seq: Sequence, limit: int) -> list[int]:
         return [-1] * limit
@@ -137,6 +142,7 @@ def test_drafts_of_the_device(drive: Make, prompts: list[list[int]], monkeypatch
     driven = drive(speculate="ngram", adaptive_drafts=False)
     runner = driven.executor.runner
     assert isinstance(runner, ModelRunner)
-    runner.drafter, runner.last_ids = drafter, torch.zeros((1 + drafter.num_drafts) * (runner.inputs.num_rows + 1), dtype=torch.int32)
+    runner.last_ids = torch.zeros((1 + drafter.num_drafts) * (runner.inputs.num_rows + 1), dtype=torch.int32)
+    runner.draft_runner = DraftRunner(drafter, runner.sampler.table, runner.last_ids, runner.inputs)
     assert [comparable(answer) for answer in driven.run(*cases)] == expected
     assert drafter.num_accepted > 20

@@ -123,3 +123,33 @@ def test_without_adaptation_the_number_is_constant() -> None:
         assert length.limit(seq, 100) == 5
         length.record(seq, 5, 0)
     assert (seq.acceptance.num_drafts, seq.acceptance.num_accepted) == (250, 0)
+
+
+def test_a_drafter_rarely_runs_at_full_load() -> None:
+    """64 rows whose drafts are accepted do not pay where each token costs the same; their attempts do not add up."""
+    length = DraftLength(4, is_adaptive=True, draft_share=0.12, limits_attempts=True)
+    rows, num_drafter_steps = [sequence([1]) for _ in range(64)], 0
+    for step in range(1000):
+        limits = [length.limit(seq, 64) for seq in rows]
+        num_drafter_steps += any(limits)
+        assert sum(limits) <= 1
+        for num_tokens in (64 + sum(limits), 60):  # the number of rows varies a little
+            length.record_step(num_tokens, 1.0 + num_tokens)
+        for i, seq in enumerate(rows):
+            if limits[i] and step % 2:  # the draft is computed in one step, and verified in the next one
+                length.record(seq, 1, 1)
+            seq.tokens += [0] * (1 + limits[i])
+        rows = [sequence([1]) if len(seq.tokens) > 200 else seq for seq in rows]
+    assert 0 < num_drafter_steps <= 2 * (2000 // 64 + 1)
+
+
+def test_the_time_of_a_drafter_counts() -> None:
+    """On an idle device, drafts from the host are free until they cost verification; those of a draft engine cost a share of a step."""
+    counts = {}
+    for share in (0.0, 0.1, 0.5, 1.0):
+        length = DraftLength(8, is_adaptive=True, draft_share=share, limits_attempts=share > 0)
+        for _ in range(20):
+            length.record_step(1, 101.0)
+            length.record_step(5, 105.0)
+        counts[share] = length.limit(sequence([1]), 1)  # 70 % are accepted before any were measured
+    assert counts[0.0] > counts[0.1] >= 2 and counts[0.5] <= 1 and counts[1.0] == 0

@@ -17,7 +17,7 @@ class DraftPhases:
     """Times in seconds, and the counts of the executor before and after."""
 
     plan_s: float = 0.0  # planning and committing, in which proposers on the host find drafts
-    draft_s: float = 0.0  # the drafter; on a GPU only its launches, because it is a part of the captured step
+    draft_s: float = 0.0  # the drafter, except in captured steps on a GPU, where it is a part of the verification
     total_s: float = 0.0
     before: ExecutorStats | None = None
     after: ExecutorStats | None = None
@@ -45,13 +45,13 @@ class DraftPhases:
 def draft_phases(executor: Executor) -> Iterator[DraftPhases]:
     """Measure the phases of all steps in the block."""
     phases = DraftPhases(before=executor.snapshot())
-    drafter = getattr(executor.runner, "drafter", None)
+    draft_runner = getattr(executor.runner, "draft_runner", None)
     started = time.perf_counter()
     with ExitStack() as stack:
         for owner, method, phase in (
             (executor.scheduler, "plan", "plan_s"),
             (executor.scheduler, "commit", "plan_s"),
-            (drafter, "draft", "draft_s"),
+            (draft_runner, "run", "draft_s"),
         ):
             if owner is not None:
                 stack.enter_context(_timed(owner, method, phases, phase))

@@ -146,6 +146,7 @@ class Sequence:
         "min_tokens",
         "num_cached",
         "num_computed",
+        "num_drafter_computed",
         "num_hashed",
         "num_in_flight",
         "num_pending",
@@ -192,6 +193,7 @@ class Sequence:
         self.status = Status.WAITING
         self.num_computed = 0
         self.num_pending = 0
+        self.num_drafter_computed = 0  # tokens whose keys and values a draft engine has; see DrafterProgress
         self.num_in_flight = 0  # planned steps that contain it and are not committed
         self.admission: AdmissionRecord | None = None  # its first one
         self.num_cached = 0  # prompt tokens reused when it was first admitted

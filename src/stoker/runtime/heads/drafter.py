@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -44,14 +46,15 @@ class ParallelDrafter(Drafter):
         self.head, self.num_drafts, self.states = head, num_drafts, StateRecorder(model, ())
         self._vocab_size = model.config.vocab_size
 
-    def draft(self, inputs: DraftInputs) -> Tensor:
-        last = inputs.last_indices
-        count, x, positions = min(inputs.num_wanted, self.num_drafts), self.states.pop(last), inputs.batch.positions.index_select(0, last)
-        if not count or not len(last):
-            return inputs.newest.new_empty(len(last), count)
-        # The newest token has position + 1; the first draft has the random number of position + 2.
-        drafts = [choose(self.head.logits(i, x), self.head.target_ids, inputs, positions + 2 + i, self._vocab_size) for i in range(count)]
-        return torch.stack(drafts, dim=1)
+    def compute(self, inputs: DraftInputs) -> Tensor:
+        """The states of the last valid tokens."""
+        return self.states.pop(inputs.last_indices)
+
+    def drafts(self, inputs: DraftInputs, computed: Tensor) -> Iterator[Tensor]:
+        positions = inputs.batch.positions.index_select(0, inputs.last_indices)
+        for i in range(self.num_drafts):
+            # The newest token has position + 1; the first draft has the random number of position + 2.
+            yield choose(self.head.logits(i, computed), self.head.target_ids, inputs, positions + 2 + i, self._vocab_size)
 
 
 class RecurrentDrafter(Drafter):
@@ -59,7 +62,11 @@ class RecurrentDrafter(Drafter):
 
     def __init__(self, model: Decoder, head: RecurrentHead, caches: list[KVCache], spare: SpareBlocks, num_drafts: int) -> None:
         self.num_drafts, self.caches, self.states = num_drafts, caches, StateRecorder(model, head.layers)
-        self.drafts = RecurrentDrafts(head, caches, spare, model.config.vocab_size)
+        self._recurrent = RecurrentDrafts(head, caches, spare, model.config.vocab_size)
 
-    def draft(self, inputs: DraftInputs) -> Tensor:
-        return self.drafts.draft(inputs, self.states.pop(), min(inputs.num_wanted, self.num_drafts))
+    def compute(self, inputs: DraftInputs) -> Tensor:
+        """The outputs of the head at the last valid tokens."""
+        return self._recurrent.compute(inputs, self.states.pop())
+
+    def drafts(self, inputs: DraftInputs, computed: Tensor) -> Iterator[Tensor]:
+        return self._recurrent.drafts(inputs, computed, self.num_drafts)

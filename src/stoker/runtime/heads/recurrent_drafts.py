@@ -15,6 +15,7 @@ block belongs to the sequence that computed it first. Both make one key of the h
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -33,22 +34,30 @@ class RecurrentDrafts:
         self.head, self.caches, self.spare, self.vocab_size = head, caches, spare, vocab_size
         self.block_size = caches[0].block_size
 
-    def draft(self, inputs: DraftInputs, states: Tensor, count: int) -> Tensor:
-        """`count` drafts of each sequence, int32 [S, count].
+    def compute(self, inputs: DraftInputs, states: Tensor) -> Tensor:
+        """Compute the tokens of the step. Returns the outputs [S, hidden] at the last valid token of each sequence.
 
         `states` [T, hidden], or those of several layers side by side, are the model's states of each token.
         """
-        batch, last, is_real = inputs.batch, inputs.last_indices, inputs.rows != self.spare.padding_row
-        x = self.head(self.head.begin(states), self._shifted(inputs, last, is_real), self.caches).index_select(0, last)
-        if not count or not len(last):
-            return inputs.newest.new_empty(len(last), count)
+        last = inputs.last_indices
+        shifted = self._shifted(inputs, last, self._is_real(inputs))
+        return self.head(self.head.begin(states), shifted, self.caches).index_select(0, last)
+
+    def drafts(self, inputs: DraftInputs, x: Tensor, count: int) -> Iterator[Tensor]:
+        """At most `count` drafts of each sequence, int32 [S] each, from the outputs `x` of `compute`."""
+        batch, last, is_real = inputs.batch, inputs.last_indices, self._is_real(inputs)
         tables, positions = self._tables(inputs, last), batch.positions.index_select(0, last).to(torch.int32)
-        # The newest token has position + 1; the first draft has the random number of position + 2.
-        drafts = [self._choose(x, inputs, positions + 2)]
-        for i in range(1, count):
-            x = self.head(x, self._decode_batch(drafts[-1], positions + i, tables, is_real, batch.max_seq_len + i), self.caches)
-            drafts.append(self._choose(x, inputs, positions + 2 + i))
-        return torch.stack(drafts, dim=1)
+        ids = inputs.newest
+        for i in range(count):
+            if i:
+                x = self.head(x, self._decode_batch(ids, positions + i, tables, is_real, batch.max_seq_len + i), self.caches)
+            # The newest token has position + 1; the first draft has the random number of position + 2.
+            ids = self._choose(x, inputs, positions + 2 + i)
+            yield ids
+
+    def _is_real(self, inputs: DraftInputs) -> Tensor:
+        """bool [S]: False for padding."""
+        return inputs.rows != self.spare.padding_row
 
     def _choose(self, x: Tensor, inputs: DraftInputs, counters: Tensor) -> Tensor:
         """int32 [S]: the drafts from the outputs `x` [S, hidden] of the head."""

@@ -21,6 +21,8 @@ from stoker.runtime.worker.memory import block_bytes, make_caches
 class HeadSource(DraftSource):
     """Heads in the memory of the device."""
 
+    catches_up = False  # heads need the hidden states of the model, which only the step has
+
     def __init__(self, path: Path, engine: Engine, model: Decoder, max_seq_len: int, num_drafts: int) -> None:
         """Load the heads in a directory for the model of an engine. Raises CheckpointError, or ConfigError if they do not fit."""
         is_quantized = not isinstance(engine.config.recipe.default, Dense)

@@ -3,11 +3,13 @@
 A step of T tokens takes about base + slope × T seconds. With R rows that each have k drafts, of which each is accepted with probability a
 if those before it are, the rate of generated tokens is
 
-    rate(k) = R × (1 + a + a² + ... + aᵏ) ÷ (base + slope × R × (1 + k))
+    rate(k) = R × (1 + a + a² + ... + aᵏ) ÷ (base + slope × R × (1 + k) + k × share × (base + slope × R))
 
+`share` is the time of a draft engine or of draft heads for one draft, relative to that of the model; 0 for drafts from the host.
 The chosen k has the largest rate; it is 0 unless that rate is MIN_GAIN × rate(0). On an idle GPU the slope is small, and k is large; at
 full load base + slope × R is nearly proportional to R, and drafts do not pay. A sequence whose drafts are rejected has no drafts for a
-number of tokens that doubles with each failed attempt.
+number of tokens that doubles with each failed attempt. An attempt runs the drafter for the whole step, so that at most one sequence makes
+an attempt in ATTEMPT_STEPS steps; for drafts from the host, which cost nothing else, there is no such limit.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ DECAY = 0.98  # of the average acceptance, per step with drafts
 FORGET = 0.9  # of a sequence's acceptance, per step with drafts
 PRIOR_WEIGHT = 3.0  # drafts that the acceptance of earlier sequences counts for, in a new one
 FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # tokens without drafts after an attempt that did not pay
+ATTEMPT_STEPS = 64  # steps without prefills
+ATTEMPT_TOKENS = 4  # tokens of a sequence within which it must verify the draft of an attempt
 FLAT = 32.0  # base ÷ slope before steps of different sizes were measured
 
 
@@ -45,8 +49,12 @@ class Acceptance:
 class DraftLength:
     """The number of drafts per sequence, at most `max_drafts`. With `is_adaptive` False it is always `max_drafts`."""
 
-    def __init__(self, max_drafts: int, *, is_adaptive: bool) -> None:
+    def __init__(self, max_drafts: int, *, is_adaptive: bool, draft_share: float = 0.0, limits_attempts: bool = False) -> None:
+        """`draft_share`: see above. `limits_attempts`: whether an attempt costs the whole step more than one token."""
         self.max_drafts = max_drafts
+        self._draft_share, self._limits_attempts = draft_share, limits_attempts
+        self._attempting: Acceptance | None = None  # of the sequence that makes an attempt, if they are limited
+        self._next_attempt = 0  # the number of recorded steps from which on the next attempt is made
         self.is_adaptive = is_adaptive
         self.cost = StepCost()
         self._average = Acceptance(0.7 * PRIOR_WEIGHT, PRIOR_WEIGHT)  # over all sequences
@@ -67,14 +75,30 @@ class DraftLength:
         if (best := self._best.get(key)) is None:
             best = self._best[key] = self._choose(key[0] / 32, num_rows)
         if best == 0:
-            if acceptance.resume_at:  # the pause has ended: one attempt
-                return 1
+            if acceptance.resume_at:  # the pause has ended
+                return self._attempt(acceptance, num_tokens)
             acceptance.resume_at = num_tokens + acceptance.pause
         return min(best, most)
+
+    def _attempt(self, acceptance: Acceptance, num_tokens: int) -> int:
+        """1 if a sequence of `num_tokens` tokens, whose pause has ended, may have a draft, otherwise 0."""
+        if not self._limits_attempts:
+            return 1
+        if self._attempting is not acceptance:
+            if self._num_recorded < self._next_attempt:
+                return 0
+            self._attempting, self._next_attempt = acceptance, self._num_recorded + ATTEMPT_STEPS
+            acceptance.resume_at = num_tokens
+        if num_tokens <= acceptance.resume_at + ATTEMPT_TOKENS:
+            return 1
+        self._attempting, acceptance.resume_at = None, num_tokens + acceptance.pause  # no step could verify the draft
+        return 0
 
     def record(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Count the drafts of a step, whose tokens `seq` has already."""
         acceptance = self._acceptance(seq)
+        if self._attempting is acceptance:
+            self._attempting = None
         self.num_steps += 1
         self.num_drafts += num_drafts
         self.num_accepted += num_accepted
@@ -115,7 +139,7 @@ class DraftLength:
         for count in range(1, self.max_drafts + 1):
             probability *= acceptance
             expected += probability
-            rate = expected / (base + num_rows * (1 + count))
+            rate = expected / (base + num_rows * (1 + count) + count * self._draft_share * (base + num_rows))
             if rate > best_rate:
                 best, best_rate = count, rate
         return best if best_rate > MIN_GAIN * plain else 0

@@ -26,7 +26,9 @@ class StepPlan:
     state_restores: (sequence, slot) of snapshots that are copied to the states of the sequences before the step is computed.
     state_saves: (sequence, number of its tokens, slot) of the states that are copied to slots for snapshots after it was computed.
     transfers: copies between tiers of the KV cache, which are performed in order before the step is computed.
-    num_wanted: the largest number of drafts of a row that the next step can verify, which a drafter computes in this step.
+    num_wanted: the largest number of drafts of a row that the next step can verify, which a drafter computes in this step. With 0 it
+        computes the tokens of the step only; with None it does not run.
+    catch_up: the rows of another step, which the drafter computes before: tokens of earlier steps in which it did not run.
     num_decodes: the number of rows that have one new token after a completed prefill.
     num_tokens, num_prefill_tokens: the tokens of all rows, and those of prefill rows.
     parts: with data-parallel ranks, the plan of each rank, which may have no rows. The lists of this plan then have the rows of rank 0, in
@@ -34,7 +36,7 @@ class StepPlan:
     """
 
     __slots__ = (
-        "adapters", "drafts", "num_decodes", "num_new", "num_prefill_tokens", "num_tokens", "num_wanted", "parts", "samples",
+        "adapters", "catch_up", "drafts", "num_decodes", "num_new", "num_prefill_tokens", "num_tokens", "num_wanted", "parts", "samples",
         "sequences", "starts", "state_restores", "state_saves", "transfers",
     )  # fmt: skip
 
@@ -48,7 +50,8 @@ class StepPlan:
         self.state_restores: list[tuple[Sequence, int]] = []
         self.state_saves: list[tuple[Sequence, int, int]] = []
         self.transfers: Seq[BlockTransfer] = NO_TRANSFERS
-        self.num_wanted = 0
+        self.num_wanted: int | None = None
+        self.catch_up: StepPlan | None = None
         self.num_decodes = 0
         self.num_tokens = 0
         self.num_prefill_tokens = 0

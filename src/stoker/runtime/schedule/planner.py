@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 
 from stoker.runtime.request import NO_ADAPTER, Sequence, Status
 from stoker.runtime.schedule.draft_length import DraftLength
+from stoker.runtime.schedule.drafter_progress import DrafterProgress
 from stoker.runtime.schedule.plan import NO_DRAFTS, StepPlan
 from stoker.runtime.schedule.policies.policy import Demand
 from stoker.runtime.schedule.proposers.proposer import Proposer
@@ -29,8 +30,12 @@ class Planner:
         chunked_prefill: bool,
         draft_length: DraftLength,
         drafts_beside_prefill: bool = True,
+        drafter_progress: DrafterProgress | None = None,
     ) -> None:
-        """`draft_length`: the number of drafts per row. `drafts_beside_prefill`: whether steps with prefills have drafts, too."""
+        """`draft_length`: the number of drafts per row. `drafts_beside_prefill`: whether steps with prefills have drafts, too.
+
+        `drafter_progress`: of a drafter that can catch up. None: a drafter on the device runs in every step.
+        """
         self._running_set = running_set
         self._proposer = proposer
         self._draft_length = draft_length
@@ -38,6 +43,7 @@ class Planner:
         self._num_decodes = 0  # of the newest plan
         self._max_sampled = max_sampled_tokens(max_rows)
         self._drafts_beside_prefill = drafts_beside_prefill
+        self._drafter_progress = drafter_progress
         self._row_limit = self._max_rows = max_rows
         self._budget, self._max_num_tokens = budget, budget.max_num_tokens
         self._token_limit = self._max_num_tokens  # of the step that is planned, for prefills
@@ -66,8 +72,7 @@ class Planner:
         elif self._max_drafts and plan.num_decodes and not starved and (self._drafts_beside_prefill or not plan.num_prefill_tokens):
             self._add_drafts(plan)
         if self._proposer.runs_on_device and plan.sequences:
-            rows = zip(plan.sequences, plan.samples, strict=True)
-            plan.num_wanted = max((self._limit(seq) for seq, samples in rows if samples), default=0)
+            self._plan_drafter(plan)
         if self._running_set.num_with_adapter:
             self._add_adapters(plan)
 
@@ -83,7 +88,7 @@ class Planner:
             if start < seq.num_prefill:
                 prefills.append(seq)
                 continue
-            if start == seq.max_computed or (seq.num_pending and seq.waits_for_ids) or seq.status is not running:
+            if start == seq.max_computed or (seq.num_pending and self._waits(seq)) or seq.status is not running:
                 continue
             if not start % size and start == len(seq.blocks) * size and not self._running_set.grow(seq):
                 starved = True
@@ -112,7 +117,7 @@ class Planner:
             return list(running.values())
         selected, room = [], self._max_num_tokens
         for seq in running.values():
-            if seq.num_computed != seq.max_computed and not (seq.num_pending and seq.waits_for_ids) and self._min_tokens(seq) <= room:
+            if seq.num_computed != seq.max_computed and not (seq.num_pending and self._waits(seq)) and self._min_tokens(seq) <= room:
                 selected.append(seq)
                 room -= self._min_tokens(seq)
                 if len(selected) == self._max_rows:
@@ -134,9 +139,24 @@ class Planner:
             for seq in self._running_set.running.values()
         )
 
+    def _waits(self, seq: Sequence) -> bool:
+        """Whether a sequence with pending ids waits for them: it reads them on the host, or its position depends on accepted drafts."""
+        return seq.waits_for_ids or (self._proposer.reads_token_ids and seq.num_pending > seq.num_in_flight)
+
     def _limit(self, seq: Sequence) -> int:
         """The number of drafts that pay for `seq`, if a step has as many decodes as the newest one."""
+        if self._num_decodes >= self._max_sampled:
+            return 0
         return self._draft_length.limit(seq, max(self._num_decodes, 1))
+
+    def _plan_drafter(self, plan: StepPlan) -> None:
+        """Set how many drafts the drafter computes in this step for the next one, and what it computes before."""
+        limits = [self._limit(seq) for seq in plan.sequences]
+        if self._drafter_progress is not None:
+            if not any(limits):
+                return
+            self._drafter_progress.add(plan, limits)
+        plan.num_wanted = max((limit for limit, samples in zip(limits, plan.samples, strict=True) if samples), default=0)
 
     def _limit_tokens(self, plan: StepPlan, prefills: list[Sequence], now: float) -> None:
         """Set the limit of the tokens of this step from the latency targets. The plan has its decodes; `prefills` are not complete."""
@@ -193,6 +213,8 @@ class Planner:
             if not num_new:
                 match.host_blocks = ()  # a failed step ends its rows only, so what it loads must belong to one of them
             running_set.admit(seq, match, now)
+            if self._drafter_progress is not None:
+                self._drafter_progress.admit(seq)
             if match.state_slot >= 0:
                 plan.state_restores.append((seq, match.state_slot))
             if num_new:
@@ -248,6 +270,8 @@ class Planner:
         is_unknown = seq.num_pending > 1 if self._proposer.reads_token_ids else seq.reads_drafts
         if limit <= 0 or is_unknown or seq.status is not Status.RUNNING:
             return NO_DRAFTS
+        if self._drafter_progress is not None and not self._drafter_progress.is_complete(seq, seq.num_computed - 1):
+            return NO_DRAFTS  # the drafts of the newest step lacked tokens before them
         drafts = self._proposer.propose(seq, limit)
         kv_cache = self._running_set.kv_cache
         while len(seq.blocks) * kv_cache.tokens_per_block < seq.num_computed + len(drafts) and kv_cache.grow(seq):

@@ -15,6 +15,7 @@ from stoker.runtime.kv.snapshots import StateSnapshots
 from stoker.runtime.kv.tiers import HostTier, TierOccupancy
 from stoker.runtime.request import NO_ADAPTER, Sequence, Status, TokenRequest
 from stoker.runtime.schedule.draft_length import DraftLength
+from stoker.runtime.schedule.drafter_progress import DrafterProgress
 from stoker.runtime.schedule.plan import StepOutcome, StepPlan
 from stoker.runtime.schedule.planner import Planner
 from stoker.runtime.schedule.policies import POLICIES
@@ -47,7 +48,9 @@ class Scheduler:
     `chunked_prefill` a prompt is computed in a single step. `num_adapters` is the number of low-rank adapters that the model has. A
     row has at most `draft_tokens` drafts of the proposer, fewer if that is faster (`adaptive_drafts`), and none in a step with prefills
     unless `drafts_beside_prefill` is set. The latency targets choose the prompt tokens of a step from the times that `record_time` is
-    called with. `snapshots`: those of the states of a model with recurrent states. `first_row`: of the rows of the device buffers.
+    called with. `snapshots`: those of the states of a model with recurrent states. `first_row`: of the rows of the device buffers. A
+    drafter takes `draft_share` of the time of the model for the same tokens; with `drafter_catches_up` it runs only in steps after which
+    drafts are likely (`DrafterProgress`).
     """
 
     plan_type = StepPlan
@@ -70,6 +73,8 @@ class Scheduler:
         draft_tokens: int | None = None,
         adaptive_drafts: bool = False,
         drafts_beside_prefill: bool = True,
+        drafter_catches_up: bool = False,
+        draft_share: float = 0.0,
         target_itl_s: float | None = None,
         target_ttft_s: float | None = None,
         num_adapters: int = 0,
@@ -90,7 +95,10 @@ class Scheduler:
         self._proposer = PROPOSERS.get(proposer)()
         max_drafts = self._proposer.max_drafts
         max_drafts = max_drafts if draft_tokens is None else min(draft_tokens, max_drafts)
-        self.draft_length = DraftLength(max_drafts, is_adaptive=adaptive_drafts)
+        self.draft_length = DraftLength(
+            max_drafts, is_adaptive=adaptive_drafts, draft_share=draft_share, limits_attempts=self._proposer.runs_on_device
+        )
+        self._drafter_progress = DrafterProgress(num_blocks, tokens_per_block, max_num_tokens) if drafter_catches_up else None
         self.budget = StepBudget(max_num_tokens, target_itl_s=target_itl_s, target_ttft_s=target_ttft_s)
         self._planner = self.planner_type(
             self._running_set,
@@ -100,6 +108,7 @@ class Scheduler:
             chunked_prefill=chunked_prefill,
             draft_length=self.draft_length,
             drafts_beside_prefill=drafts_beside_prefill,
+            drafter_progress=self._drafter_progress,
         )
         self._num_stages = num_stages
         self._in_flight: deque[StepPlan] = deque()
@@ -336,8 +345,12 @@ class Scheduler:
                         gained_ids.append(ids)
                 else:
                     num_valid = start + num_new
-                if num_valid // size > seq.num_hashed:
+                if self._drafter_progress is not None:
+                    self._drafter_progress.commit(seq)
+                if num_valid // size > (num_hashed := seq.num_hashed):
                     self._running_set.register(seq, num_valid)
+                    if self._drafter_progress is not None:
+                        self._drafter_progress.index(seq, num_hashed)
                 if reason is not None:
                     self.end(seq, reason, ids[-1] if reason is FinishReason.STOP else None)
                     outcome.finished.append(seq)
@@ -351,7 +364,7 @@ class Scheduler:
 
     def record_time(self, plan: StepPlan, duration_s: float) -> None:
         """Measure a step, which ended `duration_s` seconds after its launch or after the step before it."""
-        if not plan.num_prefill_tokens:
+        if not plan.num_prefill_tokens and plan.catch_up is None:
             self.draft_length.record_step(plan.num_tokens, duration_s)
         self.budget.record(plan.num_tokens - plan.num_prefill_tokens, plan.num_prefill_tokens, duration_s)
 

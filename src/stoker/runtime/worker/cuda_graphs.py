@@ -3,12 +3,17 @@
 Each graph has a padded shape. Decode steps have a graph per bucket of rows, short mixed steps a graph per bucket of tokens and rows, and
 decodes that verify draft tokens a graph per bucket of rows and of tokens. Longer steps, and prefills beside draft tokens, are launched
 kernel by kernel.
+
+With a drafter, a step is captured in several graphs: the model and the sampler, the drafter's pass over the tokens of the step, and each
+draft. A step replays as many of them as it needs, so that drafts which no step verifies are not computed. Together they have the kernels
+of one graph, and need no more memory than it.
 """
 
 from __future__ import annotations
 
 import bisect
 import gc
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,19 +43,23 @@ class PlainStep(NamedTuple):
     """The results of a step without sampling features."""
 
     yielded: Tensor | Verified  # the sampled token ids [L], or with drafts what the sequences yield
-    drafts: Tensor | None  # int32 [S, D], that follow them; None without a drafter
+    drafts: Tensor | None  # int32 [D, S], the drafts that follow them; None without a drafter
 
 
-# The captured function: (inputs, max_drafts, all_greedy) → results.
-Forward = Callable[[StepInputs, int, bool], PlainStep]
+# The captured function: (inputs, max_drafts, all_greedy) → the results after the first part of the step, and again after each further one.
+Forward = Callable[[StepInputs, int, bool], Iterator[PlainStep]]
 
 
 @dataclass(slots=True)
 class CapturedStep:
-    """A graph, and the tensors to which it writes its results."""
+    """The graphs of the parts of a step, and the tensors to which they write their results."""
 
-    graph: torch.cuda.CUDAGraph
+    graphs: list[torch.cuda.CUDAGraph]  # the model and the sampler; with a drafter, then its pass over the step, and one per draft
     result: PlainStep
+
+    def replay(self, num_wanted: int | None = None) -> PlainStep:
+        """Run the step, and `num_wanted` drafts of each row; None: not the drafter."""
+        return run_parts(map(torch.cuda.CUDAGraph.replay, self.graphs), self.result, num_wanted)
 
 
 @contextmanager
@@ -70,6 +79,17 @@ def _free_bytes() -> int:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
+
+
+def run_parts(parts: Iterator[Any], result: PlainStep, num_wanted: int | None) -> PlainStep:
+    """Run the first of the `parts` of a step: with `num_wanted` None only one, otherwise also the drafter's pass and as many drafts.
+
+    Returns `result` with these drafts.
+    """
+    num_parts = 1 if num_wanted is None else 2 + num_wanted
+    for _ in itertools.islice(parts, num_parts):
+        pass
+    return result if result.drafts is None else PlainStep(result.yielded, result.drafts[: num_wanted or 0])
 
 
 def row_buckets(max_rows: int) -> list[int]:
@@ -153,13 +173,15 @@ class Graphs:
         tokens = sorted({min(rows + count, self.max_sampled) for count in counts})
         return [Shape(count, rows, is_decode=False, max_drafts=self.max_drafts) for count in tokens]
 
-    def run(self, packed: PackedStep, all_greedy: bool) -> PlainStep:
-        """Copy the inputs to the static buffers and replay the graph. Returns the results of all rows of the shape."""
+    def run(self, packed: PackedStep, all_greedy: bool, num_wanted: int | None = None) -> PlainStep:
+        """Copy the inputs to the static buffers and replay the graphs. Returns the results of all rows of the shape.
+
+        `num_wanted`: the number of drafts to compute for each row; None: the drafter does not run.
+        """
         shape = packed.shape
         captured = self._captured.get((shape, all_greedy)) or self.capture(shape, all_greedy)
         self.inputs.unpack(packed, self._static, self._tables[: shape.rows])
-        captured.graph.replay()
-        return captured.result
+        return captured.replay(num_wanted)
 
     def capture(self, shape: Shape, all_greedy: bool) -> CapturedStep:
         """Capture the step of a shape. It is run once before, which compiles kernels and allocates workspaces of libraries."""
@@ -168,19 +190,34 @@ class Graphs:
         stream = self._stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), _without_garbage_collection():
-            self.forward(step, shape.max_drafts, all_greedy)
+            self._run_all(step, shape, all_greedy)
             step.batch.shared.clear()
+            captured = self._capture_parts(self.forward(step, shape.max_drafts, all_greedy), stream)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._captured[shape, all_greedy] = captured
+        return captured
+
+    def _capture_parts(self, parts: Iterator[PlainStep], stream: torch.cuda.Stream) -> CapturedStep:
+        """Capture a graph of each part of a step. The iterator holds the tensors that later parts read, until all are captured."""
+        graphs: list[torch.cuda.CUDAGraph] = []
+        num_parts = 1
+        while len(graphs) < num_parts:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                result = self.forward(step, shape.max_drafts, all_greedy)
-        torch.cuda.current_stream().wait_stream(stream)
-        self._pool = self._pool or graph.pool()
-        self._captured[shape, all_greedy] = CapturedStep(graph, result)
-        return self._captured[shape, all_greedy]
+                result = next(parts)
+            graphs.append(graph)
+            self._pool = self._pool or graph.pool()
+            num_parts = 1 if result.drafts is None else 2 + len(result.drafts)
+        return CapturedStep(graphs, result)
+
+    def _run_all(self, step: StepInputs, shape: Shape, all_greedy: bool) -> None:
+        """Launch the kernels of all parts of a step."""
+        for _ in self.forward(step, shape.max_drafts, all_greedy):
+            pass
 
     def trace(self, shape: Shape, all_greedy: bool) -> None:
         """Launch the kernels that `capture` would record, on meta tensors."""
-        self.forward(self._dummy_step(shape), shape.max_drafts, all_greedy)
+        self._run_all(self._dummy_step(shape), shape, all_greedy)
 
     def warm_up(self) -> int:
         """Capture decodes, short prefills and decodes with drafts, greedy and sampled. Other shapes are captured when a step needs them.

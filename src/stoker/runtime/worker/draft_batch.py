@@ -117,8 +117,8 @@ class SpareBlocks:
         return torch.where(index < used, torch.cat((batch.block_tables, spare), dim=1), beyond)
 
 
-def without_drafts(batch: ForwardBatch) -> ForwardBatch:
-    """The batch with which a draft engine computes the tokens of a step, and drafts nothing."""
+def without_logits(batch: ForwardBatch) -> ForwardBatch:
+    """The batch with which a draft engine computes tokens, and drafts nothing."""
     return replace(batch, logits_idx=batch.query_starts[1:1], adapter_ids=None, shared={})
 
 

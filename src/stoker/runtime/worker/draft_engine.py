@@ -9,6 +9,7 @@ tokens are those of plain decoding with the same seed, and so is their distribut
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from stoker.engine.config import EngineConfig
 from stoker.engine.reader import CONFIG_FILE, Engine
 from stoker.kernels import ops
 from stoker.layers.decoder import Decoder
-from stoker.runtime.worker.draft_batch import SpareBlocks, num_spare_blocks, without_drafts
+from stoker.runtime.worker.draft_batch import DraftBatches, SpareBlocks, num_spare_blocks, without_logits
 from stoker.runtime.worker.drafter import Drafter, DraftInputs, DraftSource
 from stoker.runtime.worker.memory import block_bytes, make_caches
 
@@ -35,21 +36,27 @@ class EngineDrafter(Drafter):
         self.model, self.caches, self.num_drafts = model, caches, num_drafts
         self._spare, self._vocab_size, self._limit = spare, vocab_size, model.config.max_positions
 
-    def draft(self, inputs: DraftInputs) -> Tensor:
-        count = min(inputs.num_wanted, self.num_drafts)
-        if not count or not len(inputs.rows):
-            self._compute(without_drafts(inputs.batch))
-            return inputs.newest.new_empty(len(inputs.rows), count)
+    def compute(self, inputs: DraftInputs) -> tuple[DraftBatches, Tensor] | None:
+        """The batches of the step and the logits of the first draft; None if no sequence samples."""
+        if not len(inputs.rows):
+            self.catch_up(inputs.batch)
+            return None
         steps = self._spare.batches(inputs, self._limit)
-        logits, drafts = self._compute(steps.first), []
-        for number in range(1, count + 1):
-            params = inputs.table.gather(inputs.rows, steps.positions + number, inputs.all_greedy)
-            drafts.append(ops.sample(logits[:, : self._vocab_size], params).clamp(min=0))
-            if number < count:
-                logits = self._compute(steps.following(drafts[-1], number))
-        return torch.stack(drafts, dim=1)
+        return steps, self._logits(steps.first)
 
-    def _compute(self, batch: ForwardBatch) -> Tensor:
+    def drafts(self, inputs: DraftInputs, computed: tuple[DraftBatches, Tensor]) -> Iterator[Tensor]:
+        (steps, logits), ids = computed, inputs.newest
+        for number in range(1, self.num_drafts + 1):
+            if number > 1:
+                logits = self._logits(steps.following(ids, number - 1))
+            params = inputs.table.gather(inputs.rows, steps.positions + number, inputs.all_greedy)
+            ids = ops.sample(logits[:, : self._vocab_size], params).clamp(min=0)
+            yield ids
+
+    def catch_up(self, batch: ForwardBatch) -> None:
+        self._logits(without_logits(batch))
+
+    def _logits(self, batch: ForwardBatch) -> Tensor:
         """Logits of a batch. Ids that the draft engine does not have are padding of the model's vocabulary; it reads another id."""
         batch.token_ids = batch.token_ids.clamp(max=self.model.config.vocab_size - 1)
         return self.model(batch, list(self.caches))
@@ -59,6 +66,7 @@ class EngineSource(DraftSource):
     """The weights of a draft engine on the device."""
 
     name = "engine"
+    catches_up = True
 
     def __init__(
         self, engine: Engine, target: EngineConfig, device: torch.device, num_positions: int, num_drafts: int, window: int | None

@@ -1,13 +1,17 @@
 """The interface of draft engines and draft heads: they run on the device after the sampler.
 
 The ids of their drafts are stored on the device (`ModelRunner.last_ids`), and are copied to the host with the results of the step.
+
+A step that drafts nothing runs no drafter that can catch up later. In a captured step, the pass over the tokens of the step and each draft
+are graphs of their own, of which the first ones are replayed.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -28,7 +32,6 @@ class DraftInputs:
     newest: Tensor  # int32 [S], the newest token of each sequence, which is not computed yet
     verified: Verified | None  # the accepted drafts; None if the step had no drafts: then each sequence has one row of logits
     starts: Tensor | None  # int32 [S + 1], with drafts: the first row of logits of each sequence, and the number of rows
-    num_wanted: int  # the number of drafts per sequence that the next step can verify; 0: none
     table: DrawTable  # the sampling parameters of each row
     all_greedy: bool  # no sequence draws at random
 
@@ -50,17 +53,29 @@ class Drafter(ABC):
     caches: Sequence[KVCache] = ()  # they have at least the blocks of the model's caches
 
     @abstractmethod
-    def draft(self, inputs: DraftInputs) -> Tensor:
-        """The drafts that follow the newest token of each sequence: int32 [S, D], with num_wanted <= D <= num_drafts.
+    def compute(self, inputs: DraftInputs) -> Any:
+        """Compute the tokens of the step, whose keys and values later drafts need. Returns what `drafts` reads.
 
-        It must not wait for the device.
+        Neither it nor `drafts` may wait for the device.
         """
+
+    @abstractmethod
+    def drafts(self, inputs: DraftInputs, computed: Any) -> Iterator[Tensor]:
+        """The drafts that follow the newest token of each sequence, one after another, at most `num_drafts`: int32 [S] each.
+
+        A draft is computed when the iterator is advanced. Not called for a step in which no sequence samples.
+        """
+
+    def catch_up(self, batch: ForwardBatch) -> None:
+        """Compute tokens of earlier steps in which the drafter did not run. Called only if its source has `catches_up`."""
+        raise NotImplementedError
 
 
 class DraftSource(ABC):
     """Loaded weights that draft, before the KV caches of the drafter are allocated."""
 
     name: str  # of the kind, for metrics
+    catches_up: ClassVar[bool]  # whether the drafter can compute tokens in a later step, because it needs only their ids
     num_drafts: int  # the largest number of drafts per sequence
     num_bytes: int  # size of the weights
 

@@ -28,7 +28,8 @@ from stoker.runtime.sampling.verification import StepDrafts, Verified, verify
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.transfer.progress import StepProgress
 from stoker.runtime.worker.cuda_graphs import Graphs, PlainStep
-from stoker.runtime.worker.drafter import Drafter, DraftInputs
+from stoker.runtime.worker.draft_runner import DraftRunner
+from stoker.runtime.worker.drafter import Drafter
 from stoker.runtime.worker.dummy_step import Bounds, allocate_dummy_step, pack_dummy_step
 from stoker.runtime.worker.inputs import InputBuilder, PackedStep, Shape, StepInputs
 from stoker.runtime.worker.parallel_inputs import AllRows, pack_parts, sampled_first, uniform_counts, with_counts
@@ -67,15 +68,17 @@ class ModelRunner:
         self.world, self.publisher = world, publisher
         num_stages, data_parallel = world.stage.num_stages, world.data_parallel
         in_flight = max(num_stages, 2)
-        # One buffer for each rank and step. The rows of all ranks are numbered together.
-        self.inputs = InputBuilder(num_rows, -(-max_seq_len // block_size), block_size, device, in_flight * data_parallel)
+        # One buffer for each rank and step, and one for a drafter that catches up. The rows of all ranks are numbered together.
+        self.inputs = InputBuilder(num_rows, -(-max_seq_len // block_size), block_size, device, in_flight * (data_parallel + 1))
         self.sampler = Sampler(num_rows, model.config.vocab_size, device, grammars, in_flight)
         self.all_rows = AllRows(max_batch_size * data_parallel, device, in_flight) if data_parallel > 1 and world.is_leader else None
         self.prompt_scores = PromptScores()
         # The newest token of each row, then for each draft of `drafter` that of each row. Padding writes to the last element of each part.
         num_drafts = drafter.num_drafts if drafter is not None else 0
-        self.drafter = drafter
         self.last_ids = torch.zeros((1 + num_drafts) * (num_rows + 1), dtype=torch.int32, device=device)
+        self.draft_runner: DraftRunner | None = None
+        if drafter is not None:
+            self.draft_runner = DraftRunner(drafter, self.sampler.table, self.last_ids, self.inputs)
         # Steps are planned before the ids of earlier ones are known only on a GPU without stages. Then each rank needs the sampled ids.
         self._broadcasts_ids = device.type != "cpu" and num_stages == 1 and world.size > 1
         # On a CPU, the last stage computes in `wait`, so that later steps are published to the other stages before.
@@ -154,7 +157,9 @@ class ModelRunner:
         if packed.is_padded:
             assert self.graphs is not None
             with self._fatal_error(self.world.size > 1), self._observed(by_layer=False):
-                yielded, drafted = self.graphs.run(packed, all_greedy)
+                if self.draft_runner is not None:
+                    self.draft_runner.catch_up(plan)
+                yielded, drafted = self.graphs.run(packed, all_greedy, plan.num_wanted)
             if isinstance(yielded, Tensor):
                 return StepHandle(packed.sampled, self._without_padding(plan, packed, yielded), drafts=drafted)
             return StepHandle(packed.sampled, yielded.newest[:0], verified=yielded, drafts=drafted)
@@ -168,7 +173,10 @@ class ModelRunner:
         with self._fatal_error(self._broadcasts_ids):
             sampled = self.sampler.sample(logits, rows, counters, packed.sampled, prompt, drafts)
             self._store_last_ids(inputs, sampled.newest, packed.ranks)
-            drafted = self._draft(batch, inputs, sampled.newest, sampled.verified, plan.num_wanted, all_greedy)
+            drafted = None
+            if self.draft_runner is not None:
+                self.draft_runner.catch_up(plan)
+                drafted = self.draft_runner.run(batch, inputs, sampled.newest, sampled.verified, plan.num_wanted, all_greedy)
         scored = [(chunk, scores.to_host()) for chunk, scores in sampled.prompt]
         return StepHandle(
             packed.sampled,
@@ -270,15 +278,18 @@ class ModelRunner:
             per_rank = self.caches[0].keys.shape[0]
             blocks = [block % per_rank for block in blocks if block // per_rank == self.world.rank]
         index = torch.tensor(blocks, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
-        for cache in (*self.caches, *(self.drafter.caches if self.drafter is not None else ())):
+        for cache in (*self.caches, *(self.draft_runner.drafter.caches if self.draft_runner is not None else ())):
             for pages in (cache.keys, cache.values):
                 if pages is not None:
                     pages.view(torch.uint8).index_fill_(0, index, 0)  # index_fill_ does not support float8
         if self.progress is not None:
             self.progress.end_zeroing(len(blocks))
 
-    def _forward(self, inputs: StepInputs, max_drafts: int, all_greedy: bool) -> PlainStep:
-        """Run the model, the sampler without features, and the drafter: the step that a graph captures."""
+    def _forward(self, inputs: StepInputs, max_drafts: int, all_greedy: bool) -> Iterator[PlainStep]:
+        """Run the model and the sampler without features, then the drafter: the parts of a step that graphs capture.
+
+        Yields the results after each part.
+        """
         ranks = self._set_uniform_counts(inputs)
         batch = self._resolve(inputs.batch)
         logits = self.model(batch, self.caches)
@@ -291,9 +302,12 @@ class ModelRunner:
         else:
             token_ids = newest = self._unknown_ids(inputs, ranks)
         self._store_last_ids(inputs, newest, ranks)
-        num_wanted = self.drafter.num_drafts if self.drafter is not None else 0
-        drafted = self._draft(batch, inputs, newest, verified, num_wanted, all_greedy)
-        return PlainStep(token_ids if verified is None else verified, drafted)
+        drafts = self.draft_runner.buffer(newest) if self.draft_runner is not None else None
+        result = PlainStep(token_ids if verified is None else verified, drafts)
+        yield result
+        if self.draft_runner is not None and drafts is not None:
+            for _ in self.draft_runner.parts(batch, inputs, newest, verified, drafts, all_greedy):
+                yield result
 
     def _compute(self, inputs: StepInputs, batch: ForwardBatch) -> Tensor:
         """The logits [L, V] of a step whose ids were resolved, with the copies of recurrent states before and after it."""
@@ -310,7 +324,7 @@ class ModelRunner:
 
     def _resolve(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch with the ids that only the device has. On a CPU these are drafts of a drafter only, because steps do not overlap."""
-        if self.device.type == "cpu" and self.drafter is None:
+        if self.device.type == "cpu" and self.draft_runner is None:
             return batch
         return dataclasses.replace(batch, token_ids=ops.resolve(batch.token_ids, self.last_ids))
 
@@ -344,18 +358,6 @@ class ModelRunner:
             return token_ids[: len(packed.sampled)]
         parts = zip(token_ids.split(packed.ranks.sampled), plan.parts, strict=True)
         return torch.cat([ids[: sum(part.samples)] for ids, part in parts])
-
-    def _draft(
-        self, batch: ForwardBatch, inputs: StepInputs, newest: Tensor, verified: Verified | None, num_wanted: int, all_greedy: bool
-    ) -> Tensor | None:
-        """The drafts of the next step, int32 [S, D], which are also stored in `last_ids`. None without a drafter."""
-        if self.drafter is None:
-            return None
-        rows, num_rows = inputs.newest_rows, self.inputs.num_rows + 1
-        drafts = self.drafter.draft(DraftInputs(batch, rows, newest, verified, inputs.starts, num_wanted, self.sampler.table, all_greedy))
-        for i, token_ids in enumerate(drafts.unbind(1), 1):
-            ops.remember(self.last_ids[i * num_rows : (i + 1) * num_rows], rows, token_ids)
-        return drafts
 
 
 def drafts_of(inputs: StepInputs, batch: ForwardBatch, max_drafts: int) -> StepDrafts:

@@ -73,6 +73,12 @@ class LoadedRank:
             return 0
         return self.config.draft_tokens if self.draft_source is None else self.draft_source.num_drafts
 
+    @property
+    def draft_share(self) -> float:
+        """The size of the drafter's weights relative to those of the model on this rank: about the time of one draft; 0 if unknown."""
+        file = self.engine.config.files.get(f"rank{self.world.rank}.safetensors")
+        return self.draft_source.num_bytes / file.size if self.draft_source is not None and file is not None and file.size else 0.0
+
     def num_blocks(self) -> int:
         """The number of KV cache blocks that fit beside the activations of the largest step, the graphs and recurrent states.
 

@@ -46,7 +46,7 @@ class StepHandle:
     ) -> None:
         """`token_ids` and `scores` have an entry per row of logits. `prompt` returns the log-probabilities of prompts, after the step.
 
-        With `verified`, `num_rows` is the number of rows of logits of each sequence; otherwise each has one. `drafts` int32 [S, D] follow
+        With `verified`, `num_rows` is the number of rows of logits of each sequence; otherwise each has one. `drafts` int32 [D, S] follow
         the ids of each sequence.
         """
         self._sequences = sequences
@@ -55,7 +55,7 @@ class StepHandle:
         self._num_rows = num_rows
         self._scores = scores.to_host() if scores is not None else None
         self._prompt = prompt
-        self._drafts = copy_to_host(drafts[: len(sequences)]) if drafts is not None else None
+        self._drafts = copy_to_host(drafts[:, : len(sequences)]) if drafts is not None else None
         self._event: torch.cuda.Event | None = None
         if token_ids.is_cuda:
             self._event = torch.cuda.Event()
@@ -66,7 +66,7 @@ class StepHandle:
         if self._event is not None:
             self._event.synchronize()
         token_ids = self._token_ids.unsqueeze(1).tolist() if self._verified is None else self._verified.to_lists()
-        drafts = self._drafts.tolist() if self._drafts is not None else []
+        drafts = self._drafts.t().tolist() if self._drafts is not None else []
         return StepResult(self._sequences, token_ids, self._logprobs(token_ids), drafts, self._prompt())
 
     def _logprobs(self, token_ids: list[list[int]]) -> list[list[TokenLogprobs] | None]:
