@@ -19,7 +19,8 @@ from stoker.base.errors import StokerError
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.core.forward_batch import ForwardBatch
-from stoker.runtime.worker.inputs import StepInputs
+from stoker.runtime.worker.dummy_step import Bounds
+from stoker.runtime.worker.inputs import Shape, StepInputs
 from stoker.runtime.worker.model_runner import ModelRunner
 
 Make = Callable[..., Driven]
@@ -112,6 +113,24 @@ def test_multi_token_prediction_of_mimo(prompts: list[list[int]], tmp_path: Path
         config = json.loads((path / "config.json").read_text()) | {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
         (path / "config.json").write_text(json.dumps(config))
         make(speculate=str(path))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["medusa", "eagle3"])
+def test_heads_run_in_dummy_steps(drive: Make, heads: dict[str, tuple[Path, Oracle]], name: str) -> None:
+    """So that their activations are a part of the memory that is measured. No slot of a cache is written."""
+    driven = drive(speculate=str(heads[name][0]), draft_tokens=DRAFTS)
+    runner = driven.executor.runner
+    assert isinstance(runner, ModelRunner) and runner.draft_runner is not None
+    drafter = runner.draft_runner.drafter
+    head, logits = drafter.head, list[int]()  # type: ignore[attr-defined]
+    compute = head.logits
+    head.logits = lambda *arguments: (logits.append(len(arguments[-1])), compute(*arguments))[1]
+    for cache in drafter.caches:
+        cache.keys.fill_(3.0)
+    runner.run_dummy_step_with_sampling(Shape(24, 6, is_decode=False), Bounds(5, 19, 64))
+    assert logits == [6] * DRAFTS
+    assert all(bool((cache.keys == 3.0).all()) for cache in drafter.caches)
 
 
 def without(files: dict[str, Tensor], *names: str) -> dict[str, Tensor]:

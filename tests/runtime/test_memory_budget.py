@@ -14,6 +14,7 @@ from stoker.engine.reader import Engine
 from stoker.profiling.batch_run import random_requests, run_batch
 from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.load import load_executor
+from stoker.runtime.worker.draft_engine import EngineDrafter
 from stoker.runtime.worker.memory import MemoryBudget, num_kv_blocks
 from stoker.runtime.worker.rank import Capacity, largest_steps, load_rank
 
@@ -43,18 +44,31 @@ def test_the_largest_steps_are_at_the_limits() -> None:
     assert largest_steps(Capacity(8, 8, 4, 64))[-1][0].tokens == 8  # fewer tokens than rows: decodes alone
 
 
+@pytest.mark.parametrize("with_drafter", [False, True])
 @torch.inference_mode()
-def test_dummy_steps_at_the_limits_do_not_change_the_cache(tiny_engine: Path) -> None:
+def test_dummy_steps_at_the_limits_do_not_change_the_cache(tiny_engine: Path, with_drafter: bool) -> None:
+    """A draft engine computes all its drafts, so that the memory of its activations is measured, too."""
     engine = Engine.open(tiny_engine)
-    loaded = load_rank(engine, RuntimeConfig(max_batch_size=4, max_num_tokens=64), torch.device("cpu"), ALONE_WORLD)
+    config = RuntimeConfig(max_batch_size=4, max_num_tokens=64, draft_tokens=3, speculate=str(tiny_engine) if with_drafter else "none")
+    loaded = load_rank(engine, config, torch.device("cpu"), ALONE_WORLD)
     runner = loaded.runner(8)
-    for cache in runner.caches:
+    caches, computed = list(runner.caches), list[int]()
+    if (drafting := runner.draft_runner) is not None:
+        assert isinstance(drafting.drafter, EngineDrafter)
+        caches += drafting.drafter.caches
+        model = drafting.drafter.model
+        drafting.drafter.model = lambda batch, caches: (computed.append(batch.num_tokens), model(batch, caches))[1]  # type: ignore[assignment]
+        drafting.drafter.model.config = model.config  # type: ignore[attr-defined]
+    for cache in caches:
         cache.keys.fill_(3.0)
     runner.last_ids.fill_(7)
-    for shape, bounds in largest_steps(loaded.capacity):
+    rows = runner.inputs.num_rows
+    for shape, bounds in largest_steps(loaded.capacity, speculates=with_drafter):
         runner.run_dummy_step_with_sampling(shape, bounds)
-    assert set(runner.last_ids[:-1].tolist()) == {7}
-    assert all(bool((cache.keys == 3.0).all()) for cache in runner.caches)
+    ids = runner.last_ids.view(-1, rows + 1)
+    assert set(ids[:, :rows].flatten().tolist()) == {7} and len(ids) == (4 if with_drafter else 1)
+    assert all(bool((cache.keys == 3.0).all()) for cache in caches)
+    assert computed == [128, 64, 64] if with_drafter else not computed  # the tokens of the step and the newest ones; then further drafts
 
 
 def test_the_cache_gets_a_fraction_of_the_memory_after_the_largest_step() -> None:

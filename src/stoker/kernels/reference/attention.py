@@ -119,8 +119,10 @@ class _RowPlan:
 def _attend(q: Tensor, cache: KVCache, plan: _RowPlan, params: AttentionParams) -> Tensor:
     """Attention of q [R, Q, heads, D] → [R, Q, heads, Dv].
 
-    Queries are processed in chunks, so that at most _MAX_SCORES scores exist at a time.
+    Queries are processed in chunks, so that at most _MAX_SCORES scores exist at a time. Padding without keys has results of 0.
     """
+    if not plan.num_keys:
+        return q.new_zeros(*q.shape[:3], (cache.values if cache.values is not None else cache.keys).shape[-1])
     wide = torch.float32 if q.dtype != torch.float64 else q.dtype
     keys = plan.keys(cache).to(wide)
     # MLA stores one latent per token: its values are the last features of the keys, which the caller selects.

@@ -62,7 +62,7 @@ class RecurrentDrafter(Drafter):
 
     def __init__(self, model: Decoder, head: RecurrentHead, caches: list[KVCache], spare: SpareBlocks, num_drafts: int) -> None:
         self.num_drafts, self.caches, self.states = num_drafts, caches, StateRecorder(model, head.layers)
-        self._recurrent = RecurrentDrafts(head, caches, spare, model.config.vocab_size)
+        self.head, self._recurrent = head, RecurrentDrafts(head, caches, spare, model.config.vocab_size)
 
     def compute(self, inputs: DraftInputs) -> Tensor:
         """The outputs of the head at the last valid tokens."""

@@ -248,7 +248,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_dummy_step_with_sampling(self, shape: Shape, bounds: Bounds) -> None:
-        """Run a dummy step without a graph and with all variants of sampling, to measure memory or to trace kernels.
+        """Run a dummy step without a graph, with all variants of sampling and all drafts, to measure memory or to trace kernels.
 
         Every rank calls it at the same time, before followers wait for published steps.
         """
@@ -257,7 +257,8 @@ class ModelRunner:
             shape, bounds, width, self.inputs.num_rows, self.device, is_prefix_lm=self.model.config.prefix is not None
         )
         ranks = self._set_uniform_counts(step)
-        logits = self._logits(step.batch)
+        batch = self._resolve(step.batch)
+        logits = self.model(batch, self.caches)
         if not self.world.is_leader:
             self._store_last_ids(step, self._unknown_ids(step, ranks), ranks)
             return
@@ -266,6 +267,8 @@ class ModelRunner:
             token_ids = ops.sample(variant, self.sampler.table.gather(rows, counters, all_greedy))
         score(logits, token_ids, 1)
         self._store_last_ids(step, token_ids, ranks)
+        if self.draft_runner is not None:
+            self.draft_runner.run(batch, step, token_ids, None, self.draft_runner.drafter.num_drafts, False)
 
     def zero_blocks(self, blocks: list[int]) -> None:
         """Zero blocks that may contain NaN on all ranks, before other sequences use them.
@@ -317,10 +320,6 @@ class ModelRunner:
         if self.states is not None and inputs.saves is not None:
             self.states.copy(inputs.saves)
         return logits if self.all_rows is None or batch.ranks is None else sampled_first(logits, batch.ranks)
-
-    def _logits(self, batch: ForwardBatch) -> Tensor:
-        """The logits [L, V] of a step, after ids that only the device has were resolved."""
-        return self.model(self._resolve(batch), self.caches)
 
     def _resolve(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch with the ids that only the device has. On a CPU these are drafts of a drafter only, because steps do not overlap."""
