@@ -12,15 +12,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from stoker.base.config import Mapping
 from stoker.base.errors import ConfigError, EngineError
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
-from stoker.builder.export import hugging_face
+from stoker.builder.export import weight_files
 from stoker.builder.export.compressed import module_tensors, scheme_of
 from stoker.builder.export.hugging_face import export_hugging_face
+from stoker.builder.prequantized.dequantize import dequantize
 from stoker.engine.layerwise import LayerwiseModel, split_windows
 from stoker.engine.reader import Engine
 from stoker.quant.formats.int4 import Int4
+from stoker.quant.formats.int8_grouped import GroupedInt8
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 IDS = torch.randint(3, 320, (48,), generator=torch.Generator().manual_seed(4))
@@ -93,10 +96,10 @@ def test_zero_points_of_more_than_four_bits_are_exported_as_plain_numbers() -> N
 
 
 def test_large_checkpoints_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hugging_face, "FILE_BYTES", 1 << 19)
+    monkeypatch.setattr(weight_files, "FILE_BYTES", 1 << 19)
     engine = engine_of(tmp_path, None)
     names = [file.name for file in export_hugging_face(engine.path, tmp_path / "exported")]
-    assert "model.safetensors.index.json" in names and "model-00001-of-00004.safetensors" in names
+    assert "model.safetensors.index.json" in names and "model-00001-of-00005.safetensors" in names
     assert nll_of_transformers(tmp_path / "exported") == pytest.approx(nll_of(engine), rel=1e-5)
 
 
@@ -112,3 +115,109 @@ def test_engines_that_a_checkpoint_cannot_represent_are_rejected(tmp_path: Path)
     computed = build(tmp_path / "gpt2", tmp_path / "gpt2-engine", BuildConfig(device="cpu"), verify="none")
     with pytest.raises(EngineError, match=r"is computed from tensors of GPT2LMHeadModel, and cannot be exported"):
         export_hugging_face(computed.path, tmp_path / "other")
+
+
+def exported_tensors(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+def check_equal(found: Path, expected: Path) -> None:
+    """Both checkpoints have the same tensors and settings."""
+    ours, theirs = exported_tensors(found), exported_tensors(expected)
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[name].view(torch.uint8), theirs[name].view(torch.uint8)) for name in theirs)
+    assert (found / "config.json").read_text() == (expected / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "settings", "mapping"),
+    [
+        (None, {}, Mapping(tensor_parallel=2, pipeline_parallel=2)),
+        ("WEIGHTS_ONLY_INT8", {}, Mapping(tensor_parallel=3)),  # two key-value heads: each rank has a copy or zeros
+        ("WEIGHTS_ONLY_INT4", {"group_size": 16, "zero": "none"}, Mapping(tensor_parallel=2)),
+        ("FP8_BLOCK", {"rows": 16, "columns": 16}, Mapping(tensor_parallel=2)),
+    ],
+)
+def test_ranks_are_merged(quantization: str | None, settings: dict[str, Any], mapping: Mapping, tmp_path: Path) -> None:
+    whole, shards = (
+        engine_of(tmp_path / name, quantization, settings, tied=quantization is None, mapping=ranks)
+        for name, ranks in (("whole", Mapping()), ("shards", mapping))
+    )
+    assert shards.world_size == mapping.world_size
+    for engine, name in ((whole, "one"), (shards, "merged")):
+        export_hugging_face(engine.path, tmp_path / name)
+    check_equal(tmp_path / "merged", tmp_path / "one")
+
+
+MOE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("quantization", [None, "WEIGHTS_ONLY_INT8", "WEIGHTS_ONLY_INT4", "FP8_BLOCK", "FP8"])
+def test_experts_are_built_into_the_same_engine(quantization: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = tiny.model("qwen3_moe", **SIZES | MOE)
+    tiny.save(made, tmp_path / "checkpoint")
+    made.save_pretrained(tmp_path / "checkpoint")  # with a tensor for each expert
+    settings = {"FP8_BLOCK": {"rows": 32, "columns": 32}, "FP8": {"compensate": False}}.get(quantization or "", {})
+    mapping = Mapping(data_parallel=2, expert_parallel=True) if quantization is None else Mapping(tensor_parallel=2, expert_parallel=True)
+    engine = engine_of(tmp_path, quantization, settings, mapping=mapping)
+    export_hugging_face(engine.path, tmp_path / "exported")
+    assert ("transformers does not read quantized experts" in caplog.text) == (quantization is not None)
+    again = build(tmp_path / "exported", tmp_path / "again", BuildConfig(device="cpu", dtype="float32"), verify="none")
+    one_rank = engine_of(tmp_path, quantization, settings)
+    assert nll_of(again) == pytest.approx(nll_of(one_rank), rel=1e-6)
+    old, new = (load_file(one.path / "rank0.safetensors") for one in (one_rank, again))
+    assert all(torch.equal(old[name].view(torch.uint8), new[name].view(torch.uint8)) for name in old if "experts" in name)
+
+
+def test_the_scales_of_an_fp8_cache_are_exported(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, None, kv_cache_dtype="float8_e4m3fn")
+    export_hugging_face(engine.path, tmp_path / "exported")
+    tensors = exported_tensors(tmp_path / "exported")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
+    with torch.inference_mode():
+        cache = model(IDS[None], use_cache=True).past_key_values
+    for index, layer in enumerate(cache.layers):
+        for name, pages in (("k", layer.keys), ("v", layer.values)):
+            scale = float(tensors[f"model.layers.{index}.self_attn.{name}_scale"])
+            largest = float(pages.abs().max()) / 448
+            assert largest / 4 < scale < 64 * largest  # other tokens than those of the calibration can be larger
+    again = build(tmp_path / "exported", tmp_path / "again", BuildConfig(device="cpu", dtype="float32"), verify="none")
+    assert (again.config.recipe.kv_cache, again.config.recipe.kv_scales) == ("float8_e4m3fn", "stored")
+    export_hugging_face(again.path, tmp_path / "twice")
+    third = build(tmp_path / "twice", tmp_path / "third", BuildConfig(device="cpu", dtype="float32"), verify="none")
+    old, new = (load_file(one.path / "rank0.safetensors") for one in (again, third))
+    assert all(torch.equal(old[name], new[name]) for name in old)
+    assert nll_of_transformers(tmp_path / "exported") == pytest.approx(nll_of(engine_of(tmp_path, None)), rel=2e-2)
+
+
+def test_stored_values_of_act_order_and_offsets_are_exported() -> None:
+    """Act-order becomes `weight_g_idx`; offsets that are multiples of the scale become zero points; the package computes the weights."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    generator = torch.Generator().manual_seed(3)
+    order = torch.randperm(64, generator=generator).int()
+    scale = torch.rand(8, 2, generator=generator) + 0.1
+    zero = torch.randint(0, 16, (8, 2), generator=generator)
+    nibbles = torch.randint(0, 256, (8, 32), generator=generator, dtype=torch.uint8)
+    values = torch.randint(-128, 128, (8, 64), generator=generator, dtype=torch.int8)
+    int4 = Int4(group_size=32, clip=False, reorder=True, scale_dtype="float32")
+    cases = [
+        (int4, {"weight": nibbles, "scale": scale, "zero": zero.to(torch.uint8), "order": order}),
+        (
+            Int4(group_size=32, clip=False, zero="float", scale_dtype="float32"),
+            {"weight": nibbles, "scale": scale, "offset": -zero * scale},
+        ),
+        (GroupedInt8(group_size=32, shifted=True), {"weight": values, "scale": scale, "offset": -zero * scale}),
+        (GroupedInt8(group_size=32, reorder=True), {"weight": values, "scale": scale, "order": order}),
+    ]
+    for chosen, stored in cases:
+        settings = scheme_of(chosen, stored)
+        assert settings is not None
+        scheme = QuantizationScheme(targets=["Linear"], **settings)
+        tensors = module_tensors(chosen, stored, torch.float32)
+        found = BaseCompressor.get_value_from_registry(settings["format"]).decompress(tensors, scheme)["weight"]
+        assert torch.allclose(found, dequantize(chosen, dict(stored)), atol=1e-6)
+    offset = {"weight": values, "scale": scale, "offset": -zero * scale + 0.01}
+    assert scheme_of(GroupedInt8(group_size=32, shifted=True), offset) is None

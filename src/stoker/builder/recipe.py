@@ -17,6 +17,7 @@ from stoker.builder.conversion.import_linear import import_format, is_widened
 from stoker.builder.conversion.shard_plan import fit_recipe_to_shards
 from stoker.builder.conversion.tensor_plan import TensorPlan, is_transformed
 from stoker.builder.prequantized.cache_scales import KV_CACHE
+from stoker.builder.prequantized.compressed_tensors import kv_cache_scheme
 from stoker.builder.prequantized.fp8 import block_size
 from stoker.builder.prequantized.modelopt import kv_cache_algorithm, modelopt_settings
 from stoker.core.model_config import AttentionConfig, ModelConfig
@@ -84,11 +85,10 @@ def _requested_or_stored(
     stored = _stored_recipe(config, plans, checkpoint) if plans else _described_recipe(config, checkpoint, architecture)
     if stored is None and requested is not None:
         raise ConfigError(f"{checkpoint.name} has no pre-quantized weights that can be imported.", cure="Name a quantization.")
-    if stored is None:
-        return unquantized
     if settings.kv_cache_dtype is None and _has_cache_scales(config.model, checkpoint):
+        stored = stored or Recipe(default=Dense(), name=AS_STORED)
         return msgspec.structs.replace(stored, kv_cache=KV_CACHE, kv_scales="stored")
-    return msgspec.structs.replace(stored, kv_cache=unquantized.kv_cache)
+    return unquantized if stored is None else msgspec.structs.replace(stored, kv_cache=unquantized.kv_cache)
 
 
 def _has_cache_scales(model: ModelConfig, checkpoint: Checkpoint) -> bool:
@@ -109,9 +109,11 @@ def _has_cache_scales(model: ModelConfig, checkpoint: Checkpoint) -> bool:
 
 
 def _cache_algorithm(checkpoint: Checkpoint) -> str | None:
-    """The algorithm by which a ModelOpt checkpoint quantizes the KV cache; None for none, and for other methods."""
+    """The algorithm by which a checkpoint of ModelOpt or compressed-tensors quantizes the KV cache; None for none, and other methods."""
     quantization = checkpoint.setting("quantization_config") or {}
-    return kv_cache_algorithm(modelopt_settings(quantization)) if quantization.get("quant_method") == "modelopt" else None
+    if quantization.get("quant_method") == "modelopt":
+        return kv_cache_algorithm(modelopt_settings(quantization))
+    return kv_cache_scheme(quantization) if quantization.get("quant_method") == "compressed-tensors" else None
 
 
 def _stored_recipe(config: EngineConfig, plans: dict[str, TensorPlan], checkpoint: Checkpoint) -> Recipe | None:

@@ -34,7 +34,7 @@ class CanonicalWeights(CheckpointWeights):
         dequantized = {name: _dequantized(weight) for name, weight in quantized.items()}
         self._prequantized = {canonical(name): weight for name, weight in unchanged.items()}
         self._dequantized = {canonical(name): weight for name, weight in dequantized.items()}
-        self.cache_scales = CacheScales(inner.tensors if quantized else {})
+        self.cache_scales = CacheScales(inner.tensors if isinstance(quantization, dict) else {})
         self.quantized_sources = {canonical(name): weight.sources for name, weight in quantized.items()}
         packed = {source for weight in dequantized.values() for source in weight.sources} | {*self.cache_scales.sources.values()}
         plain = [name for name in inner.tensors if name not in packed]

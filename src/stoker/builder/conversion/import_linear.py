@@ -23,7 +23,7 @@ from stoker.quant.formats.int8 import Int8
 from stoker.quant.formats.int8_grouped import GroupedInt8
 
 # Tensors of which the parts of a fused linear have one in common, since they have the same input. The largest value is used for all.
-_SHARED_SUFFIXES = ("input_scale",)
+SHARED_SUFFIXES = ("input_scale",)
 _PER_GROUP_SUFFIXES = ("scale", "zero", "offset")
 
 
@@ -78,12 +78,12 @@ def import_linear(spec: LinearSpec, chosen: Format, plans: Mapping[str, TensorPl
     if not plan.stacked:
         return experts[0]
     stacked = {suffix: torch.stack([expert[suffix] for expert in experts]) for suffix in experts[0]}
-    return {suffix: tensor.amax(0) if suffix in _SHARED_SUFFIXES else tensor for suffix, tensor in stacked.items()}
+    return {suffix: tensor.amax(0) if suffix in SHARED_SUFFIXES else tensor for suffix, tensor in stacked.items()}
 
 
 def _fuse(suffix: str, parts: list[Tensor], spec: LinearSpec) -> Tensor:
     """One stored tensor of a fused linear from the tensors of its parts. Raises CheckpointError for parts that cannot be fused."""
-    if suffix in _SHARED_SUFFIXES:
+    if suffix in SHARED_SUFFIXES:
         return torch.stack(parts).amax(0)
     if suffix != "order":
         return torch.cat(parts).contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 
 import msgspec
 import torch
@@ -124,15 +125,49 @@ def check_shards(config: EngineConfig) -> None:
 
 def slice_shard(spec: Spec, layout: Layout, tensor: Tensor, sharding: Sharding, rank: int) -> Tensor:
     """The part of a stored tensor that a rank of a stage holds. Raises ConfigError when a boundary divides a group."""
-    if not isinstance(spec, LinearSpec):
-        return _concatenate_slices(spec.name, tensor, 0, tensor_slices(spec, sharding, rank), 1)
-    if spec.num_experts and (layout.row_axis or layout.col_axis):
-        tensor = _concatenate_slices(spec.name, tensor, 0, expert_slices(spec, sharding, rank), 1)
-    if layout.row_axis is not None:
-        tensor = _concatenate_slices(spec.name, tensor, layout.row_axis, row_slices(spec, sharding, rank), layout.row_unit)
-    if layout.col_axis is not None:
-        tensor = _concatenate_slices(spec.name, tensor, layout.col_axis, column_slices(spec, sharding, rank), layout.col_unit)
+    for axis, slices, unit in _sliced_axes(spec, layout, sharding, rank):
+        tensor = _concatenate_slices(spec.name, tensor, axis, slices, unit)
     return tensor
+
+
+def merge_shards(spec: Spec, layout: Layout, shards: list[Tensor], sharding: Sharding) -> Tensor:
+    """The stored tensor of which `shards` are the parts of all ranks of a stage: the inverse of `slice_shard`."""
+    if len(shards) == 1:
+        return shards[0]
+    whole = torch.empty(layout.shape, dtype=layout.dtype)
+    for rank, shard in enumerate(shards):
+        regions = [(whole, shard)]
+        for axis, slices, unit in _sliced_axes(spec, layout, sharding, rank):
+            pairs = list(_slice_pairs(slices, unit))
+            regions = [
+                (to.narrow(axis, start, length), part.narrow(axis, first, length)) for to, part in regions for start, first, length in pairs
+            ]
+        for to, part in regions:
+            to.copy_(part)
+    return whole
+
+
+def _sliced_axes(spec: Spec, layout: Layout, sharding: Sharding, rank: int) -> Iterator[tuple[int, list[AxisSlice], int]]:
+    """(axis, the slices of a rank, rows or columns per index) of each axis along which a stored tensor is divided."""
+    if not isinstance(spec, LinearSpec):
+        yield 0, tensor_slices(spec, sharding, rank), 1
+        return
+    if spec.num_experts and (layout.row_axis or layout.col_axis):
+        yield 0, expert_slices(spec, sharding, rank), 1
+    if layout.row_axis is not None:
+        yield layout.row_axis, row_slices(spec, sharding, rank), layout.row_unit
+    if layout.col_axis is not None:
+        yield layout.col_axis, column_slices(spec, sharding, rank), layout.col_unit
+
+
+def _slice_pairs(slices: list[AxisSlice], unit: int) -> Iterator[tuple[int, int, int]]:
+    """(start in the whole tensor, start in the shard, length) of each slice, in indices of `unit` rows or columns. Zeros are left out."""
+    done = 0
+    for start, length in slices:
+        first, last = -(-done // unit), -(-(done + length) // unit)
+        done += length
+        if start >= 0:
+            yield start // unit, first, last - first
 
 
 def _concatenate_slices(name: str, tensor: Tensor, axis: int, slices: list[AxisSlice], unit: int) -> Tensor:

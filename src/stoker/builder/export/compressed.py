@@ -14,7 +14,7 @@ from stoker.quant.formats.dense import Dense
 from stoker.quant.formats.fp8 import Fp8
 from stoker.quant.formats.int4 import Int4
 from stoker.quant.formats.int8 import Int8
-from stoker.quant.formats.int8_grouped import GroupedInt8
+from stoker.quant.formats.int8_grouped import GroupedInt8, in_feature_order
 from stoker.quant.formats.smoothquant import SmoothQuant
 
 PER_WORD = 8  # int4 values of an int32 word
@@ -23,7 +23,8 @@ PER_WORD = 8  # int4 values of an int32 word
 def scheme_of(chosen: Format, stored: dict[str, Tensor]) -> dict[str, Any] | None:
     """The settings of a module in `config_groups`, without its targets. `stored` are its stored tensors by suffix.
 
-    None for a format that compressed-tensors lacks, and for zero points that do not fit into four bits (GPTQ has them up to 16).
+    None for a format that compressed-tensors lacks: values with an offset that is no multiple of their scale, and zero points that do not
+    fit into the bits of a value (GPTQ has them up to 16).
     """
     if isinstance(chosen, Fp8):
         return _scheme("float-quantized", _weights(8, "float", "channel"), _activations("float", chosen.activations))
@@ -35,12 +36,20 @@ def scheme_of(chosen: Format, stored: dict[str, Tensor]) -> dict[str, Any] | Non
         return _scheme("int-quantized", _weights(8, "int", "channel"), None)
     if isinstance(chosen, SmoothQuant):
         return _scheme("int-quantized", _weights(8, "int", "channel"), _activations("int", "token" if chosen.per_token else "static"))
-    if isinstance(chosen, GroupedInt8) and not chosen.shifted:
-        return _scheme("int-quantized", _weights(8, "int", "group", group_size=chosen.group_size), None)
-    if isinstance(chosen, Int4) and chosen.zero != "float" and not chosen.reorder and not _has_large_zeros(stored):
-        weights = _weights(4, "int", "group", group_size=chosen.group_size) | {"symmetric": chosen.zero == "none"}
-        return _scheme("pack-quantized", weights, None)
+    if isinstance(chosen, (GroupedInt8, Int4)):
+        return _grouped_scheme(chosen, stored)
     return None
+
+
+def _grouped_scheme(chosen: GroupedInt8 | Int4, stored: dict[str, Tensor]) -> dict[str, Any] | None:
+    """The settings of integers in groups; None for zero points that are no integers of as many bits."""
+    bits = 4 if isinstance(chosen, Int4) else 8
+    has_zero = "zero" in stored or "offset" in stored
+    if has_zero and _zero_points(stored, bits) is None:
+        return None
+    settings = _weights(bits, "int", "group", group_size=chosen.group_size) | {"symmetric": not has_zero}
+    ordered = settings | ({"actorder": "group"} if chosen.reorder else {})
+    return _scheme("pack-quantized" if bits == 4 else "int-quantized", ordered, None)
 
 
 def module_tensors(chosen: Format, stored: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -49,24 +58,45 @@ def module_tensors(chosen: Format, stored: dict[str, Tensor], dtype: torch.dtype
         return {"weight": stored["weight"]}
     if scheme_of(chosen, stored) is None:
         return {"weight": dequantize(chosen, stored).to(dtype)}
-    if isinstance(chosen, Int4):
-        return _packed_int4(stored)
+    if isinstance(chosen, (GroupedInt8, Int4)):
+        return _grouped_tensors(chosen, stored)
     scale = stored["scale"].float()
     tensors = {"weight": stored["weight"], "weight_scale": scale if scale.dim() == 2 else scale[:, None]}
     return tensors | ({"input_scale": stored["input_scale"]} if "input_scale" in stored else {})
 
 
-def _has_large_zeros(stored: dict[str, Tensor]) -> bool:
-    """Whether a zero point of a module is larger than 15."""
-    return "zero" in stored and int(stored["zero"].max()) > 15
+def _zero_points(stored: dict[str, Tensor], bits: int) -> Tensor | None:
+    """The zero points [out, groups] as integers of `bits` bits around 0; None if they are none, or out of range."""
+    half = 1 << bits - 1
+    if "zero" in stored:
+        zero = stored["zero"].to(torch.int16) - half
+    else:
+        base, scale = (half if bits == 4 else 0), stored["scale"].float()  # stored values of int4 are not negative
+        exact = (-stored["offset"].float() / scale).round()
+        if not torch.equal(-exact * scale, stored["offset"].float()) or float(exact.abs().max()) > 1 << 10:
+            return None
+        zero = exact.to(torch.int16) - base
+    return zero if -half <= int(zero.min()) and int(zero.max()) < half else None
 
 
-def _packed_int4(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """int32 words along the input features, and zero points in words along the rows. The first value of a word is in its lowest bits."""
-    nibbles = torch.stack((stored["weight"] & 15, stored["weight"] >> 4), dim=-1).flatten(-2)
-    shape = torch.tensor(nibbles.shape, dtype=torch.int64)
-    tensors = {"weight_packed": _pack_words(nibbles), "weight_scale": stored["scale"], "weight_shape": shape}
-    return tensors | ({"weight_zero_point": _pack_words(stored["zero"].t()).t()} if "zero" in stored else {})
+def _grouped_tensors(chosen: GroupedInt8 | Int4, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of integers in groups: int8, or int32 words of int4 along the input features with zero points in words along the rows.
+
+    The first value of a word is in its lowest bits. Columns are in the order of the input features.
+    """
+    values, bits = stored["weight"], 4 if isinstance(chosen, Int4) else 8
+    if bits == 4:
+        values = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
+    tensors = {"weight_scale": stored["scale"]}
+    if chosen.reorder:
+        values = in_feature_order(values, stored["order"])
+        groups = torch.arange(values.shape[1], dtype=torch.int32) // chosen.group_size
+        tensors["weight_g_idx"] = in_feature_order(groups[None], stored["order"])[0]
+    zero = _zero_points(stored, bits) if "zero" in stored or "offset" in stored else None
+    if bits == 8:
+        return tensors | {"weight": values} | ({} if zero is None else {"weight_zero_point": zero.to(torch.int8)})
+    tensors |= {"weight_packed": _pack_words(values), "weight_shape": torch.tensor(values.shape, dtype=torch.int64)}
+    return tensors if zero is None else tensors | {"weight_zero_point": _pack_words((zero + 8).t()).t()}
 
 
 def _pack_words(values: Tensor) -> Tensor:

@@ -8,29 +8,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
+import msgspec
 from torch import Tensor
 
 from stoker.base.errors import ConfigError, EngineError
 from stoker.base.logging import get_logger
-from stoker.builder.conversion.layouts import stored_layouts
+from stoker.builder.conversion.import_linear import SHARED_SUFFIXES
 from stoker.builder.conversion.tensor_plan import TensorPlan, plans_of
+from stoker.builder.export.cache_scales import KV_CACHE, KV_CACHE_SCHEME, plain_cache_scales
 from stoker.builder.export.compressed import module_tensors, scheme_of
+from stoker.builder.export.merged_ranks import MergedRanks
+from stoker.builder.export.weight_files import WeightFiles
 from stoker.builder.prequantized.dequantize import dequantize
+from stoker.core.model_config import AttentionConfig
 from stoker.core.specs import LinearSpec, Spec
 from stoker.engine.publish import workspace
 from stoker.engine.reader import HUGGING_FACE_CONFIG_FILE, Engine
-from stoker.engine.tensor_source import FileTensorSource
-from stoker.layers.decoder import declare
+from stoker.layers.decoder import declare, kv_cache_specs
 from stoker.models import get_architecture
-from stoker.models.architecture import TensorNames
 from stoker.models.config_reader import read_model_config
+from stoker.quant.format import Format
 from stoker.quant.formats.dense import Dense
 
-FILE_BYTES = 4 << 30  # of one weight file, about
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
-_REBUILD = "Build an engine of one rank from the checkpoint with this version of Stoker."
+_REBUILD = "Build an engine from the checkpoint with this version of Stoker."
 
 log = get_logger(__name__)
 
@@ -60,9 +61,8 @@ def export_hugging_face(path: Path, out: Path) -> list[Path]:
 def _checked_config(engine: Engine) -> dict[str, Any]:
     """The config.json of the checkpoint. Raises EngineError unless it describes the engine."""
     file = engine.path / HUGGING_FACE_CONFIG_FILE
-    if engine.world_size > 1 or engine.config.weights != "files" or not file.is_file():
-        what = f"has {engine.world_size} ranks" if engine.world_size > 1 else f"has no weights or no {HUGGING_FACE_CONFIG_FILE}"
-        raise EngineError(f"{engine.path} {what}, and cannot be exported.", cure=_REBUILD)
+    if engine.config.weights != "files" or not file.is_file():
+        raise EngineError(f"{engine.path} has no weights or no {HUGGING_FACE_CONFIG_FILE}, and cannot be exported.", cure=_REBUILD)
     config: dict[str, Any] = json.loads(file.read_bytes())
     model = engine.config.model
     config["tie_word_embeddings"] = model.tie_head
@@ -82,58 +82,60 @@ class _Exported:
     """The weight files of the checkpoint, and which modules have which format."""
 
     def __init__(self, engine: Engine, work: Path) -> None:
-        self.engine, self.work = engine, work
+        self.engine = engine
         self.architecture = get_architecture(engine.config.model.architecture)
         self.schemes: dict[str, dict[str, Any] | None] = {}  # of the linears by module name; None: plain numbers
-        self._files: list[tuple[Path, list[str]]] = []
-        self._num_bytes = 0
+        self.has_cache_scales = False
+        self._names = self.architecture.tensor_names(engine.config.model)
+        self._ranks = MergedRanks(engine)
+        self._files = WeightFiles(work)
 
     def write(self) -> None:
-        """Write the weight files, and an index if there are several."""
-        names, pending, size = self.architecture.tensor_names(self.engine.config.model), {}, 0
-        source = FileTensorSource(self.engine.path / "rank0.safetensors", torch.device("cpu"))
-        for spec in declare(self.engine.config.model).values():
-            for name, tensor in self._tensors(spec, names, source):
-                pending[name] = tensor.contiguous()
-                size += tensor.numel() * tensor.itemsize
-            if size > FILE_BYTES:
-                self._write_file(pending)
-                pending, size = {}, 0
-        self._write_file(pending)
-        self._name_files()
+        """Write the weight files."""
+        model = self.engine.config.model
+        for spec in declare(model).values():
+            for name, tensor in self._tensors(spec):
+                self._files.add(name, tensor)
+        if self.engine.config.recipe.kv_cache is not None:
+            self._write_cache_scales()
+        self._files.finish()
+        if any(spec.num_experts and self._is_quantized(spec) for spec in declare(model).values() if isinstance(spec, LinearSpec)):
+            log.warning("transformers does not read quantized experts. vLLM does, and `stoker build`.")
 
     def quantization_config(self) -> dict[str, Any] | None:
-        """The settings of compressed-tensors; None if no module is quantized. The most frequent scheme is that of all other linears."""
+        """The settings of compressed-tensors; None if nothing is quantized. The most frequent scheme is that of all other linears."""
         groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
         for module, scheme in self.schemes.items():
             if scheme is not None:
                 groups.setdefault(json.dumps(scheme), (scheme, []))[1].append(module)
-        if not groups:
+        if not groups and not self.has_cache_scales:
             return None
         ordered = sorted(groups.values(), key=lambda group: -len(group[1]))
         forms = {scheme["format"] for scheme, _ in ordered}
         plain = {module for module, scheme in self.schemes.items() if scheme is None}
         model = self.engine.config.model
         if model.tie_head:  # no weight of the checkpoint, but a linear of the model
-            head = self.architecture.tensor_names(model).get("head")
+            head = self._names.get("head")
             plain.add(head if isinstance(head, str) else "lm_head")
         return {
             "quant_method": "compressed-tensors",
-            "format": forms.pop() if len(forms) == 1 else "mixed-precision",
+            "format": forms.pop() if len(forms) == 1 else "mixed-precision" if forms else "dense",
             "quantization_status": "compressed",
             "config_groups": {
                 f"group_{i}": scheme | {"targets": ["Linear"] if i == 0 else modules} for i, (scheme, modules) in enumerate(ordered)
             },
             "ignore": sorted(plain),
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": KV_CACHE_SCHEME if self.has_cache_scales else None,
         }
 
-    def _tensors(self, spec: Spec, names: TensorNames, source: FileTensorSource) -> Iterator[tuple[str, Tensor]]:
+    def _is_quantized(self, spec: LinearSpec) -> bool:
+        """Whether the engine stores the linear in a format other than plain numbers."""
+        return not isinstance(self.engine.config.recipe.format_for(spec), Dense)
+
+    def _tensors(self, spec: Spec) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, tensor) of everything that a spec stores."""
-        recipe, dtype = self.engine.config.recipe, self.engine.dtype
-        layouts = stored_layouts(spec, recipe, dtype)
-        stored = {name: source.get(name, layout.shape, layout.dtype) for name, layout in layouts.items()}
-        for plan in plans_of(spec, names):
+        stored = self._ranks.tensors_of(spec)
+        for plan in plans_of(spec, self._names):
             if plan.transformed is not None:
                 raise EngineError(
                     f"{self.engine.path}: {plan.name} is computed from tensors of {self.architecture.name}, and cannot be exported.",
@@ -145,57 +147,57 @@ class _Exported:
                 yield from _plain(plan, stored[plan.name])
 
     def _linear(self, spec: LinearSpec, plan: TensorPlan, stored: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(checkpoint name, tensor) of the modules that make a linear."""
+        """(checkpoint name, tensor) of the modules that make a linear, of each expert if it has several."""
         chosen, prefix = self.engine.config.recipe.format_for(spec), f"{spec.name}."
-        if spec.num_experts and not isinstance(chosen, Dense):
-            raise EngineError(
-                f"{self.engine.path}: transformers does not read quantized experts ({spec.name}).", cure="Build with --quantize NO_QUANT."
-            )
-        if spec.num_experts:
+        if not self._is_quantized(spec):
+            if spec.name != "embed" and (plan.stacked or not spec.num_experts):
+                self.schemes |= {name.removesuffix(".weight"): None for group in plan.sources for name in group}
             yield from _plain(plan, stored[plan.name])
             return
         layouts = chosen.layout(spec, self.engine.dtype)
-        is_embedding, start = spec.name == "embed", 0
-        parts = spec.parts if len(plan.sources[0]) > 1 else (spec.out_features,)
-        for name, rows in zip(plan.sources[0], parts, strict=True):
-            module = name.removesuffix(".weight")
-            part = {}
+        tensors = {suffix: stored[prefix + suffix] for suffix in layouts}
+        if spec.name == "embed" or (spec.num_experts and not plan.stacked):  # compressed-tensors quantizes linears only
+            if spec.num_experts:
+                log.warning("%s is exported as %s: the checkpoint has one tensor of all experts.", spec.name, self.engine.config.dtype)
+            yield from _plain(plan, dequantize(chosen, tensors).to(self.engine.dtype))
+            return
+        for index, names in enumerate(plan.sources):
+            of_expert = {suffix: t[index] if plan.stacked and suffix not in SHARED_SUFFIXES else t for suffix, t in tensors.items()}
+            yield from self._modules(spec, names, chosen, of_expert)
+
+    def _modules(
+        self, spec: LinearSpec, names: tuple[str, ...], chosen: Format, tensors: dict[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(checkpoint name, tensor) of the modules `names`, which have the rows of a weight [out, in] one after the other."""
+        layouts = chosen.layout(msgspec.structs.replace(spec, num_experts=0), self.engine.dtype)
+        start = 0
+        for name, rows in zip(names, spec.parts if len(names) > 1 else (spec.out_features,), strict=True):
+            module, part = name.removesuffix(".weight"), {}
             for suffix, layout in layouts.items():
-                tensor = stored[prefix + suffix]
-                part[suffix] = (
-                    tensor
-                    if layout.row_axis is None
-                    else tensor.narrow(layout.row_axis, start // layout.row_unit, -(-rows // layout.row_unit))
-                )
+                unit, axis = layout.row_unit, layout.row_axis
+                part[suffix] = tensors[suffix] if axis is None else tensors[suffix].narrow(axis, start // unit, -(-rows // unit))
             start += rows
-            if is_embedding and not isinstance(chosen, Dense):
-                yield name, dequantize(chosen, part).to(self.engine.dtype)  # compressed-tensors quantizes linears only
-                continue
-            if not is_embedding:
-                self.schemes[module] = scheme_of(chosen, part)
-                if self.schemes[module] is None and not isinstance(chosen, Dense):
-                    log.warning("%s is exported as %s: compressed-tensors has no format for it.", module, self.engine.config.dtype)
+            self.schemes[module] = scheme_of(chosen, part)
+            if self.schemes[module] is None:
+                log.warning("%s is exported as %s: compressed-tensors has no format for it.", module, self.engine.config.dtype)
             yield from ((f"{module}.{suffix}", tensor) for suffix, tensor in module_tensors(chosen, part, self.engine.dtype).items())
 
-    def _write_file(self, tensors: dict[str, Tensor]) -> None:
-        """Write one weight file under a temporary name."""
-        file = self.work / f"part-{len(self._files)}.safetensors"
-        save_file(tensors, file, metadata={"format": "pt"})
-        self._files.append((file, list(tensors)))
-        self._num_bytes += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
-
-    def _name_files(self) -> None:
-        """Rename the weight files as transformers names them, and write the index of several."""
-        if len(self._files) == 1:
-            self._files[0][0].rename(self.work / "model.safetensors")
+    def _write_cache_scales(self) -> None:
+        """Write the scales of an FP8 cache. Logs a warning for another cache, whose scales other tools do not have."""
+        model, kv_cache = self.engine.config.model, self.engine.config.recipe.kv_cache
+        if kv_cache != KV_CACHE or not all(isinstance(layer.attention, AttentionConfig) for layer in model.layers):
+            log.warning(
+                "The scales of the %s KV cache are not exported: they differ by head, or the cache has no keys and values.", kv_cache
+            )
             return
-        weight_map: dict[str, str] = {}
-        for i, (file, names) in enumerate(self._files):
-            new = f"model-{i + 1:05}-of-{len(self._files):05}.safetensors"
-            file.rename(self.work / new)
-            weight_map |= dict.fromkeys(names, new)
-        index = {"metadata": {"total_size": self._num_bytes}, "weight_map": weight_map}
-        (self.work / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        for index in range(model.num_layers):
+            specs = kv_cache_specs(model, index, kv_cache)
+            stored = {key: self._ranks.tensors_of(spec)[spec.name] for key, spec in specs.items()}
+            qkv = declare(model)[f"layers.{index}.attention.qkv"]
+            first = plans_of(qkv, self._names)[0].sources[0][0]
+            for name, scale in plain_cache_scales(stored).items():
+                self._files.add(f"{first.removesuffix('.weight').rpartition('.')[0]}.{name}", scale)
+        self.has_cache_scales = True
 
 
 def _plain(plan: TensorPlan, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

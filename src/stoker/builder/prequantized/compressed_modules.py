@@ -54,7 +54,7 @@ class _Tensors:
         self.weights, self.tensors, self.module, self.scheme = weights, weights.tensors, module, scheme
         self.is_packed = f"{module}.weight_packed" in self.tensors
         expects_packed = scheme.stored_as is not None and scheme.stored_as.endswith("pack-quantized")
-        expects_plain = scheme.stored_as is not None and scheme.stored_as != "mixed-precision" and not expects_packed
+        expects_plain = scheme.stored_as is not None and not expects_packed
         if (expects_packed and not self.is_packed) or (expects_plain and self.is_packed):
             name = "weight_packed" if expects_packed else "weight"
             raise CheckpointError(f"{module}.{name} is missing, and format={scheme.stored_as!r} needs it.", cure=DOWNLOAD_AGAIN)

@@ -19,7 +19,7 @@ class Scheme:
     path: str  # in quantization_config, for messages
     weights: dict[str, Any]
     inputs: dict[str, Any]
-    stored_as: str | None  # the format of the group or of the checkpoint
+    stored_as: str | None  # the format of the group or of the checkpoint; None if it does not tell
 
     @property
     def bits(self) -> int:

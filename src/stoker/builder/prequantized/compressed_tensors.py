@@ -25,7 +25,7 @@ _GROUP_FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
     "mxfp8-quantized", None,
 )  # fmt: skip
-_FORMATS = ("mixed-precision", *_GROUP_FORMATS)
+_FORMATS = ("mixed-precision", "dense", *_GROUP_FORMATS)
 _GROUP_KEYS = ("targets", "weights", "input_activations", "output_activations")
 _NUMBER_KEYS = (
     "num_bits", "type", "group_size", "block_structure", "scale_dtype", "zp_dtype", "observer", "observer_kwargs",
@@ -38,6 +38,7 @@ _INPUT_VALUES: dict[str, tuple[Any, ...]] = {
     "symmetric": (True,), "strategy": ("token", "tensor", "group", "tensor_group", None), "dynamic": (True, False, "local", None),
     "actorder": (False, None),
 }  # fmt: skip
+_CACHE_KEYS = ("symmetric", "strategy", "dynamic", "actorder")
 _ALL_LINEARS = "Linear"  # a target: the name of a class
 _REGEX = "re:"
 
@@ -62,6 +63,16 @@ def read_compressed_tensors(weights: CheckpointWeights, quantization: dict[str, 
     return found
 
 
+def kv_cache_scheme(quantization: dict[str, Any]) -> str | None:
+    """How the KV cache is quantized: FP8 for e4m3 with one scale, another description, or None."""
+    scheme = read_section(quantization, "kv_cache_scheme")
+    if not scheme:
+        return None
+    bits, kind, strategy = (str(scheme.get(key))[:20] for key in ("num_bits", "type", "strategy"))
+    is_fp8 = (bits, kind.lower()) == ("8", "float") and strategy in ("tensor", "None") and not scheme.get("dynamic")
+    return "FP8" if is_fp8 else f"{bits}-bit {kind} {'dynamic' if scheme.get('dynamic') else strategy}"
+
+
 def _quantized_modules(tensors: Mapping[str, TensorInfo]) -> list[str]:
     """The names of all modules with a scale of their weight, in the order of the checkpoint."""
     return [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]
@@ -73,7 +84,7 @@ class _Schemes:
     def __init__(self, quantization: dict[str, Any]) -> None:
         self._by_name: dict[str, Scheme] = {}
         groups = read_section(quantization, "config_groups")
-        if not groups:
+        if not groups and not quantization.get("kv_cache_scheme"):
             raise CheckpointError("quantization_config: 0 config_groups are not supported.", cure=DOWNLOAD_AGAIN)
         for key in groups:
             scheme, targets = _read_group(quantization, key)
@@ -119,8 +130,8 @@ def _read_group(quantization: dict[str, Any], key: str) -> tuple[Scheme, list[st
     targets = [_ALL_LINEARS] if targets is None else targets
     if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
         raise CheckpointError(f"quantization_config: {path}targets={str(targets)[:60]!r} is not a list of names.", cure=DOWNLOAD_AGAIN)
-    stored_as = group.get("format") or quantization.get("format")
-    scheme = Scheme(path=path, weights=weights, inputs=inputs, stored_as=None if stored_as is None else str(stored_as).lower())
+    stored_as = str(group.get("format") or quantization.get("format")).lower()
+    scheme = Scheme(path=path, weights=weights, inputs=inputs, stored_as=stored_as if stored_as in _GROUP_FORMATS else None)
     scheme.check()
     return scheme, targets
 
@@ -129,6 +140,9 @@ def _check_model_settings(quantization: dict[str, Any]) -> None:
     """Raise CheckpointError for settings of the whole model that are not known, or change the meaning of tensors."""
     check_known_keys(quantization, (*_KEYS, "format"))
     check_values(quantization, {"format": _FORMATS})
+    cache = read_section(quantization, "kv_cache_scheme")
+    check_known_keys(cache, (*_NUMBER_KEYS, *_CACHE_KEYS), "kv_cache_scheme.")
+    check_values(cache, {"symmetric": (True, None), "actorder": (False, None)}, "kv_cache_scheme.")
     sparsity, transforms = read_section(quantization, "sparsity_config"), read_section(quantization, "transform_config")
     check_values(sparsity, {"format": ("dense", None)}, "sparsity_config.")
     if used := transforms.get("config_groups", transforms):

@@ -28,4 +28,4 @@ def dequantize(chosen: Format, tensors: dict[str, Tensor]) -> Tensor:
         return widen_blocks(chosen.pack(dict(tensors), None))
     if isinstance(chosen, Dense):
         return tensors["weight"].float()
-    return tensors["weight"].float() * tensors["scale"][:, None]
+    return tensors["weight"].float() * tensors["scale"].float().unsqueeze(-1)

@@ -11,7 +11,7 @@ from stoker.cli.engines import Model, prepare_engine
 
 
 def hf(model: Model, folder: Annotated[Path, typer.Argument(help="The new folder to write.")]) -> None:
-    """Write config.json, safetensors files and the tokenizer of an engine of one rank.
+    """Write config.json, safetensors files and the tokenizer of an engine.
 
     Quantized weights keep their stored values in the format of compressed-tensors, which transformers and vLLM read: FP8, 8-bit and
     4-bit integers. Others are plain numbers. Scales of the KV cache are not exported.
