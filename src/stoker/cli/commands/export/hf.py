@@ -14,7 +14,7 @@ def hf(model: Model, folder: Annotated[Path, typer.Argument(help="The new folder
     """Write config.json, safetensors files and the tokenizer of an engine.
 
     Quantized weights keep their stored values in the format of compressed-tensors, which transformers and vLLM read: FP8, 8-bit and
-    4-bit integers. Others are plain numbers. Scales of the KV cache are not exported.
+    4-bit integers. Others are plain numbers. The shards of several ranks are merged, and the scales of an FP8 KV cache are exported.
 
     Examples:
 
