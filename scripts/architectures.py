@@ -44,7 +44,8 @@ The column GGUF has the values of `general.architecture` with which a row is rea
 architecture and every tensor is used, known to have no effect, or rejected by name. `tests/parity/test_gguf_architectures.py` writes such
 a file from a tiny model of transformers, with the keys and names of the gguf library, and compares the logits: they are within 1e-4, and
 the greedy tokens are equal. The format does not have a few settings. Sliding windows of Mistral and StarCoder 2 are used if a file has
-them, the head of Baichuan 2 is used as it is stored, and Qwen 1 is computed as within its trained length.
+them, the head of Baichuan 2 is used as it is stored, Qwen 1 is computed as within its trained length, bounds of the time steps of Mamba 2
+are not known, and all norms of Falcon Mamba have the epsilon of the file. The multipliers of Falcon-H1 are part of the stored weights.
 
 | family | `architectures` | GGUF | oracle | tensor parallel |
 |---|---|---|---|---|

@@ -251,8 +251,8 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         (tmp_path / "cut.gguf").write_bytes(whole[:cut])
         with pytest.raises(CheckpointError, match=r"cut\.gguf"):
             build(tmp_path / "cut.gguf", tmp_path / "engine")
-    (tmp_path / "other.gguf").write_bytes(whole.replace(b"llama", b"mamba"))
-    with pytest.raises(CheckpointError, match="architecture 'mamba' is not supported"):
+    (tmp_path / "other.gguf").write_bytes(whole.replace(b"llama", b"rwkv6"))
+    with pytest.raises(CheckpointError, match="architecture 'rwkv6' is not supported"):
         build(tmp_path / "other.gguf", tmp_path / "engine")
     with pytest.raises(CheckpointError, match=r"several GGUF files: cut\.gguf, m\.gguf, other\.gguf"):
         build(tmp_path, tmp_path / "engine")

@@ -95,7 +95,7 @@ def test_a_large_vocabulary_takes_the_memory_of_its_strings(tmp_path: Path) -> N
     """A file of an unsupported architecture with 262,144 tokens is rejected with less than 100 MB beyond the imports."""
     count = 1 << 18
     tokens = b"".join(string(b"token%d" % i) for i in range(count))
-    values = string(b"general.architecture") + struct.pack("<I", 8) + string(b"mamba")
+    values = string(b"general.architecture") + struct.pack("<I", 8) + string(b"rwkv6")
     values += string(b"tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, count) + tokens
     values += string(b"tokenizer.ggml.scores") + struct.pack("<IIQ", 9, 6, count) + bytes(4 * count)
     values += string(b"tokenizer.ggml.token_type") + struct.pack("<IIQ", 9, 5, count) + bytes(4 * count)
@@ -111,7 +111,7 @@ def test_a_large_vocabulary_takes_the_memory_of_its_strings(tmp_path: Path) -> N
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     message, growth = done.stdout.rsplit("\n", 2)[:2]
-    assert "GGUF architecture 'mamba' is not supported" in message
+    assert "GGUF architecture 'rwkv6' is not supported" in message
     assert int(growth) < 100_000  # kilobytes
 
 

@@ -198,6 +198,61 @@ def minimax(writer: gguf.GGUFWriter, c: Config) -> None:
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
+def states(writer: gguf.GGUFWriter, c: Config) -> None:
+    """Blocks with recurrent states."""
+    inner = c.get("mamba_d_ssm") or c.get("intermediate_size") or 0
+    heads = c.get("mamba_n_heads") or c.get("num_heads")
+    if "mamba_d_ssm" not in c:
+        inner = int(c.get("expand", c.get("mamba_expand")) * c["hidden_size"])
+    writer.add_ssm_conv_kernel(c.get("conv_kernel") or c["mamba_d_conv"])
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(c.get("state_size") or c["mamba_d_state"])
+    writer.add_ssm_time_step_rank(heads or c.get("time_step_rank") or c["mamba_dt_rank"])
+    if heads:
+        writer.add_ssm_group_count(c.get("n_groups") or c["mamba_n_groups"])
+
+
+def only_states(writer: gguf.GGUFWriter, c: Config) -> None:
+    """A model without attention and MLPs."""
+    states(writer, c)
+    for key in ("feed_forward_length", "attention.key_length", "attention.value_length"):  # head_dim is that of the states
+        writer.kv_data[0].pop(f"{writer.arch}.{key}", None)
+    writer.add_feed_forward_length(0)
+    writer.add_layer_norm_rms_eps(c["layer_norm_epsilon"])
+    if writer.arch == "mamba":
+        writer.add_ssm_dt_b_c_rms(c["model_type"] == "falcon_mamba")
+
+
+def heads_in_layers(writer: gguf.GGUFWriter, c: Config, layers: list[int]) -> None:
+    """Key-value heads in the given layers only, and states in the others."""
+    states(writer, c)
+    writer.kv_data[0].pop(f"{writer.arch}.attention.head_count_kv")
+    writer.add_head_count_kv([c["num_key_value_heads"] if i in layers else 0 for i in range(c["num_hidden_layers"])])
+
+
+def jamba(writer: gguf.GGUFWriter, c: Config) -> None:
+    heads_in_layers(writer, c, list(range(c["attn_layer_offset"], c["num_hidden_layers"], c["attn_layer_period"])))
+
+
+def falcon_h1(writer: gguf.GGUFWriter, c: Config) -> None:
+    states(writer, c)
+    size = c["hidden_size"] // c["num_attention_heads"]
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+
+
+def granite_hybrid(writer: gguf.GGUFWriter, c: Config) -> None:
+    granite(writer, c)
+    heads_in_layers(writer, c, [i for i, kind in enumerate(c["layer_types"]) if kind in ("attention", "full_attention")])
+    writer.add_rope_scaling_finetuned(c["position_embedding_type"] == "rope")
+    if c["num_local_experts"]:
+        writer.add_expert_shared_feed_forward_length(c["shared_intermediate_size"])
+    else:
+        writer.kv_data[0].pop("granitehybrid.feed_forward_length")
+        writer.kv_data[0].pop("granitehybrid.expert_used_count", None)
+        writer.add_feed_forward_length(c["shared_intermediate_size"])
+
+
 def chatglm(writer: gguf.GGUFWriter, c: Config) -> None:
     writer.add_layer_norm_rms_eps(c["layernorm_epsilon"])
     writer.add_rope_dimension_count(c["kv_channels"] // 2)
@@ -237,6 +292,12 @@ _OWN = {
     ),
     "deepseek3": partial(native, "DeepseekV3", **MLA, n_group=4, topk_group=2, rope_parameters=_DEEP_YARN),
     "qwen2moe": partial(native, "Qwen2Moe", **MOE, num_experts=6, shared_expert_intermediate_size=56),
+    "mamba2": partial(native, "Mamba2", **cases.MAMBA2 | {"time_step_limit": (0.0, float("inf"))}),
+    "granitehybrid": partial(native, "GraniteMoeHybrid", **cases.GRANITE_HYBRID | {"time_step_limit": (0.0, float("inf"))}),
+    "granitehybrid dense": partial(
+        native, "GraniteMoeHybrid", **cases.GRANITE_HYBRID | {"time_step_limit": (0.0, float("inf")), "num_local_experts": 0},
+        position_embedding_type="rope",
+    ),
     "seed_oss": partial(native, "SeedOss", **GROUPED, head_dim=12),
     "bloom": partial(native, "Bloom", vocab_size=101, hidden_size=48, n_layer=3, n_head=6, seq_length=256, bos_token_id=1, eos_token_id=2),
     "exaone4": partial(native, "Exaone4", **GROUPED, sliding_window=9, layer_types=_TYPES, head_dim=12),
@@ -286,6 +347,13 @@ GGUF_CASES: dict[str, Case] = {
     "granite": Case(CASES["GraniteForCausalLM", "plain"], "granite", _permuted, granite),
     "granitemoe": Case(CASES["GraniteMoeForCausalLM", "plain"], "granitemoe", gguf_writer.split_input_linear, granite),
     "minicpm": Case(CASES["MiniCPMForCausalLM", "plain"], "minicpm", _permuted, minicpm),
+    "mamba": Case(CASES["MambaForCausalLM", "plain"], "mamba", gguf_writer.state_tensors, only_states),
+    "falcon mamba": Case(CASES["FalconMambaForCausalLM", "plain"], "mamba", gguf_writer.state_tensors, only_states),
+    "mamba2": Case(_OWN["mamba2"], "mamba2", gguf_writer.state_tensors, only_states),
+    "jamba": Case(CASES["JambaForCausalLM", "plain"], "jamba", gguf_writer.jamba_tensors, jamba),
+    "falcon-h1": Case(CASES["FalconH1ForCausalLM", "plain"], "falcon-h1", gguf_writer.falcon_h1_tensors, falcon_h1),
+    "granitehybrid": Case(_OWN["granitehybrid"], "granitehybrid", gguf_writer.state_tensors, granite_hybrid),
+    "granitehybrid, dense": Case(_OWN["granitehybrid dense"], "granitehybrid", gguf_writer.state_tensors, granite_hybrid),
     "command-r": Case(CASES["CohereForCausalLM", "q/k norms"], "command-r", None, cohere),
     "cohere2": Case(_OWN["cohere2"], "cohere2", None, cohere),
     "chatglm": Case(CASES["ChatGLMModel", "chatglm3_32k"], "chatglm", None, chatglm),

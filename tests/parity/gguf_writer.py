@@ -60,9 +60,11 @@ def write_gguf(
 def write_metadata(writer: gguf.GGUFWriter, c: Config) -> None:
     """The keys that the converter writes for every model."""
     writer.add_block_count(first(c, "num_hidden_layers", "n_layer", "n_layers", "num_layers"))
-    writer.add_context_length(first(c, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"))
+    writer.add_context_length(
+        first(c, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", default=1 << 20)
+    )
     hidden = first(c, "hidden_size", "n_embd", "d_model")
-    heads = first(c, "num_attention_heads", "n_head", "n_heads")
+    heads = first(c, "num_attention_heads", "n_head", "n_heads", default=0)
     writer.add_embedding_length(hidden)
     writer.add_feed_forward_length(first(c, "intermediate_size", "n_inner", "ffn_hidden_size", default=4 * hidden))
     writer.add_head_count(heads)
@@ -166,6 +168,46 @@ def first(config: Config, *keys: str, default: Any = KeyError) -> Any:
     if default is KeyError:
         raise KeyError(keys)
     return default
+
+
+def state_tensors(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tensor]]:
+    """Blocks with states: decays instead of their logarithms, and shapes in which llama.cpp broadcasts them. Also `split_input_linear`."""
+    has_heads = "mamba_n_groups" in c or "n_groups" in c  # Mamba 2
+    if name.endswith("dt_bias"):
+        name = name.replace("dt_bias", "dt_proj.bias")
+    elif name.endswith("conv1d.weight"):
+        tensor = tensor.squeeze(1)
+    elif name.endswith(("A_log", ".D")):
+        tensor = -tensor.exp() if name.endswith("A_log") else tensor
+        tensor = tensor[:, None] if has_heads else tensor
+    elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        tensor = tensor.unflatten(0, (c.get("mamba_n_groups", c.get("n_groups")), -1))
+    if not c.get("num_local_experts") and "shared_mlp" in name:  # Granite 4 without experts
+        name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
+        for part, kind in zip(tensor.chunk(2), ("gate", "up"), strict=True) if "input_linear" in name else ((tensor, ""),):
+            yield name.replace("shared_mlp.input_linear", f"mlp.{kind}_proj"), part
+        return
+    yield from split_input_linear(name.replace("feed_forward.experts", "mlp.experts"), tensor, c)
+
+
+def jamba_tensors(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tensor]]:
+    """Jamba: `state_tensors`, without a permutation."""
+    yield from state_tensors(name, tensor, c) if "self_attn" not in name else ((name, tensor),)
+
+
+def falcon_h1_tensors(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tensor]]:
+    """Falcon-H1: `jamba_tensors`, and multipliers become a part of the weights."""
+    gate, down = c["mlp_multipliers"] or (1.0, 1.0)
+    inside, inner, bc = c["attention_in_multiplier"], c["mamba_d_ssm"], c["mamba_n_groups"] * c["mamba_d_state"]
+    parts = (inner, inner, bc, bc, c["mamba_n_heads"])
+    rows = torch.cat([torch.full((size,), factor) for size, factor in zip(parts, c["ssm_multipliers"], strict=True)])
+    factors: dict[str, Any] = {
+        "down_proj": down, "gate_proj": gate, "k_proj": c["key_multiplier"] * inside, "q_proj": inside, "v_proj": inside,
+        ".o_proj": c["attention_out_multiplier"], "out_proj": c["ssm_out_multiplier"], "in_proj": c["ssm_in_multiplier"] * rows[:, None],
+        "lm_head": c["lm_head_multiplier"], "embed_tokens": c["embedding_multiplier"],
+    }  # fmt: skip
+    factor = next((factor for part, factor in factors.items() if part in name), 1.0)
+    yield from jamba_tensors(name, tensor * factor, c)
 
 
 def permuted(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tensor]]:

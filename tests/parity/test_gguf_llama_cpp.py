@@ -13,8 +13,11 @@ from gguf_writer import write_gguf
 xllamacpp = pytest.importorskip("xllamacpp")
 
 # One architecture for each kind of conversion: permuted rows, divisors of frequencies, separated projections, experts, latent attention,
-# scales, windows, partial rotary embeddings. llama.cpp evaluates GELU from a table in float16, so models with it are left out.
-CASES = ("llama", "mixtral", "qwen3moe", "internlm2", "granitemoe", "cohere2", "chatglm", "olmo3", "deepseek3", "minimax-m2")
+# scales, windows, partial rotary embeddings, states. llama.cpp evaluates GELU from a table in float16, so models with it are left out.
+CASES = (
+    "llama", "mixtral", "qwen3moe", "internlm2", "granitemoe", "cohere2", "chatglm", "olmo3", "deepseek3", "minimax-m2", "mamba2", "jamba",
+    "falcon-h1",
+)  # fmt: skip
 TOLERANCE = 2e-5  # of log-probabilities in float32
 
 

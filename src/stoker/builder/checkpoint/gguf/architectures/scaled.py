@@ -18,7 +18,7 @@ from stoker.models.architecture import Transformed
 from stoker.models.tensor_transforms import flatten
 
 
-def _read_granite(m: Metadata) -> dict[str, Any]:
+def read_granite(m: Metadata) -> dict[str, Any]:
     """Granite 3. Without attention.scale, scores are divided by the root of the head size."""
     config = llama_config(m)
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -38,7 +38,7 @@ def _read_granite_moe(m: Metadata) -> dict[str, Any]:
     sizes = {"num_local_experts": experts["num_experts"], "num_experts_per_tok": experts["num_experts_per_tok"]}
     if shared is not None:
         sizes |= {"model_type": "granitemoeshared", "shared_intermediate_size": shared}
-    return _read_granite(m) | sizes | {"intermediate_size": experts["moe_intermediate_size"]}
+    return read_granite(m) | sizes | {"intermediate_size": experts["moe_intermediate_size"]}
 
 
 def _read_minicpm(m: Metadata) -> dict[str, Any]:
@@ -73,7 +73,7 @@ _PER_HEAD_NORMS = {
     "attention.k_norm": Transformed(("attn_k_norm",), flatten),
 }
 ARCHITECTURES = (
-    GGUFArchitecture(name="granite", model_types=("granite",), read_config=_read_granite, permuted=True),
+    GGUFArchitecture(name="granite", model_types=("granite",), read_config=read_granite, permuted=True),
     GGUFArchitecture(name="granitemoe", model_types=("granitemoe", "granitemoeshared"), read_config=_read_granite_moe, permuted=True),
     GGUFArchitecture(name="minicpm", model_types=("minicpm",), read_config=_read_minicpm, permuted=True),
     GGUFArchitecture(
