@@ -59,6 +59,8 @@ def test_every_argument_is_documented_and_in_the_signature() -> None:
         ("max_model_len", 4096, "build", "max_total_len", 4096),
         ("tensor_parallel_size", 2, "build", "tensor_parallel", 2),
         ("pipeline_parallel_size", 2, "build", "pipeline_parallel", 2),
+        ("data_parallel_size", 2, "build", "data_parallel", 2),
+        ("enable_expert_parallel", True, "build", "expert_parallel", True),
         ("dtype", "half", "build", "dtype", "float16"),
         ("dtype", "auto", "build", "dtype", None),
         ("dtype", "bfloat16", "build", "dtype", "bfloat16"),
@@ -91,7 +93,7 @@ def test_every_argument_of_vllm_is_accepted_or_refused_with_the_fix(name: str) -
             read_settings({name: "something"})
 
 
-@pytest.mark.parametrize("setting", [{"enable_lora": False}, {"cpu_offload_gb": 0}, {"load_format": "auto"}, {"data_parallel_size": 1}])
+@pytest.mark.parametrize("setting", [{"enable_lora": False}, {"cpu_offload_gb": 0}, {"load_format": "auto"}])
 def test_values_that_request_nothing_are_accepted(setting: dict[str, Any]) -> None:
     assert read_settings(setting) == read_settings({})
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stoker.base.config import RequestLimits
+from stoker.base.config import Mapping, RequestLimits
 from stoker.base.errors import ConfigError, EngineError
 from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource
 from stoker.deploy.devices import visible_gpus
@@ -165,6 +165,15 @@ def test_kv_fraction_and_ranks_default_to_the_gpus(tmp_path: Path, monkeypatch: 
     assert "serving.properties:2" in message
 
 
+def test_attention_dp_makes_the_ranks_data_parallel(tmp_path: Path) -> None:
+    ranks = "option.tensor_parallel_degree=4\noption.enable_attention_dp={}\n"
+    assert build(load(tmp_path, MODEL + ranks.format("true"))).mapping == Mapping(data_parallel=4, expert_parallel=True)
+    assert build(load(tmp_path, MODEL + ranks.format("false"))).mapping == Mapping(tensor_parallel=4)
+    single = load(tmp_path, MODEL + "option.tensor_parallel_degree=1\noption.enable_attention_dp=true\n")
+    assert build(single).mapping == Mapping() and "there is one rank" in [note.text for note in single.notes]
+    refuse(tmp_path, MODEL + ranks.format("true") + "option.data_parallel_size=2\n", "contradicts option.data_parallel_size=2")
+
+
 def test_model_folder_is_the_checkpoint_without_model_id(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert build(load(tmp_path, "engine=MPI\n")).checkpoint == str(tmp_path)
@@ -187,6 +196,8 @@ ACCEPTED = {
     "option.tensor_parallel_degree": ("2", "mapping.tensor_parallel", 2),
     "option.pipeline_parallel_degree": ("2", "mapping.pipeline_parallel", 2),
     "option.pipeline_parallel_size": ("2", "mapping.pipeline_parallel", 2),
+    "option.data_parallel_size": ("2", "mapping.data_parallel", 2),
+    "option.enable_expert_parallel": ("true", "mapping.expert_parallel", True),
     "option.rolling_batch": ("disable", "options.rolling_batch", False),
     "option.max_rolling_batch_size": ("64", "limits.max_batch_size", 64),
     "option.max_batch_size": ("64", "limits.max_batch_size", 64),
@@ -260,6 +271,7 @@ TOGETHER = {  # accepted only together with others; tested below
     "option.awq_calib_size",
     "option.awq_block_size",
     "option.calib_size",
+    "option.enable_attention_dp",
 }
 
 

@@ -131,6 +131,6 @@ def _is_built_with(name: str, value: Any, engine: Engine) -> bool:
             return canonical_recipe_name(value) == config.recipe.name
         case "kv_cache_dtype":
             return value in ("auto", str(engine.kv_dtype).removeprefix("torch."))
-        case "tensor_parallel" | "pipeline_parallel":
+        case "tensor_parallel" | "pipeline_parallel" | "data_parallel" | "expert_parallel":
             return bool(value == getattr(config.mapping, name))
     return name == "trust_remote_code"  # an engine contains no code of its checkpoint

@@ -31,6 +31,9 @@ class LLMSettings(RuntimeSettings, total=False):
         max_beam_width: Build: beams of a request.
         tensor_parallel_size: Build: number of devices that share each layer.
         pipeline_parallel_size: Build: number of devices over which the layers are distributed.
+        data_parallel_size: Build: number of devices with their own sequences and complete attention weights; requires
+            `enable_expert_parallel`. Several replicas of another model are several servers.
+        enable_expert_parallel: Build: whether each device has whole experts instead of a slice of every expert.
         trust_remote_code: Build: whether Python code of the checkpoint may run.
         revision: Branch, tag or commit of a hub id.
         seed: Seed of all requests without a seed of their own: the same calls give the same tokens. Default: random.
@@ -50,6 +53,8 @@ class LLMSettings(RuntimeSettings, total=False):
     max_beam_width: int | None
     tensor_parallel_size: int | None
     pipeline_parallel_size: int | None
+    data_parallel_size: int | None
+    enable_expert_parallel: bool | None
     trust_remote_code: bool | None
     revision: str | None
     seed: int | None
@@ -83,6 +88,8 @@ _BUILD_NAMES = {
     "max_model_len": "max_total_len",
     "tensor_parallel_size": "tensor_parallel",
     "pipeline_parallel_size": "pipeline_parallel",
+    "data_parallel_size": "data_parallel",
+    "enable_expert_parallel": "expert_parallel",
 }
 _DTYPES = {"auto": None, "half": "float16", "float": "float32"}
 _KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
@@ -91,7 +98,6 @@ _OF_VLLM: dict[str, tuple[tuple[Any, ...], str]] = {
     "gpu_memory_utilization": ((), "Set kv_cache_fraction, which is a fraction of the memory that weights and activations leave free."),
     "kv_cache_memory_bytes": ((), "Set kv_cache_tokens."),
     "block_size": ((), "Build the engine with --tokens-per-block."),
-    "enable_expert_parallel": ((False,), "Build the engine with --expert-parallel."),
     "swap_space": ((0,), "Preempted sequences are computed again, and need no memory of the host."),
     "cpu_offload_gb": ((0,), "Use a quantization or more devices."),
     "hf_token": ((), "Set the environment variable HF_TOKEN."),
@@ -131,7 +137,6 @@ _OF_VLLM: dict[str, tuple[tuple[Any, ...], str]] = {
     "config_format": (("auto", "hf"), "Use a checkpoint with a config.json."),
     "ignore_patterns": ((), "Files that a build does not need are not downloaded."),
     "max_context_len_to_capture": ((), "CUDA graphs do not depend on the length."),
-    "data_parallel_size": ((1,), "Start one server per replica."),
     "num_gpu_blocks_override": ((), "Set kv_cache_tokens."),
     "kv_transfer_config": ((), "KV blocks are not sent to other servers."),
     "calculate_kv_scales": ((False,), "Scales are calibrated when the engine is built."),

@@ -83,6 +83,8 @@ BUILD_HELP = {
     "max_beam_width": "For a checkpoint: maximum number of beams per request.",
     "tensor_parallel": "For a checkpoint: number of devices that each layer is split over.",
     "pipeline_parallel": "For a checkpoint: number of devices that the layers are distributed over.",
+    "data_parallel": "For a checkpoint: number of devices with their own sequences; requires --expert-parallel.",
+    "expert_parallel": "For a checkpoint: give each device whole experts instead of a slice of every expert.",
     "trust_remote_code": "For a checkpoint: allow Python code from it to run.",
 }
 TEMPLATE_SETTINGS = typer.Option("--set", help="A template variable or parameter as name:value; separate several with commas. Repeatable.")

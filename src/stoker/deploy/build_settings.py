@@ -39,6 +39,12 @@ class BuildSettings(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel: int | None = None
     """Stages of consecutive layers."""
 
+    data_parallel: int | None = None
+    """Ranks among which the sequences are distributed."""
+
+    expert_parallel: bool | None = None
+    """Distribute whole experts over the ranks."""
+
     trust_remote_code: bool | None = None
     """Allow Python code from the checkpoint to run."""
 

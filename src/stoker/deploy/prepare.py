@@ -204,7 +204,9 @@ def check_ranks(deployment: Deployment, engine: Path) -> None:
     from stoker.engine.reader import Engine
 
     required, built = deployment.source.mapping, Engine.open(engine).config.mapping
-    if isinstance(deployment.source, EngineSource) and required is not None and required.world_size != built.world_size:
+    if not isinstance(deployment.source, EngineSource) or required is None:
+        return
+    if required.world_size != built.world_size or (required.data_parallel > 1 and required.data_parallel != built.data_parallel):
         raise ConfigError(
             f"{deployment.path} requires {required}, and the engine {engine} was built for {built}.",
             cure="Make the two equal, or build the engine again.",

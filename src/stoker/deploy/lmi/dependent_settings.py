@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -83,17 +84,32 @@ def _check_rotary_scaling(settings: CollectedSettings) -> None:
 
 
 def _set_ranks(settings: CollectedSettings, gpus: int) -> None:
-    """Convert tensor_parallel_degree=max (0, the default) to visible GPUs ÷ pipeline degree, or to 1 without a GPU."""
-    pipeline = settings.get("mapping.pipeline_parallel", 1)
+    """Convert tensor_parallel_degree=max (0, the default) to visible GPUs ÷ the other degrees, or to 1 without a GPU."""
+    others = settings.get("mapping.pipeline_parallel", 1) * settings.get("mapping.data_parallel", 1)
     if settings.get("mapping.tensor_parallel", 0) == 0:
         present = settings.pop("mapping.tensor_parallel")
         origin, key = (present.origin, present.key) if present else (DEFAULT, "option.tensor_parallel_degree")
-        settings.set("mapping.tensor_parallel", max(1, gpus // pipeline), origin, key)
+        settings.set("mapping.tensor_parallel", max(1, gpus // others), origin, key)
     setting = settings.setting("mapping.tensor_parallel")
-    world_size = setting.value * pipeline
+    world_size = setting.value * others
     check_world(world_size, gpus, str(setting.origin), setting.key)
     if world_size > 1 and not gpus:
         settings.note(setting.key, f"no GPU is visible: {world_size} ranks share the CPU", setting.origin, "warning")
+    _set_attention_dp(settings)
+
+
+def _set_attention_dp(settings: CollectedSettings) -> None:
+    """Convert enable_attention_dp: the tensor-parallel ranks become data-parallel ones with expert parallelism."""
+    setting, ranks = settings.pop("attention_dp"), settings.setting("mapping.tensor_parallel")
+    if setting is None or not setting.value:
+        return
+    if ranks.value == 1:
+        settings.note(setting.key, "there is one rank", setting.origin)
+        return
+    settings.pop("mapping.tensor_parallel")
+    settings.set("mapping.tensor_parallel", 1, setting.origin, setting.key)
+    settings.set("mapping.data_parallel", ranks.value, setting.origin, setting.key)
+    settings.set("mapping.expert_parallel", True, setting.origin, setting.key)
 
 
 def _set_devices(settings: CollectedSettings, gpus: int) -> None:
@@ -105,7 +121,8 @@ def _set_devices(settings: CollectedSettings, gpus: int) -> None:
     if not all(part.isascii() and part.isdigit() and len(part) < 5 for part in parts):
         limit = "it must be device indices separated by ;, or *"
         raise invalid_value(setting.origin, setting.key, setting.value, limit, "Write 0;1, or *.")
-    world_size = settings.get("mapping.tensor_parallel", 1) * settings.get("mapping.pipeline_parallel", 1)
+    names = ("tensor_parallel", "pipeline_parallel", "data_parallel")
+    world_size = math.prod(settings.get(f"mapping.{name}", 1) for name in names)
     if len(parts) != world_size:
         limit = f"it names {len(parts)} devices for {world_size} ranks"
         cure = "Name one device per rank, or set option.tensor_parallel_degree."

@@ -110,7 +110,14 @@ _PARALLEL = (
     rejected("option.context_parallel_size", "a sequence is not split over devices", 1, type=_COUNT),
     rejected("option.moe_tensor_parallel_size", "experts are distributed like other weights", -1, 1, type=Whole(-1, 1024)),
     rejected("option.moe_expert_parallel_size", "experts are distributed like other weights", -1, 1, type=Whole(-1, 1024)),
-    rejected("option.enable_attention_dp", "attention is distributed by heads", False, type=_FLAG),
+    accepted(
+        "option.enable_attention_dp",
+        _FLAG,
+        "default false; mixtures of experts only. Each of the tensor_parallel_degree ranks has its own sequences and whole experts",
+        "attention_dp",
+    ),
+    accepted("option.data_parallel_size", Whole(1, 1024), "requires option.enable_expert_parallel", "mapping.data_parallel"),
+    accepted("option.enable_expert_parallel", _FLAG, "default false", "mapping.expert_parallel"),
     rejected(
         "option.auto_parallel",
         "the parallel mapping is configured, not searched",

@@ -78,6 +78,8 @@ def _properties(engine: EngineInfo, options: Environment[str, str]) -> bytes:
     lines = {"engine": "Python", "option.rolling_batch": "auto", "option.tensor_parallel_degree": str(mapping.tensor_parallel)}
     if mapping.pipeline_parallel > 1:
         lines["option.pipeline_parallel_degree"] = str(mapping.pipeline_parallel)
+    if mapping.data_parallel > 1:
+        lines |= {"option.data_parallel_size": str(mapping.data_parallel), "option.enable_expert_parallel": "true"}
     settings = CollectedSettings(TABLE)
     for key, value in options.items():
         settings.add(FoundValue(canonical_key(key), value, _SET, key))

@@ -55,7 +55,7 @@ def with_engine(deployment: Deployment, engine: Path) -> Deployment:
     """
     assert isinstance(deployment.source, BuildOptions)
     explicit = [s for s in deployment.settings if s.section == "build" and s.origin != DEFAULT]
-    ranks = [s for s in explicit if s.name in ("tensor_parallel", "pipeline_parallel")]
+    ranks = [s for s in explicit if s.name in ("tensor_parallel", "pipeline_parallel", "data_parallel", "expert_parallel")]
     limits = [s for s in explicit if s.name in LOWERED]
     built, dtype = _built_limits(engine), read_config(engine).get("dtype")
     as_built = {"dtype": dtype, "tokens_per_block": built.tokens_per_block}
