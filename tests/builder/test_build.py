@@ -253,6 +253,10 @@ def test_settings_that_cannot_be_built_are_refused(tmp_path: Path, llama: Path) 
         (BuildConfig(mapping=Mapping(pipeline_parallel=9)), "pipeline_parallel=9: the model has . layers"),
         (BuildConfig(mapping=Mapping(tensor_parallel=2, expert_parallel=True)), "no experts"),
         (BuildConfig(mapping=Mapping(expert_parallel=True)), "one rank has all experts"),
+        (BuildConfig(mapping=Mapping(data_parallel=2, expert_parallel=True)), "no experts"),
+        (BuildConfig(mapping=Mapping(data_parallel=2)), "data_parallel=2 is refused: .*Add expert_parallel"),
+        (BuildConfig(mapping=Mapping(data_parallel=2, tensor_parallel=4, expert_parallel=True)), "combined with tensor_parallel=4"),
+        (BuildConfig(mapping=Mapping(data_parallel=2, pipeline_parallel=2, expert_parallel=True)), "combined with pipeline_parallel=2"),
         (BuildConfig(limits=Limits(max_input_len=300)), "max_input_len=300.*256 positions"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -17,6 +17,7 @@ from stoker.base.errors import ConfigError, RankError
 from stoker.base.types import FinishReason, SamplingParams
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
+from stoker.builder.estimate import estimate
 from stoker.engine.reader import Engine
 from stoker.runtime.client import Cancel
 from stoker.runtime.executor import Executor
@@ -177,6 +178,10 @@ def test_a_rank_that_dies_ends_the_engine(engines: Callable[[str], Path]) -> Non
 
 def test_only_experts_are_divided(engines: Callable[[str], Path]) -> None:
     folder = engines("Mixtral")
+    config, single = Engine.open(folder / "dp").config, Engine.open(folder / "one").config
+    sizes, of_one = estimate(config), estimate(single)
+    assert sizes.files == {name: config.files[name].size for name in sizes.files} and len(sizes.files) == 3
+    assert sizes.kv_token == of_one.kv_token and sizes.activations > of_one.activations
     one = load_file(folder / "one" / "rank0.safetensors")
     ranks = [load_file(folder / "dp" / f"rank{rank}.safetensors") for rank in range(3)]
     for name, tensor in one.items():
