@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.checkpoint import open_checkpoint
 from stoker.builder.tokenizers.chatglm_6b import MAX_SPACES
+from stoker.builder.tokenizers.merges import divisions
 from stoker.builder.tokenizers.probe_texts import PROBE_TEXTS
 from stoker.builder.tokenizers.split_patterns import ONE_DIGIT, THREE_DIGITS
 from stoker.builder.tokenizers.tiktoken import read_ranks
@@ -247,3 +248,27 @@ def test_damaged_ranks_are_refused(tmp_path: Path, change: Callable[[list[bytes]
     file.write_bytes(b"\n".join(change(file.read_bytes().splitlines())))
     with pytest.raises(CheckpointError, match=message):
         read_ranks(file)
+
+
+def test_merges_are_all_divisions_into_two_tokens() -> None:
+    random_words = random.Random(5)
+    tokens = ["a", "b", *("".join(random_words.choices("ab", k=random_words.randint(2, 9))) for _ in range(300))]
+    vocabulary = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
+    expected = [
+        (token, token[:cut], token[cut:])
+        for token in vocabulary
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    ]
+    assert list(divisions(vocabulary)) == expected
+
+
+def test_the_time_of_merges_is_bounded() -> None:
+    """One long token costs little; many of different lengths would take hours, and are refused before any is compared."""
+    rest = "b" * 4000
+    assert list(divisions({"a": 0, rest: 1, "a" + rest: 2})) == [("a" + rest, "a", rest)]
+    hostile = {letter * size: 0 for size in range(1, 4097) for letter in "abcd"}
+    with pytest.raises(CheckpointError, match=r"16384 tokens of the vocabulary are too long \(at most 4096 characters"):
+        next(divisions(hostile))
+    with pytest.raises(CheckpointError, match="a token of the vocabulary has 5000 characters"):
+        next(divisions({b"x" * 5000: 0}))

@@ -10,10 +10,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
 from stoker.builder.tokenizers.check_splits import check_splits
+from stoker.builder.tokenizers.merges import divisions
 
 UNIGRAM, BPE = 1, 2  # TrainerSpec.model_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # ModelProto.SentencePiece.type
-MAX_TOKEN_LENGTH = 4096  # characters
 # Classes that put the begin token first unless tokenizer_config.json sets add_bos_token.
 _BOS_BY_DEFAULT = (
     "LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "BaiChuanTokenizer", "BaichuanTokenizer", "InternLMTokenizer",
@@ -95,19 +95,9 @@ def prepend_bos(tokenizer: Tokenizer, token: str, token_id: int) -> None:
 def _derive_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """The merges of a sentencepiece BPE vocabulary, best score first, derived as Hugging Face's converter does.
 
-    Every division of a piece into two other pieces is a merge. Raises CheckpointError for a token of more than MAX_TOKEN_LENGTH characters,
-    because the time is quadratic in this length.
+    Every division of a piece into two other pieces is a merge.
     """
-    longest = max(vocab, key=len, default="")
-    if len(longest) > MAX_TOKEN_LENGTH:
-        problem = f"a token of the vocabulary has {len(longest)} characters ({longest[:20]!r}...)"
-        raise CheckpointError(f"{problem}.", cure=f"At most {MAX_TOKEN_LENGTH} are supported. Name another tokenizer with --tokenizer.")
-    ranked: list[tuple[float, int, int, tuple[str, str]]] = []
-    for piece, i in vocab.items():
-        for cut in range(1, len(piece)):
-            left, right = vocab.get(piece[:cut]), vocab.get(piece[cut:])
-            if left is not None and right is not None:
-                ranked.append((-scores[i], left, right, (piece[:cut], piece[cut:])))
+    ranked = [(-scores[vocab[piece]], vocab[left], vocab[right], (left, right)) for piece, left, right in divisions(vocab)]
     return [pair for *_, pair in sorted(ranked)]
 
 

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
 from stoker.builder.tokenizers.check_splits import check_splits
+from stoker.builder.tokenizers.merges import divisions
 
 
 def convert_tiktoken(file: Path, pattern: str, special: Sequence[str], *, nfc: bool = False) -> Tokenizer:
@@ -57,12 +58,7 @@ def read_ranks(file: Path) -> dict[bytes, int]:
 
 def _derive_merges(ranks: dict[bytes, int], spelled: dict[bytes, str]) -> list[tuple[str, str]]:
     """All divisions of a token into two tokens, in the order of ranks, as Hugging Face's converter derives merges."""
-    ranked = []
-    for token, rank in ranks.items():
-        for cut in range(1, len(token)):
-            left, right = ranks.get(token[:cut]), ranks.get(token[cut:])
-            if left is not None and right is not None:
-                ranked.append((rank, left, right, (spelled[token[:cut]], spelled[token[cut:]])))
+    ranked = [(ranks[token], ranks[left], ranks[right], (spelled[left], spelled[right])) for token, left, right in divisions(ranks)]
     return [pair for *_, pair in sorted(ranked)]
 
 
