@@ -18,6 +18,7 @@ from test_transfers import prompt
 
 from stoker.base.types import FinishReason
 from stoker.runtime.transfer.imports import Imports
+from stoker.runtime.transfer.nixl_agent import NixlAgent
 from stoker.runtime.transfer.pages import RankPages
 from stoker.runtime.transfer.progress import StepProgress
 from stoker.runtime.transfer.rank_server import RankServer, listen
@@ -161,6 +162,33 @@ def test_blocks_of_a_failed_import_are_released_after_every_rank_has_answered(
     server.close()
     if not answers:
         kv_cache.release_blocks(targets.blocks)
+
+
+def test_blocks_are_not_reused_while_a_copy_that_cannot_be_aborted_may_write_to_them(
+    tiny_engine: Path, pair: type[Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request is answered at once; the blocks are free when the copy has ended."""
+    pytest.importorskip("nixl")
+    both = pair(tiny_engine, transfer_backend="nixl", transfer_timeout_s=0.5)
+    imports, kv_cache = imports_of(both), both.decode.executor.scheduler.kv_cache
+    state, release, ended = NixlAgent.state, NixlAgent.release, threading.Event()
+
+    def release_ended(self: NixlAgent, handle: Any) -> None:
+        if not ended.is_set():
+            raise RuntimeError("the transfer is in progress")
+        release(self, handle)
+
+    monkeypatch.setattr(NixlAgent, "state", lambda self, handle: state(self, handle) if ended.is_set() else "PROC")
+    monkeypatch.setattr(NixlAgent, "release", release_ended)
+    wanted = request(prompt(60, 60))
+    _, decoded = both.submit(wanted)
+    run(both.sides, lambda: both.decode.has_answered(decoded) and not both.decode.executor.is_busy)
+    assert both.decode.stats.num_failed_imports == 1
+    assert kv_cache.pool.num_free == kv_cache.pool.num_blocks - 3 and imports._rank.nixl is not None and imports._rank.nixl.may_write
+    ended.set()
+    run(both.sides, lambda: kv_cache.pool.num_free == kv_cache.pool.num_blocks)
+    assert not imports._rank.nixl.may_write
+    assert both.decode.answer(decoded) == pair(tiny_engine).prefill.generate(wanted)
 
 
 def test_an_import_after_a_cached_prefix_that_is_not_valid_any_more_has_failed(

@@ -55,9 +55,14 @@ class HeldPrompts:
         self._kv_cache.release_blocks([*targets.prefix, *targets.blocks])
 
     def abandon(self, key: Hashable, targets: ImportTargets) -> None:
-        """The targets may be written at any time: their references are never released, so that no one else uses them."""
+        """The targets may be written at any time: their references are not released, so that no one else uses them."""
         del self._growth[key]
         self._kv_cache.release_blocks(targets.prefix)
+
+    def reclaim(self, targets: ImportTargets) -> None:
+        """Abandoned targets are not written any more. They are zeroed before they are used."""
+        self._kv_cache.poison(targets.blocks)
+        self._kv_cache.release_blocks(targets.blocks)
 
     def hold(self, key: Hashable, root: PrefixRoot, token_ids: Seq[int], targets: ImportTargets) -> bool:
         """The targets have their contents: add them to the prefix index, and hold all blocks of the prompt.

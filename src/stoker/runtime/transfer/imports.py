@@ -61,6 +61,10 @@ class UnansweredError(LinkError):
     """A rank of this engine has not answered, and may write to the targets at any time."""
 
 
+class UnabortedError(UnansweredError):
+    """A copy of this rank could not be aborted, and writes to the targets until its agent reports that it has ended."""
+
+
 class Import:
     """A prompt that is read. `result` is set when its sequences can be queued."""
 
@@ -78,6 +82,7 @@ class Import:
         self.num_bytes = 0
         self.failure = ""
         self.may_be_written = False  # a rank may still write to the targets of a failed import
+        self.ends_here = False  # only this rank may
 
     def check(self) -> None:
         """Raise CancelledError if the request has ended."""
@@ -95,6 +100,7 @@ class Imports:
         self.held = HeldPrompts(kv_cache)
         self._imports: list[Import] = []
         self._ended: queue.SimpleQueue[Import] = queue.SimpleQueue()
+        self._unaborted: list[ImportTargets] = []  # of failed imports, to which copies of this rank may still write
         self.num_completed = 0
         self.num_failed = 0
         self.num_cancelled = 0
@@ -125,9 +131,13 @@ class Imports:
         return each.result
 
     def end_read(self) -> None:
-        """End the imports that are complete or have failed."""
+        """End the imports that are complete or have failed, and release blocks to which no copy writes any more."""
         while not self._ended.empty():
             self._end(self._ended.get())
+        if self._unaborted and self._rank.nixl is not None and not self._rank.nixl.may_write:
+            for targets in self._unaborted:
+                self.held.reclaim(targets)
+            self._unaborted.clear()
 
     def allocate(self) -> None:
         """Allocate blocks for imports that need them, in order. All poisoned free blocks were passed to the runner to be zeroed."""
@@ -152,7 +162,10 @@ class Imports:
         key = each.ticket.transfer_id  # not the id of the request, which a client can repeat after it has cancelled the first one
         self.num_bytes += each.num_bytes
         self.time_s += time.monotonic() - each.started
-        if each.targets is not None and each.may_be_written:
+        if each.targets is not None and each.ends_here:
+            self.held.abandon(key, each.targets)
+            self._unaborted.append(each.targets)
+        elif each.targets is not None and each.may_be_written:
             log.error("%d blocks are not used any more, because a rank that has not answered may write to them", len(each.targets.blocks))
             self.held.abandon(key, each.targets)
         elif each.targets is not None and each.failure:
@@ -197,6 +210,7 @@ class Imports:
                 link.close()
         except LinkError as error:
             each.failure, each.may_be_written = str(error), isinstance(error, UnansweredError)
+            each.ends_here = isinstance(error, UnabortedError)
         except Exception as error:
             log.exception("the transfer %s failed", each.ticket.transfer_id)
             each.failure = repr(error)
@@ -296,6 +310,8 @@ class _RankGroup:
         if unanswered is not None:
             raise UnansweredError(f"was not read: a rank of this engine {unanswered}") from failure
         if failure is not None:
+            if not self._puller.close():
+                raise UnabortedError("was not read, and a copy of it could not be aborted") from failure
             raise failure
         return num_bytes
 

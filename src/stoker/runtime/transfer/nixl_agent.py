@@ -45,6 +45,7 @@ class NixlAgent:
         self.caches = caches
         self.device = torch.cuda.current_device() if device.type == "cuda" else -1
         self._lock = threading.Lock()
+        self._unended: list[Any] = []  # transfers that could not be aborted, and may still write
         self._agent: Any = nixl_agent(f"stoker-{uuid.uuid4().hex}", nixl_agent_config(backends=["UCX"]))
         self.pages = [
             (cache.keys.data_ptr(), cache.values.data_ptr() if cache.values is not None else 0) for cache in caches
@@ -92,6 +93,35 @@ class NixlAgent:
         """Forget a transfer. One that is not complete is aborted first."""
         with self._lock:
             self._agent.release_xfer_handle(handle)
+
+    def abort(self, handle: Any) -> bool:
+        """Abort a transfer that is not complete. False if that is not possible: then it may write until `may_write` is false."""
+        try:
+            self.release(handle)
+        except Exception as error:
+            log.warning("a NIXL transfer could not be aborted: %s", error)
+            self._unended.append(handle)
+            return False
+        return True
+
+    @property
+    def may_write(self) -> bool:
+        """Whether a transfer that could not be aborted has not ended. One that has failed has ended if it can be released."""
+        self._unended = [handle for handle in self._unended if not self._has_ended(handle)]
+        return bool(self._unended)
+
+    def _has_ended(self, handle: Any) -> bool:
+        """Whether a transfer writes no more; it is then released if possible."""
+        is_done = False
+        try:
+            is_done = (state := self.state(handle)) == "DONE"
+            if state == "PROC":
+                return False
+            self.release(handle)
+        except Exception as error:
+            log.debug("the state of a NIXL transfer: %s", error)
+            return is_done
+        return True
 
     def forget(self, name: str) -> None:
         """Disconnect from another agent."""
@@ -145,18 +175,17 @@ class NixlReader:
             else:
                 time.sleep(POLL_S)
 
-    def close(self) -> None:
-        """Abort copies that are not complete, and disconnect."""
-        for handle in self._handles:
-            try:
-                self._agent.release(handle)
-            except Exception as error:
-                log.warning("a NIXL transfer could not be aborted: %s", error)
+    def close(self) -> bool:
+        """Abort copies that are not complete, and disconnect. False if one of them may still write: the agent then has it."""
+        aborted = [self._agent.abort(handle) for handle in self._handles]
         self._handles.clear()
+        if not all(aborted):
+            return False
         try:
             self._agent.forget(self._name)
         except Exception as error:
             log.debug("a NIXL agent could not be forgotten: %s", error)
+        return True
 
 
 @functools.cache

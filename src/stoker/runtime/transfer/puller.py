@@ -69,12 +69,13 @@ class Puller:
             num_bytes += self._pull_part(pull.step, pull.first_block + start, blocks[part], targets[part])
         return num_bytes
 
-    def close(self) -> None:
-        """Close the connections."""
-        for reader in self._readers.values():
-            reader.close()
+    def close(self) -> bool:
+        """Abort reads that are not complete, and close the connections. False if a copy could not be aborted and may still write."""
+        ended = [reader.close() for reader in self._readers.values()]
+        self._readers.clear()
         for link in self._links.values():
             link.close()
+        return all(ended)
 
     def _pull_part(self, step: int, first_block: int, blocks: list[int], targets: list[int]) -> int:
         """`pull` for blocks whose layers fit into one frame each."""

@@ -143,9 +143,9 @@ class RankServer:
             log.exception("a KV transfer of %s failed", host)
             failure = repr(error)
         finally:
-            if puller is not None:
-                puller.close()  # before the answer, because it aborts copies that are not complete
-            if failure is not None:
+            # Before the answer, because it aborts copies that are not complete. Without an answer, the leader does not reuse the blocks.
+            has_ended = puller is None or puller.close()
+            if failure is not None and has_ended:
                 send_failure(link, failure)
             with self._lock:
                 self._links.discard(link)
