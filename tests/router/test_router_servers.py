@@ -7,14 +7,17 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import tiny
+import tritonclient.grpc.aio as triton
 from live_http import live_app
+from tritonclient.utils import InferenceServerException
 
 from stoker.base import env
 from stoker.base.config import Limits
@@ -23,6 +26,7 @@ from stoker.builder.config import BuildConfig
 from stoker.router.core.prefix import token_prefix
 from stoker.router.core.settings import RoutingSettings
 from stoker.router.proxy.application import RouterApplication
+from stoker.router.proxy.grpc import make_grpc_server
 from stoker.router.settings import RouterSettings
 from stoker.runtime.transfer.ticket import make_tickets
 from stoker.server.protocols.kserve.model_config import TritonOptions
@@ -36,7 +40,7 @@ from stoker.server.processes.supervisor import serve
 from stoker.server.settings import ServerSettings
 runtime = RuntimeConfig(device="cpu", kv_cache_tokens=2048, num_threads=1, kv_events="tcp://127.0.0.1:*", kv_events_replay="tcp://127.0.0.1:*",
     transfer="127.0.0.1:0", transfer_backend="tcp")
-serve(sys.argv[1], runtime, ServerSettings(http_port=0, model_name="tiny"), lambda line: print(line, flush=True))
+serve(sys.argv[1], runtime, ServerSettings(http_port=0, grpc_port=0, model_name="tiny"), lambda line: print(line, flush=True))
 """
 SECRET = "a shared secret of these tests"
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
@@ -171,6 +175,55 @@ async def test_one_server_computes_prompts_and_another_one_answers(
         forged = make_tickets("127.0.0.1", 9, b"another key")[1]
         refused = await client.post(f"{servers[0]}/v1/completions", json={"prompt": "a"}, headers={"x-stoker-transfer": forged})
         assert refused.status_code == 400 and "signature" in refused.text
+
+
+async def test_prompts_of_grpc_calls_are_computed_by_another_server(
+    servers: list[str], engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call and a stream. Their answers equal those of one server, and a client cannot choose a transfer."""
+    monkeypatch.setenv("STOKER_CLUSTER_TOKEN", SECRET)
+    disaggregated = RoutingSettings(disaggregate_tokens=64)
+    settings = RouterSettings(replicas=tuple(servers), tokenizer=str(engine), tokenize_timeout_s=30.0, routing=disaggregated)
+    router = RouterApplication(settings)
+    await router.open()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(router.close)
+        server, proxy = make_grpc_server(router, "127.0.0.1:0")
+        await server.start()
+        stack.push_async_callback(proxy.close)
+        stack.push_async_callback(server.stop, 0)
+        client = await stack.enter_async_context(triton.InferenceServerClient(f"127.0.0.1:{server.port}"))
+        http = await stack.enter_async_context(httpx.AsyncClient(timeout=60))
+        before = [await metrics_of(http, url) for url in servers]
+        called = await client.infer("ensemble", inputs("A prompt of two servers and gRPC. " * 4), headers={"x-stoker-transfer": "forged"})
+        texts = [called.as_numpy("text_output").reshape(-1)[0].decode()]
+
+        async def requests() -> AsyncIterator[dict[str, Any]]:
+            yield {"model_name": "ensemble", "inputs": inputs("A stream of two servers and gRPC. " * 4)}
+
+        async for result, error in client.stream_infer(requests()):
+            assert error is None
+            texts.append(result.as_numpy("text_output").reshape(-1)[0].decode())
+        after = [await metrics_of(http, url) for url in servers]
+        for name, count in (("imports", 2), ("exports", 2), ("failed_imports", 0), ("failed_exports", 0)):
+            metric = f"stoker_kv_{name}_total"
+            assert sum(new[metric] - old[metric] for old, new in zip(before, after, strict=True)) == count, name
+        prompts = ["A prompt of two servers and gRPC. " * 4, "A stream of two servers and gRPC. " * 4]
+        bodies = [{"text_input": text, "max_tokens": 8} for text in prompts]
+        alone = [(await http.post(f"{servers[0]}/v2/models/ensemble/generate", json=body)).json()["text_output"] for body in bodies]
+        assert texts == alone
+        report = (await http.get(f"{servers[0]}/health/replica")).json()
+        direct = await stack.enter_async_context(triton.InferenceServerClient(f"127.0.0.1:{report['grpc_port']}"))
+        with pytest.raises(InferenceServerException, match="signature"):
+            await direct.infer("ensemble", inputs("a"), headers={"x-stoker-transfer": "forged"})
+
+
+def inputs(text: str) -> list[Any]:
+    values = [("text_input", np.array([[text.encode()]], dtype=object), "BYTES"), ("max_tokens", np.array([[8]], dtype=np.int32), "INT32")]
+    made = [triton.InferInput(name, list(value.shape), dtype) for name, value, dtype in values]
+    for tensor, (_, value, _) in zip(made, values, strict=True):
+        tensor.set_data_from_numpy(value)
+    return made
 
 
 async def metrics_of(client: httpx.AsyncClient, url: str) -> dict[str, float]:

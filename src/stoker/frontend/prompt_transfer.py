@@ -21,9 +21,10 @@ from stoker.runtime.transfer.ticket import Ticket
 
 
 class PromptTransfer:
-    """The ticket of one HTTP request. `computed`: the number of prompt tokens, once an export has computed them."""
+    """The ticket of one request. `computed`: the number of prompt tokens, once an export has computed them."""
 
     def __init__(self, ticket: Ticket) -> None:
+        self.is_export = ticket.purpose == "export"
         self.ticket: Ticket | None = ticket
         self.computed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 

@@ -25,6 +25,7 @@ from stoker.router.proxy.forwarded import Forwarded
 from stoker.router.proxy.health import HealthChecker
 from stoker.router.proxy.metrics import RouterMetrics
 from stoker.router.proxy.owners import Owners
+from stoker.router.proxy.prefills import Prefills
 from stoker.router.proxy.upstream import UpstreamClient
 from stoker.router.settings import RouterSettings
 from stoker.server.http.request_context import PLAIN, RequestContext
@@ -65,7 +66,8 @@ class RouterApplication:
         self.checker = HealthChecker(self.router, self.settings, self._session)
         owners = Owners(self.router, client)
         self._owners = owners
-        self._forwarder = Forwarder(self.router, client, self.checker, self._formats, self.metrics, owners)
+        self.prefills = Prefills(self.router, self.metrics, self.checker)
+        self._forwarder = Forwarder(self.router, client, self.checker, self._formats, self.metrics, owners, self.prefills)
         self._ticking = asyncio.create_task(self._tick())
         replicas = [self.router.fleet.add(url) for url in self.settings.replicas]
         await asyncio.gather(*map(self.checker.check, replicas))

@@ -19,7 +19,7 @@ from stoker.router.proxy.forwarded import Forwarded
 from stoker.router.proxy.health import HealthChecker
 from stoker.router.proxy.metrics import RouterMetrics
 from stoker.router.proxy.owners import Owners
-from stoker.router.proxy.prefills import Prefills
+from stoker.router.proxy.prefills import Prefills, Send
 from stoker.router.proxy.upstream import Upstream, UpstreamClient
 
 log = get_logger(__name__)
@@ -38,11 +38,17 @@ class Forwarder:
     """Forwards requests to the replicas of a router."""
 
     def __init__(
-        self, router: Router, client: UpstreamClient, checker: HealthChecker, formats: Formats, metrics: RouterMetrics, owners: Owners
+        self,
+        router: Router,
+        client: UpstreamClient,
+        checker: HealthChecker,
+        formats: Formats,
+        metrics: RouterMetrics,
+        owners: Owners,
+        prefills: Prefills,
     ) -> None:
         self._router, self._client, self._checker = router, client, checker
-        self._formats, self._metrics, self._owners = formats, metrics, owners
-        self._prefills = Prefills(router, client, metrics, checker)
+        self._formats, self._metrics, self._owners, self._prefills = formats, metrics, owners, prefills
 
     async def forward(self, forwarded: Forwarded, *, only: Replica | None = None, repeatable: bool = True) -> None:
         """Forward a request and its response. It goes to the replica `only` if that is given.
@@ -68,7 +74,8 @@ class Forwarder:
             forwarded.replica, forwarded.num_cached = lease.replica, lease.num_cached
             forwarded.num_attempts += 1
             tried.append(lease.replica)
-            prefill = self._prefills.begin(forwarded, lease) if only is None else None
+            prefill = self._prefills.begin(forwarded.route, lease, self._prompt_sender(forwarded)) if only is None else None
+            forwarded.prefill = prefill.replica if prefill is not None else None
             try:
                 ticket = prefill.ticket if prefill is not None else ""
                 upstream = await self._client.send(lease.replica, forwarded.http, forwarded.target, forwarded.body, ticket)
@@ -96,6 +103,20 @@ class Forwarder:
                 return
             await self._pass_on(forwarded, lease, upstream)
             return
+
+    def _prompt_sender(self, forwarded: Forwarded) -> Send:
+        """The function that lets a replica compute the prompt of a request."""
+
+        async def send(replica: Replica, ticket: str) -> str:
+            """Send the request with a ticket."""
+            try:
+                upstream = await self._client.send(replica, forwarded.http, forwarded.target, forwarded.body, ticket)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise ConnectionError(_reason(error)) from None
+            upstream.close()
+            return "" if upstream.status == 200 else f"status {upstream.status} {upstream.first[:200].decode(errors='replace')}"
+
+        return send
 
     async def _acquire(self, route: Route, tried: list[Replica], only: Replica | None, *, wait_for_available: bool) -> Lease:
         """A lease of the chosen replica, or of `only`."""

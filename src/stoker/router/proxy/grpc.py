@@ -20,11 +20,15 @@ from stoker.router.core.replica import Replica
 from stoker.router.core.router import Lease
 from stoker.router.proxy import prompts
 from stoker.router.proxy.application import RouterApplication
+from stoker.router.proxy.grpc_requests import RepeatableRequests
+from stoker.router.proxy.prefills import Prefill
+from stoker.runtime.transfer.ticket import HEADER
 from stoker.server.errors import describe
 from stoker.server.protocols.kserve.errors import client_message, grpc_code
 from stoker.server.protocols.kserve.grpc.authentication import KeyInterceptor
 from stoker.server.protocols.kserve.grpc.server import MAX_MESSAGE, SERVICE, bind_grpc
 
+TICKET = HEADER.decode()
 MAX_REPEATED_BYTES = 4 << 20  # requests of one stream that are repeated on another replica
 BROADCAST = (
     "RepositoryModelLoad", "RepositoryModelUnload", "LogSettings", "TraceSetting", "SystemSharedMemoryRegister",
@@ -82,8 +86,10 @@ class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no 
         while True:
             lease = await self._acquire(route, tried)
             tried.append(lease.replica)
+            prefill = self._begin_prefill(route, lease, data, context)
             try:
-                response: bytes = await self._call(lease.replica, name)(data, metadata=self._metadata(context), timeout=_timeout(context))
+                metadata = self._metadata(context, prefill)
+                response: bytes = await self._call(lease.replica, name)(data, metadata=metadata, timeout=_timeout(context))
             except grpc.aio.AioRpcError as error:
                 if not self._has_failed(lease, error) or len(tried) > self._router.settings.max_retries:
                     raise
@@ -93,6 +99,9 @@ class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no 
             else:
                 lease.succeed()
                 return response
+            finally:
+                if prefill is not None:
+                    prefill.end()
 
     async def _to_all(self, name: str, data: bytes, context: Any) -> bytes:
         """Send a call to all available replicas. The first error is raised; otherwise the last response is returned."""
@@ -106,7 +115,7 @@ class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no 
 
     async def stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """Forward a stream. Its first request chooses the replica of all; they are repeated if that fails before it has responded."""
-        sent = _Requests(requests, MAX_REPEATED_BYTES)
+        sent = RepeatableRequests(requests, MAX_REPEATED_BYTES)
         tried: list[Replica] = []
         try:
             if (first := await sent.first()) is None:
@@ -116,8 +125,10 @@ class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no 
                 lease = await self._acquire(route, tried)
                 tried.append(lease.replica)
                 started = False
+                prefill = self._begin_prefill(route, lease, first, context)
                 try:
-                    call = self._stream_call(lease.replica)(sent.again(), metadata=self._metadata(context), timeout=_timeout(context))
+                    metadata = self._metadata(context, prefill)
+                    call = self._stream_call(lease.replica)(sent.again(), metadata=metadata, timeout=_timeout(context))
                     async for response in call:
                         if not started:
                             lease.start_decode()
@@ -135,10 +146,35 @@ class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no 
                 except BaseException:
                     lease.cancel()
                     raise
+                finally:
+                    if prefill is not None:
+                        prefill.end()
         except StokerError as error:
             await context.abort(getattr(grpc.StatusCode, grpc_code(describe(error).status)), client_message(error))
         finally:
             sent.close()
+
+    def _begin_prefill(self, route: Route, lease: Lease, data: bytes, context: Any) -> Prefill | None:
+        """Let another replica compute the prompt of a request, if that is better. It gets a stream, and does not respond."""
+
+        async def send(replica: Replica, ticket: str) -> str:
+            """Send the request with a ticket."""
+
+            async def requests() -> AsyncIterator[bytes]:
+                """The only request of the stream."""
+                yield data
+
+            metadata = [*self._metadata(context), (TICKET, ticket)]
+            try:
+                async for _ in self._stream_call(replica)(requests(), metadata=metadata, timeout=_timeout(context)):
+                    return "it has answered the request"
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNAVAILABLE:
+                    raise ConnectionError(error.details()) from None
+                return f"{error.code().name} {error.details()}"
+            return ""
+
+        return self._application.prefills.begin(route, lease, send, lambda replica: self._address(replica) is not None)
 
     async def _acquire(self, route: Route, tried: list[Replica]) -> Lease:
         """A lease of a replica with a gRPC port. Raises UnavailableError if the chosen one has none."""
@@ -217,74 +253,17 @@ class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no 
         host = urlsplit(replica.name).hostname or ""
         return f"[{host}]:{report.grpc_port}" if ":" in host else f"{host}:{report.grpc_port}"
 
-    def _metadata(self, context: Any) -> list[tuple[str, str]]:
-        """The client's metadata. If the router has its own keys, with the key of the replicas."""
+    def _metadata(self, context: Any, prefill: Prefill | None = None) -> list[tuple[str, str]]:
+        """The client's metadata, with the ticket of `prefill`. If the router has its own keys, with the key of the replicas."""
         settings = self._application.settings
-        metadata = [(key, value) for key, value in context.invocation_metadata() if not key.startswith(("grpc-", ":", "user-agent"))]
+        dropped = ("grpc-", ":", "user-agent", TICKET)
+        metadata = [(key, value) for key, value in context.invocation_metadata() if not key.startswith(dropped)]
+        if prefill is not None:
+            metadata.append((TICKET, prefill.ticket))
         if settings.api_keys and settings.replica_api_key:
             metadata = [pair for pair in metadata if pair[0] not in ("authorization", "x-api-key")]
             metadata.append(("authorization", f"Bearer {settings.replica_api_key}"))
         return metadata
-
-
-class _Requests:
-    """The requests of a stream. They are read once from the client, and can be sent several times."""
-
-    def __init__(self, requests: AsyncIterator[bytes], max_bytes: int) -> None:
-        self._read: list[bytes] = []  # from the first one on, while `is_complete`
-        self._num_dropped = 0
-        self._size, self._max_bytes = 0, max_bytes
-        self._ended = False
-        self._changed = asyncio.Condition()
-        self._task = asyncio.create_task(self._fill(requests))
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all requests are still in memory."""
-        return not self._num_dropped
-
-    async def first(self) -> bytes | None:
-        """The first request, or None if the client sends none."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._read or self._ended)
-        return self._read[0] if self._read else None
-
-    async def again(self) -> AsyncIterator[bytes]:
-        """All requests from the first one on, until the client sends no more."""
-        position = 0
-        while True:
-            async with self._changed:
-                while not self._ended and self._num_dropped + len(self._read) <= position:
-                    await self._changed.wait()
-            if self._num_dropped + len(self._read) <= position:
-                return
-            request = self._read[position - self._num_dropped]
-            position += 1
-            self._drop_before(position)
-            yield request
-
-    def close(self) -> None:
-        """Read no more."""
-        self._task.cancel()
-
-    def _drop_before(self, position: int) -> None:
-        """Forget requests that were sent, if all together are too large to be repeated."""
-        while self._size > self._max_bytes and self._num_dropped < position:
-            self._size -= len(self._read.pop(0))
-            self._num_dropped += 1
-
-    async def _fill(self, requests: AsyncIterator[bytes]) -> None:
-        """Read the requests of the client until it sends no more."""
-        try:
-            async for request in requests:
-                async with self._changed:
-                    self._read.append(request)
-                    self._size += len(request)
-                    self._changed.notify_all()
-        finally:
-            async with self._changed:
-                self._ended = True
-                self._changed.notify_all()
 
 
 def make_grpc_server(application: RouterApplication, address: str) -> tuple[Any, GrpcProxy]:

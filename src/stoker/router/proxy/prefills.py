@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
-
 from stoker.base.logging import get_logger
-from stoker.router.core.policy import Decision
+from stoker.router.core.policy import Decision, Route
 from stoker.router.core.replica import Replica
 from stoker.router.core.router import Lease, Router
-from stoker.router.proxy.forwarded import Forwarded
 from stoker.router.proxy.health import HealthChecker
 from stoker.router.proxy.metrics import RouterMetrics
-from stoker.router.proxy.upstream import UpstreamClient
 from stoker.runtime.transfer.address import WILDCARDS
 from stoker.runtime.transfer.ticket import make_tickets, transfer_key
 
 log = get_logger(__name__)
 
 
-class Prefill:
-    """One such prompt. `ticket` goes to the replica that generates the answer."""
+# Sends a request with a ticket to a replica. Returns why it computes no prompt, or an empty text. Raises ConnectionError if it has failed.
+Send = Callable[[Replica, str], Awaitable[str]]
 
-    def __init__(self, ticket: str, task: asyncio.Task[None]) -> None:
-        self.ticket = ticket
+
+class Prefill:
+    """One such prompt. `ticket` goes to the replica that generates the answer; `replica` computes the prompt."""
+
+    def __init__(self, ticket: str, replica: Replica, task: asyncio.Task[None]) -> None:
+        self.ticket, self.replica = ticket, replica
         self._task = task
 
     def end(self) -> None:
@@ -37,48 +38,45 @@ class Prefill:
 class Prefills:
     """Sends requests to the replicas that compute their prompts."""
 
-    def __init__(self, router: Router, client: UpstreamClient, metrics: RouterMetrics, checker: HealthChecker) -> None:
-        self._router, self._client, self._metrics, self._checker = router, client, metrics, checker
+    def __init__(self, router: Router, metrics: RouterMetrics, checker: HealthChecker) -> None:
+        self._router, self._metrics, self._checker = router, metrics, checker
         self._key = transfer_key()
         self._tasks: set[asyncio.Task[None]] = set()
         self._warned = False
 
-    def begin(self, forwarded: Forwarded, lease: Lease) -> Prefill | None:
-        """Let another replica compute the prompt of a request that is about to be sent, if that is better. None if it is not."""
-        decision = self._router.choose_prefill(forwarded.route, Decision(lease.replica, lease.num_cached))
-        forwarded.prefill = decision.replica if decision is not None else None
-        if decision is None:
+    def begin(self, route: Route, lease: Lease, send: Send, accepts: Callable[[Replica], bool] = lambda replica: True) -> Prefill | None:
+        """Let another replica, which `accepts` the request, compute the prompt of one that is about to be sent, if that is better."""
+        decision = self._router.choose_prefill(route, Decision(lease.replica, lease.num_cached))
+        if decision is None or not accepts(decision.replica):
             return None
         if self._key is None:
             if not self._warned:
                 log.warning("replicas compute all prompts themselves: transfers need STOKER_CLUSTER_TOKEN, as on the replicas")
                 self._warned = True
-            forwarded.prefill = None
             return None
         host, port = _address(decision.replica)
         export, ticket = make_tickets(host, port, self._key)
         lease.start_decode()  # the other replica has the load of the prompt
-        task = asyncio.create_task(self._compute(forwarded, self._router.begin(forwarded.route, decision), export))
+        task = asyncio.create_task(self._compute(send, self._router.begin(route, decision), export))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return Prefill(ticket, task)
+        return Prefill(ticket, decision.replica, task)
 
-    async def _compute(self, forwarded: Forwarded, lease: Lease, ticket: str) -> None:
+    async def _compute(self, send: Send, lease: Lease, ticket: str) -> None:
         """Send the request with its ticket. The replica answers when it has computed the prompt, whose blocks it then holds for a while."""
         outcome, name = "cancelled", lease.replica.name
         try:
-            upstream = await self._client.send(lease.replica, forwarded.http, forwarded.target, forwarded.body, ticket)
-            upstream.close()
-            outcome = "ok" if upstream.status == 200 else "failed"
-            if outcome == "ok":
-                lease.succeed()
+            refusal = await send(lease.replica, ticket)
+            outcome = "failed" if refusal else "ok"
+            if refusal:
+                log.warning("%s computes no prompt: %s", name, refusal)
             else:
-                log.warning("%s computes no prompt: status %d %s", name, upstream.status, upstream.first[:200].decode(errors="replace"))
-        except (aiohttp.ClientError, TimeoutError) as error:
+                lease.succeed()
+        except ConnectionError as error:
             outcome = "failed"
             lease.fail()
             self._checker.check_soon(lease.replica)
-            log.warning("%s failed while it computed a prompt: %s", name, str(error) or type(error).__name__)
+            log.warning("%s failed while it computed a prompt: %s", name, error)
         finally:
             lease.cancel()  # without effect if the lease has ended
             self._metrics.prefills.labels(name, outcome).inc()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import urllib.parse
 from typing import Any
 
+from stoker.server.prompt_export import PromptTransfer, transfer_of
 from stoker.server.telemetry.record import CURRENT, RequestRecord, request_id_of
 from stoker.server.telemetry.telemetry import Telemetry
 from stoker.server.tenants.tenants import current_tenant
@@ -38,6 +39,10 @@ class CallLog:
         """Use the id of a call's message as that of its record, unless the metadata has an id, which the client expects back."""
         if message_id and REQUEST_ID not in _headers(context):
             record.request_id = request_id_of(message_id.encode())
+
+    def transfer(self, context: Any) -> PromptTransfer | None:
+        """The transfer of the prompt whose ticket is in the metadata. Raises RequestError for an invalid ticket."""
+        return transfer_of(_headers(context))
 
     def close(self, record: RequestRecord, status: int) -> None:
         """The call, or the request of a stream, has ended with this HTTP status."""

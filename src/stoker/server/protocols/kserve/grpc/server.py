@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -15,7 +16,9 @@ from tritonclient.grpc import service_pb2 as pb
 from stoker.base.errors import ConfigError, StokerError
 from stoker.base.logging import get_logger
 from stoker.server.errors import describe
+from stoker.server.http.internal_request import drop
 from stoker.server.http.json_body import INLINE_BYTES
+from stoker.server.prompt_export import PromptTransfer, act_with, wait_for_prompt
 from stoker.server.protocol import Context
 from stoker.server.protocols.kserve import metadata as described
 from stoker.server.protocols.kserve.core import Core, NotOneResponseError
@@ -145,6 +148,8 @@ class KServeGRPC:
     async def infer(self, request: Any, context: Any) -> bytes:
         """ModelInfer. Returns the bytes of ModelInferResponse."""
         count_request()
+        if (transfer := self._calls.transfer(context)) is not None:
+            act_with(transfer)
         served = self._ready(request)
         if served.model.decoupled and not served.unary:
             raise TritonError("ModelInfer RPC doesn't support models with decoupled transaction policy", 501)
@@ -159,7 +164,10 @@ class KServeGRPC:
         return grpc_messages.Encoder(served, inference, self._core.shared_memory).whole(response)
 
     async def stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        """Run the requests of one stream concurrently. They are cancelled if the client ends the stream, or sends a malformed message."""
+        """Run the requests of one stream concurrently. They are cancelled if the client ends the stream, or sends a malformed message.
+
+        A ticket in the metadata belongs to the first request. A stream that exports its prompt ends without a response.
+        """
         free_places, write_lock = asyncio.Semaphore(MAX_STREAM_REQUESTS), asyncio.Lock()
 
         async def write(message: bytes) -> None:  # gRPC allows one write at a time
@@ -168,15 +176,35 @@ class KServeGRPC:
                 await context.write(message)
 
         try:
+            transfer = self._calls.transfer(context)
             async with asyncio.TaskGroup() as group:
                 async for data in requests:
                     request = await _parse(pb.ModelInferRequest, data)
+                    if transfer is not None and transfer.is_export:
+                        await self._export(request, transfer)
+                        return
+                    variables = contextvars.copy_context()
+                    if transfer is not None:
+                        variables.run(act_with, transfer)
+                        transfer = None
                     await free_places.acquire()
-                    group.create_task(self._respond(request, context, write)).add_done_callback(lambda _: free_places.release())
-        except* TritonError as malformed:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, client_message(malformed.exceptions[0]))
+                    task = group.create_task(self._respond(request, context, write), context=variables)
+                    task.add_done_callback(lambda _: free_places.release())
+        except* StokerError as errors:
+            await abort(context, errors.exceptions[0], ())
         except* grpc.aio.BaseError:  # a write to a stream whose client has disconnected, or disconnects during the write
             pass
+
+    async def _export(self, request: Any, transfer: PromptTransfer) -> None:
+        """Compute the prompt of a request for another server. Raises the error of the request."""
+
+        async def handle() -> None:
+            """Run the request until its prompt is computed."""
+            act_with(transfer)
+            if (error := await self._run(request, drop)) is not None:
+                raise error
+
+        await wait_for_prompt(transfer, asyncio.ensure_future(handle()))
 
     async def _respond(self, request: Any, context: Any, write: Callable[[bytes], Awaitable[None]]) -> None:
         """Run one request of a stream and write its responses, or its error as a message of the stream. Each has a line in the log."""
