@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
+from statistics import NormalDist
 from typing import NamedTuple
 
 import cases
@@ -54,6 +56,15 @@ def gemma2(writer: gguf.GGUFWriter, c: Config) -> None:
     window(writer, c)
     writer.add_attn_logit_softcapping(c["attn_logit_softcapping"])
     writer.add_final_logit_softcapping(c["final_logit_softcapping"])
+
+
+def gemma3n(writer: gguf.GGUFWriter, c: Config) -> None:
+    window_pattern(writer, c)
+    writer.add_altup_active_idx(c["altup_active_idx"])
+    writer.add_altup_num_inputs(c["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(c["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(c["num_kv_shared_layers"])
+    writer.add_activation_sparsity_scale([NormalDist().inv_cdf(s) if s else -math.inf for s in c["activation_sparsity_pattern"]])
 
 
 def neox(writer: gguf.GGUFWriter, c: Config) -> None:
@@ -323,6 +334,7 @@ GGUF_CASES: dict[str, Case] = {
     "gemma": Case(CASES["GemmaForCausalLM", "plain"], "gemma", _plus_one),
     "gemma2": Case(_OWN["gemma2"], "gemma2", _plus_one, gemma2),
     "gemma3": Case(_OWN["gemma3"], "gemma3", _plus_one, window),
+    "gemma3n": Case(CASES["Gemma3nForCausalLM", "plain"], "gemma3n", gguf_writer.stack_streams, gemma3n),
     "phi2": Case(_OWN["phi2"], "phi2", None, rotary(0.5)),
     "phi3": Case(_OWN["phi3"], "phi3", None, phi3),
     "gpt2": Case(CASES["GPT2LMHeadModel", "plain"], "gpt2", gguf_writer.transposed),

@@ -157,7 +157,7 @@ def merge_experts(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, 
         else:
             yield name, tensor
     for name, parts in experts.items():
-        yield name.replace("_layernorm.experts", "_layernorm"), torch.stack([parts[i] for i in range(len(parts))])
+        yield name.replace("_layernorm.experts", "_layernorm").replace("projections.experts", "projections"), torch.stack([parts[i] for i in range(len(parts))])
 
 
 def first(config: Config, *keys: str, default: Any = KeyError) -> Any:
@@ -221,6 +221,12 @@ def permuted(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tensor
 def norms_plus_one(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tensor]]:
     """Gemma's and Nemotron's norms multiply by 1 + w."""
     yield name, tensor + 1 if name.endswith("norm.weight") else tensor
+
+
+def stack_streams(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tensor]]:
+    """Gemma 3n: the projections of all streams become one tensor, in `merge_experts`."""
+    name = re.sub(r"projections\.(\d+)", r"projections.experts.\1", name)
+    yield name + ".weight" if name.endswith("_scale") else name, tensor
 
 
 def transposed(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 from pathlib import Path
 
 import pytest
@@ -84,8 +85,9 @@ def check_tensors(checkpoint: Checkpoint) -> None:
         plan_tensors(architecture, model, checkpoint.weights)
     for table in (tensors, checkpoint.gguf._tensors):
         del table["blk.0.attn_extra.weight"]
-    for name in [name for name in tensors if not name.startswith(("blk.1.", "blk.2.", "output.", "rope_"))]:
+    optional = ("blk.1.*", "blk.2.*", "output.*", "rope_*", *checkpoint.gguf.row.ignored_tensors)
+    for name in [name for name in tensors if not any(fnmatch.fnmatchcase(name, pattern) for pattern in optional)]:
         info = tensors.pop(name)
-        with pytest.raises(CheckpointError, match=r"tensor (blk\.\d\.|token_embd|position_embd|output_norm).* is missing"):
+        with pytest.raises(CheckpointError, match=r"tensor (blk\.\d\.|token_embd|position_embd|output_norm|per_layer|altup).* is missing"):
             plan_tensors(architecture, model, checkpoint.weights)
         tensors[name] = info

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from stoker.builder.checkpoint.gguf.metadata import Metadata
-from stoker.models.architecture import Transformed
+from stoker.core.model_config import ModelConfig
+from stoker.models.architecture import TensorNames, Transformed
 
 # Engine module → GGUF module, of one layer: without "layers.{i}." and "blk.{i}.".
 ModuleNames = Mapping[str, str | tuple[str, ...] | Transformed]
@@ -25,6 +26,8 @@ class GGUFArchitecture:
     read_config: MetadataReader
     # The modules of a layer that are not as in `names.COMMON_NAMES`, for the names of all tensors in the file.
     names: Callable[[Container[str]], ModuleNames] = lambda tensors: {}
+    # Modules that are not in a layer, or only in some layers, under their full engine and GGUF names.
+    model_names: Callable[[ModelConfig], TensorNames] = lambda config: {}
     permuted: bool = False  # rows of q and k are stored in the order of interleaved rotary pairs (2i, 2i + 1)
     ignored_keys: tuple[str, ...] = ()  # fnmatch patterns of metadata keys without effect, beyond those of metadata.NO_EFFECT
     ignored_tensors: tuple[str, ...] = ()  # fnmatch patterns of tensors without effect

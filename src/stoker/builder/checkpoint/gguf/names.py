@@ -49,11 +49,13 @@ def tensor_names(row: GGUFArchitecture, config: ModelConfig, tensors: Container[
         modules: dict[str, str | tuple[str, ...] | Transformed] = {**COMMON_NAMES}
         modules |= {f"mlp.{key}": source for key, source in _up_names(layer.mlp).items()}
         modules |= own
+        if config.kv_layer(i) != i:
+            modules["attention.qkv"] = "attn_q"
         for module, fused in _FUSED.items():
             if f"blk.{i}.{fused.replace('{e}', '0')}.weight" in tensors:
                 modules[module] = fused
         names |= {f"layers.{i}.{module}": _in_layer(i, source) for module, source in modules.items()}
-    return names
+    return names | row.model_names(config)
 
 
 def _up_names(mlp: MLPConfig | MoEConfig | None) -> dict[str, str | tuple[str, ...]]:
