@@ -11,6 +11,7 @@ from typing import NamedTuple
 import cases
 import gguf
 import gguf_writer
+import oracles
 from cases import CASES, GROUPED, MLA, MOE, YARN, native
 from gguf_writer import Change, Config
 from oracles import Reference
@@ -203,6 +204,83 @@ def hunyuan_moe(writer: gguf.GGUFWriter, c: Config) -> None:
     writer.add_expert_shared_count(1)
 
 
+def llama4(writer: gguf.GGUFWriter, c: Config) -> None:
+    writer.add_feed_forward_length(c["intermediate_size_mlp"])
+    writer.add_expert_feed_forward_length(c["intermediate_size"])
+    writer.add_interleave_moe_layer_step(c["interleave_moe_layer_step"])
+    writer.add_rope_dimension_count(c["head_dim"])
+
+
+def ministral3(writer: gguf.GGUFWriter, c: Config) -> None:
+    parameters = gguf_writer.rope_parameters(c)
+    writer.add_rope_scaling_yarn_log_mul(parameters["mscale_all_dim"])
+    writer.add_attn_temperature_scale(parameters["llama_4_scaling_beta"])
+
+
+def phimoe(writer: gguf.GGUFWriter, c: Config) -> None:
+    writer.add_rope_scaling_orig_ctx_len(cases.POSITIONS)
+    writer.add_sliding_window(c.get("sliding_window") or 0)
+
+
+XIELU = {"alpha_p": [0.1, 0.7, -0.4], "alpha_n": [0.3, -0.2, 0.5], "beta": [0.5, 0.4, 0.6], "eps": [-1e-6, -2e-6, -1e-6]}
+
+
+def apertus(writer: gguf.GGUFWriter, c: Config) -> None:
+    for name, values in XIELU.items():
+        getattr(writer, f"add_xielu_{name}")(values)
+
+
+def apertus_model() -> Reference:
+    """A model whose activations have the parameters `XIELU`, because a converter moves those of the tensors to the metadata."""
+    model = oracles.hf_model("Apertus", **GROUPED)
+    for i, layer in enumerate(model.model.layers):
+        for name, values in XIELU.items():
+            getattr(layer.mlp.act_fn, name).data.fill_(values[i])
+    return Reference(model.save_pretrained, oracles.hf_logits(model), cases.VOCAB, cases.POSITIONS)
+
+
+def state_sizes(writer: gguf.GGUFWriter, c: Config, heads: int, head_size: int, groups: int, state: int, kernel: int) -> None:
+    writer.add_ssm_conv_kernel(kernel)
+    writer.add_ssm_inner_size(heads * head_size)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_group_count(groups)
+
+
+def delta_net(writer: gguf.GGUFWriter, c: Config) -> None:
+    heads, size = c["linear_num_value_heads"], c["linear_value_head_dim"]
+    state_sizes(writer, c, heads, size, c["linear_num_key_heads"], c["linear_key_head_dim"], c["linear_conv_kernel_dim"])
+    writer.add_full_attention_interval(4)
+    writer.add_rope_dimension_count(c["head_dim"] // 4)
+    writer.add_rope_dimension_sections([1, 1, 0, 0])
+    if c.get("num_experts"):
+        writer.add_expert_feed_forward_length(c["moe_intermediate_size"])
+        writer.add_expert_shared_feed_forward_length(c["shared_expert_intermediate_size"])
+
+
+def nemotron_h(writer: gguf.GGUFWriter, c: Config) -> None:
+    kinds = c["layers_block_type"]
+    has_experts = "moe" in kinds
+    width = c["moe_intermediate_size"] if has_experts else c["intermediate_size"]
+    state_sizes(writer, c, c["mamba_num_heads"], c["mamba_head_dim"], c["n_groups"], c["ssm_state_size"], c["conv_kernel"])
+    writer.add_head_count_kv([c["num_key_value_heads"] * (kind in ("attention", "full_attention")) for kind in kinds])
+    writer.add_feed_forward_length([width * (kind in ("mlp", "moe")) for kind in kinds])
+    writer.add_layer_norm_rms_eps(c["layer_norm_epsilon"])
+    writer.add_rope_scaling_finetuned(False)
+    for key in ("count", "used_count", "group_count", "group_used_count"):
+        writer.kv_data[0].pop(f"{writer.arch}.expert_{key}", None)
+    if has_experts:
+        writer.add_expert_count(c["n_routed_experts"])
+        writer.add_expert_used_count(c["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(width)
+        writer.add_expert_shared_feed_forward_length(c["moe_shared_expert_intermediate_size"])
+        writer.add_expert_shared_count(1)
+        writer.add_expert_weights_norm(c["norm_topk_prob"])
+        writer.add_expert_weights_scale(c["routed_scaling_factor"])
+        writer.add_expert_group_count(c["n_group"])
+        writer.add_expert_group_used_count(c["topk_group"])
+
+
 def minimax(writer: gguf.GGUFWriter, c: Config) -> None:
     writer.add_rope_dimension_count(c["rotary_dim"])
     writer.add_expert_feed_forward_length(c["intermediate_size"])
@@ -312,6 +390,22 @@ _OWN = {
     "seed_oss": partial(native, "SeedOss", **GROUPED, head_dim=12),
     "bloom": partial(native, "Bloom", vocab_size=101, hidden_size=48, n_layer=3, n_head=6, seq_length=256, bos_token_id=1, eos_token_id=2),
     "exaone4": partial(native, "Exaone4", **GROUPED, sliding_window=9, layer_types=_TYPES, head_dim=12),
+    "llama4": partial(
+        native, "Llama4Text", **GROUPED | {"num_hidden_layers": 5}, **_HEAD, intermediate_size_mlp=80, num_local_experts=5,
+        interleave_moe_layer_step=2,
+    ),
+    "phimoe": partial(native, "Phimoe", **GROUPED, num_local_experts=4, attention_bias=True, lm_head_bias=True, sliding_window=11),
+    "mistral": partial(native, "Mistral", **GROUPED, sliding_window=None),
+    # llama.cpp has one size of keys and values, and normalizes queries and keys of a delta net with the epsilon of the other norms.
+    "qwen3next": partial(native, "Qwen3Next", **cases.QWEN3_NEXT | {"linear_value_head_dim": 12, "rms_norm_eps": 1e-6}),
+    "qwen35": partial(native, "Qwen3_5Text", **cases.QWEN3_5 | {"linear_value_head_dim": 12, "rms_norm_eps": 1e-6}),
+    "qwen35moe": partial(native, "Qwen3_5MoeText", **cases.QWEN3_NEXT_MOE | {"linear_value_head_dim": 12, "rms_norm_eps": 1e-6}),
+    "nemotron_h": partial(
+        native, "NemotronH", **cases.NEMOTRON_H | {"layers_block_type": ["mamba", "mamba", "mlp", "attention", "mamba"]}, mlp_bias=True,
+    ),
+    "nemotron_h_moe": partial(
+        native, "NemotronH", **cases.NEMOTRON_H | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+    ),
     "qwen3vl": partial(
         cases.qwen_vl, "Qwen3VL", head_dim=8, rope_parameters={"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]}
     ),
@@ -388,5 +482,15 @@ GGUF_CASES: dict[str, Case] = {
     "hunyuan-dense": Case(_OWN["hunyuan-dense"], "hunyuan-dense", gguf_writer.hunyuan_norms, hunyuan),
     "hunyuan-moe": Case(_OWN["hunyuan-moe"], "hunyuan-moe", gguf_writer.hunyuan_norms, hunyuan_moe),
     "qwen3vlmoe": Case(CASES["Qwen3VLMoeForConditionalGeneration", "text"], "qwen3vlmoe", gguf_writer.separate_stacked_gates, moe_width),
+    "nemotron_h": Case(_OWN["nemotron_h"], "nemotron_h", gguf_writer.nemotron_states, nemotron_h),
+    "nemotron_h_moe": Case(_OWN["nemotron_h_moe"], "nemotron_h_moe", gguf_writer.nemotron_states, nemotron_h),
+    "llama4": Case(_OWN["llama4"], "llama4", gguf_writer.llama4_experts, llama4),
+    "mistral3": Case(CASES["Ministral3ForCausalLM", "plain"], "mistral3", _permuted, ministral3),
+    "mistral3 without scaling": Case(_OWN["mistral"], "mistral3", _permuted),
+    "phimoe": Case(_OWN["phimoe"], "phimoe", None, phimoe),
+    "apertus": Case(apertus_model, "apertus", gguf_writer.without_activations, apertus),
+    "qwen3next": Case(_OWN["qwen3next"], "qwen3next", gguf_writer.delta_net, delta_net),
+    "qwen35": Case(_OWN["qwen35"], "qwen35", gguf_writer.tiled_delta_net, delta_net),
+    "qwen35moe": Case(_OWN["qwen35moe"], "qwen35moe", gguf_writer.tiled_delta_net, delta_net),
     "minimax-m2": Case(CASES["MiniMaxM2ForCausalLM", "half rotated"], "minimax-m2", gguf_writer.correction_bias, minimax),
 }

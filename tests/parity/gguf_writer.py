@@ -35,6 +35,8 @@ def write_gguf(
     """
     config = json.loads((directory / "config.json").read_text())
     config = config.get("text_config", config)
+    if "layers_block_type" in config:
+        config["num_hidden_layers"] = len(config["layers_block_type"])
     writer = gguf.GGUFWriter(path, arch)
     write_metadata(writer, config)
     if describe is not None:
@@ -60,9 +62,8 @@ def write_gguf(
 def write_metadata(writer: gguf.GGUFWriter, c: Config) -> None:
     """The keys that the converter writes for every model."""
     writer.add_block_count(first(c, "num_hidden_layers", "n_layer", "n_layers", "num_layers"))
-    writer.add_context_length(
-        first(c, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", default=1 << 20)
-    )
+    positions = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
+    writer.add_context_length(first(c, *positions, default=1 << 20))
     hidden = first(c, "hidden_size", "n_embd", "d_model")
     heads = first(c, "num_attention_heads", "n_head", "n_heads", default=0)
     writer.add_embedding_length(hidden)
@@ -157,7 +158,10 @@ def merge_experts(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, 
         else:
             yield name, tensor
     for name, parts in experts.items():
-        yield name.replace("_layernorm.experts", "_layernorm").replace("projections.experts", "projections"), torch.stack([parts[i] for i in range(len(parts))])
+        yield (
+            name.replace("_layernorm.experts", "_layernorm").replace("projections.experts", "projections"),
+            torch.stack([parts[i] for i in range(len(parts))]),
+        )
 
 
 def first(config: Config, *keys: str, default: Any = KeyError) -> Any:
@@ -291,6 +295,65 @@ def separate_stacked_gates(name: str, tensor: Tensor, c: Config) -> Iterator[tup
 def hunyuan_norms(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tensor]]:
     """Hunyuan: the converter gives norms and routers the names of other models."""
     yield name.replace("query_layernorm", "q_norm").replace("key_layernorm", "k_norm").replace("gate.wg", "gate"), tensor
+
+
+def nemotron_states(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tensor]]:
+    """NemotronHModel: Mamba 2 blocks, and experts that are renamed when they are stacked."""
+    name = re.sub(r"^model\.", "backbone.", name).replace("e_score_correction_bias", "e_score_correction.bias")
+    name = re.sub(r"backbone\.layers\.(\d+)\.mixer\.experts", r"model.layers.\1.mlp.experts", name)
+    if name.endswith(("experts.up_proj", "experts.down_proj")):
+        name += ".weight"
+    yield from jamba_tensors(name, tensor, c)
+
+
+def delta_net(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tensor]]:
+    """Qwen3NextModel: the decay instead of its logarithm, norms that multiply by 1 + w, and inputs that are ungrouped."""
+    if name.endswith(".A_log"):
+        tensor = -torch.exp(tensor)
+    elif "conv1d" in name:
+        tensor = tensor.squeeze()
+    elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        tensor = tensor + 1
+    name = name.replace(".dt_bias", ".dt_proj.bias")
+    if name.endswith("in_proj_qkvz.weight"):
+        key, value = c["linear_key_head_dim"], c["linear_num_value_heads"] // c["linear_num_key_heads"] * c["linear_value_head_dim"]
+        groups = tensor.unflatten(0, (c["linear_num_key_heads"], -1)).split((key, key, value, value), dim=1)
+        q, k, v, z = (part.flatten(0, 1) for part in groups)
+        yield name.replace("in_proj_qkvz", "in_proj_qkv"), torch.cat((q, k, v))
+        yield name.replace("in_proj_qkvz", "in_proj_z"), z
+    else:
+        yield from separate_stacked_gates(name, tensor, c)
+
+
+def tiled_delta_net(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tensor]]:
+    """_LinearAttentionVReorderBase: value heads in the order in which ggml repeats the key heads, for Qwen3.5."""
+    keys, values, key_rows = c["linear_num_key_heads"], c["linear_num_value_heads"], c["linear_num_key_heads"] * c["linear_key_head_dim"]
+
+    def tiled(x: Tensor) -> Tensor:
+        return x.unflatten(0, (keys, values // keys, -1)).transpose(0, 1).flatten(0, 2)
+
+    if re.search(r"linear_attn\.(in_proj_[zab]|A_log|dt_bias)", name):
+        tensor = tiled(tensor)
+    elif re.search(r"linear_attn\.(in_proj_qkv|conv1d)", name):
+        tensor = torch.cat((tensor[: 2 * key_rows], tiled(tensor[2 * key_rows :])))
+    elif "linear_attn.out_proj" in name:
+        tensor = tiled(tensor.T).T
+    yield from delta_net(name, tensor, c)
+
+
+def llama4_experts(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tensor]]:
+    """Llama4Model: experts are stored [experts, in, out], with gates and ups side by side."""
+    name = name.replace("language_model.", "")
+    if "experts." in name:
+        yield from separate_stacked_gates(name, tensor.transpose(-1, -2), c)
+    else:
+        yield name, tensor
+
+
+def without_activations(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tensor]]:
+    """ApertusModel: the parameters of activations are metadata (`gguf_cases.apertus`)."""
+    if ".act_fn." not in name:
+        yield name, tensor
 
 
 def separate_gates(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tensor]]:

@@ -13,10 +13,11 @@ from gguf_writer import write_gguf
 xllamacpp = pytest.importorskip("xllamacpp")
 
 # One architecture for each kind of conversion: permuted rows, divisors of frequencies, separated projections, experts, latent attention,
-# scales, windows, partial rotary embeddings, states. llama.cpp evaluates GELU from a table in float16, so models with it are left out.
+# scales, windows, partial rotary embeddings, states, value heads in another order. llama.cpp evaluates GELU from a table in float16, so
+# models with it are left out.
 CASES = (
     "llama", "mixtral", "qwen3moe", "internlm2", "granitemoe", "cohere2", "chatglm", "olmo3", "deepseek3", "minimax-m2", "mamba2", "jamba",
-    "falcon-h1",
+    "falcon-h1", "nemotron_h_moe", "qwen3next", "qwen35", "llama4", "mistral3", "apertus",
 )  # fmt: skip
 TOLERANCE = 2e-5  # of log-probabilities in float32
 

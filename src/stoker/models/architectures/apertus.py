@@ -45,11 +45,11 @@ def apertus_names(config: ModelConfig) -> TensorNames:
         "layers.{i}.attention_norm": f"{layer}.attention_layernorm",
         "layers.{i}.mlp_norm": f"{layer}.feedforward_layernorm",
         "layers.{i}.mlp.up": f"{layer}.mlp.up_proj",
-        "layers.{i}.mlp.activation": Transformed(parameters, _activation_parameters),
+        "layers.{i}.mlp.activation": Transformed(parameters, lambda tensors, config: activation_parameters(tensors)),
     }
 
 
-def _activation_parameters(tensors: list[Tensor], config: ModelConfig) -> Tensor:
+def activation_parameters(tensors: list[Tensor]) -> Tensor:
     """float32 [4]: the parameters of `ops.xielu` from alpha_p, alpha_n (before softplus), beta and eps."""
     alpha_p, alpha_n, beta, eps = (tensor.float().reshape(1) for tensor in tensors)
     softplus = torch.nn.functional.softplus

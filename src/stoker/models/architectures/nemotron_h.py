@@ -116,7 +116,7 @@ def _read_experts(hf: dict[str, Any]) -> MoEConfig:
 def nemotron_h_names(config: ModelConfig) -> TensorNames:
     """The checkpoint modules of Nemotron-H that make each engine module, by engine name; see `TensorNames`."""
     names: TensorNames = {"embed": "backbone.embeddings", "norm": "backbone.norm_f", "head": "lm_head"}
-    for i, first in _first_blocks(config):
+    for i, first in first_blocks(config):
         layer, mixer, mlp = f"layers.{i}", f"backbone.layers.{first}.mixer", f"backbone.layers.{first + 1}.mixer"
         names |= mamba2_block_names(f"{layer}.state", mixer) | {
             f"{layer}.attention_norm": f"backbone.layers.{first}.norm",
@@ -135,7 +135,7 @@ def nemotron_h_names(config: ModelConfig) -> TensorNames:
     return names
 
 
-def _first_blocks(config: ModelConfig) -> Iterator[tuple[int, int]]:
+def first_blocks(config: ModelConfig) -> Iterator[tuple[int, int]]:
     """(layer index, index of its first block in the checkpoint) of each layer."""
     block = 0
     for i, layer in enumerate(config.layers):

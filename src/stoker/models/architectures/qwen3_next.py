@@ -56,8 +56,8 @@ def qwen3_next_names(config: ModelConfig) -> TensorNames:
     """The checkpoint modules of Qwen3-Next that make each engine module, by engine name; see `TensorNames`."""
     linear = "model.layers.{i}.linear_attn"
     inputs: TensorNames = {
-        "layers.{i}.state.in": Transformed((f"{linear}.in_proj_qkvz",), _ungroup_inputs),
-        "layers.{i}.state.gates": Transformed((f"{linear}.in_proj_ba",), _ungroup_gates),
+        "layers.{i}.state.in": Transformed((f"{linear}.in_proj_qkvz",), ungroup_inputs),
+        "layers.{i}.state.gates": Transformed((f"{linear}.in_proj_ba",), ungroup_gates),
     }
     return qwen2_moe_names(config) | gated_attention_names() | delta_net_names(linear) | inputs
 
@@ -66,8 +66,8 @@ def gated_attention_names() -> TensorNames:
     """The modules of gated attention, whose q_proj has the queries and the gate of each head, and of norms with weight 1 + w."""
     attention, q = "model.layers.{i}.self_attn", "model.layers.{i}.self_attn.q_proj"
     names: TensorNames = {
-        "layers.{i}.attention.qkv": Transformed((q, f"{attention}.k_proj", f"{attention}.v_proj"), _queries_keys_values),
-        "layers.{i}.attention.gate": Transformed((q,), _gates),
+        "layers.{i}.attention.qkv": Transformed((q, f"{attention}.k_proj", f"{attention}.v_proj"), queries_keys_values),
+        "layers.{i}.attention.gate": Transformed((q,), attention_gates),
     }
     norms = {
         "norm": "model.norm",
@@ -95,33 +95,33 @@ def _heads(config: ModelConfig) -> int:
     return next((layer.attention.num_heads for layer in config.layers if layer.attention is not None), 1)
 
 
-def _queries_keys_values(tensors: list[Tensor], config: ModelConfig) -> Tensor:
+def queries_keys_values(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     """The rows of q, k and v, from q_proj with the queries and the gate of each head, k_proj and v_proj."""
     queries: Tensor = tensors[0].unflatten(0, (_heads(config), 2, -1))[:, 0].flatten(0, 1)
     return torch.cat((queries, *tensors[1:]))
 
 
-def _gates(tensors: list[Tensor], config: ModelConfig) -> Tensor:
+def attention_gates(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     """The rows of the gates of all heads, from q_proj with the queries and the gate of each head."""
     gates: Tensor = tensors[0].unflatten(0, (_heads(config), 2, -1))[:, 1].flatten(0, 1)
     return gates
 
 
-def _ungroup_inputs(tensors: list[Tensor], config: ModelConfig) -> Tensor:
+def ungroup_inputs(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     """The rows of q, k, v and output gate, from in_proj_qkvz, which is grouped by key head."""
-    state = _delta_net(config)
+    state = delta_net(config)
     size = state.num_heads // state.key_heads * state.value_size
     parts = tensors[0].unflatten(0, (state.key_heads, -1)).split((state.key_size, state.key_size, size, size), dim=1)
     return torch.cat([part.flatten(0, 1) for part in parts])
 
 
-def _ungroup_gates(tensors: list[Tensor], config: ModelConfig) -> Tensor:
+def ungroup_gates(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     """The rows of beta and time step, from in_proj_ba, which is grouped by key head."""
-    parts = tensors[0].unflatten(0, (_delta_net(config).key_heads, -1)).chunk(2, dim=1)
+    parts = tensors[0].unflatten(0, (delta_net(config).key_heads, -1)).chunk(2, dim=1)
     return torch.cat([part.flatten(0, 1) for part in parts])
 
 
-def _delta_net(config: ModelConfig) -> DeltaNetConfig:
+def delta_net(config: ModelConfig) -> DeltaNetConfig:
     """The gated delta net that all layers without attention have."""
     state = next(layer.state for layer in config.layers if layer.state is not None)
     assert isinstance(state, DeltaNetConfig)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from stoker.builder.checkpoint.gguf.metadata import Metadata
 from stoker.core.model_config import ModelConfig
 from stoker.models.architecture import TensorNames, Transformed
@@ -28,6 +30,7 @@ class GGUFArchitecture:
     names: Callable[[Container[str]], ModuleNames] = lambda tensors: {}
     # Modules that are not in a layer, or only in some layers, under their full engine and GGUF names.
     model_names: Callable[[ModelConfig], TensorNames] = lambda config: {}
+    computed: Callable[[Metadata], dict[str, Tensor]] = lambda m: {}  # float32 tensors that are stored as metadata, by their name
     permuted: bool = False  # rows of q and k are stored in the order of interleaved rotary pairs (2i, 2i + 1)
     ignored_keys: tuple[str, ...] = ()  # fnmatch patterns of metadata keys without effect, beyond those of metadata.NO_EFFECT
     ignored_tensors: tuple[str, ...] = ()  # fnmatch patterns of tensors without effect

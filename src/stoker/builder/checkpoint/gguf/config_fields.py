@@ -30,12 +30,7 @@ def llama_config(m: Metadata, *, partial_rotary: bool = False, rotary: bool = Tr
     rope.dimension_count must be the head size. Without `rotary`, the model has no rotary embedding, and its keys are not read.
     """
     config = {config_key: value for key, config_key in _KEYS.items() if (value := m.value(key)) is not None}
-    embedding = m.tensors.get("token_embd.weight")
-    config |= {
-        "vocab_size": embedding[0] if embedding else 0,
-        "tie_word_embeddings": not m.has_tensor("output.weight"),
-        "hidden_act": "silu",
-    }
+    config |= vocabulary_config(m) | {"hidden_act": "silu"}
     config["rms_norm_eps"] = m.require(norm_key, float)
     config["num_key_value_heads"] = config.get("num_key_value_heads", config.get("num_attention_heads"))
     config["head_dim"] = size = head_size(config)
@@ -52,6 +47,21 @@ def llama_config(m: Metadata, *, partial_rotary: bool = False, rotary: bool = Tr
     if (scaling := rope_scaling(m)) is not None:
         config["rope_scaling"] = scaling
     return config
+
+
+def vocabulary_config(m: Metadata) -> dict[str, Any]:
+    """The size of the vocabulary, and whether the head is the embedding."""
+    embedding = m.tensors.get("token_embd.weight")
+    return {"vocab_size": embedding[0] if embedding else 0, "tie_word_embeddings": not m.has_tensor("output.weight")}
+
+
+def per_layer(m: Metadata, key: str) -> list[int]:
+    """A key whose value is an array with a number for each block, or the number of all. Raises CheckpointError for another value."""
+    blocks, value = m.require("block_count", int), m.value(key)
+    values = value if isinstance(value, list) else [value] * blocks
+    if len(values) != blocks or any(type(each) is not int or each < 0 for each in values):
+        raise m.unsupported(key, value, f"A whole number for each of the {blocks} blocks is.")
+    return values
 
 
 def head_size(config: dict[str, Any]) -> int | None:

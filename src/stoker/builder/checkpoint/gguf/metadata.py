@@ -38,7 +38,7 @@ class Metadata:
         self.architecture = architecture
         self._read = read
         self.tensors: Mapping[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in file.tensors.items()}
-        self.vectors: list[str] = []  # names of tensors that were read as metadata
+        self.unused: list[str] = []  # tensors that are no weights of the model: read as metadata, or of blocks that are left out
         self._used: set[str] = set()
 
     def get(self, key: str, kind: type | list[type], default: Any = None) -> Any:
@@ -80,8 +80,17 @@ class Metadata:
         """The elements of a tensor of one dimension. Raises CheckpointError when it is absent, or not small enough to be a vector."""
         if self.tensors.get(name, ()) == () or len(self.tensors[name]) != 1 or self.tensors[name][0] > MAX_VECTOR:
             raise CheckpointError(f"{self.file.path}: the tensor {name} is missing, or not a short vector.", cure=DOWNLOAD_AGAIN)
-        self.vectors.append(name)
+        self.unused.append(name)
         return [float(value) for value in self._read(name).tolist()]
+
+    def leave_out_last_blocks(self, count: int) -> int:
+        """Leave the tensors of the last `count` blocks out of the model: those of multi-token prediction. Returns `count`."""
+        blocks = self.require("block_count", int)
+        if not 0 <= count < blocks:
+            raise self.unsupported("nextn_predict_layers", count, f"Less than the {blocks} blocks is.")
+        for block in range(blocks - count, blocks):
+            self.unused += [name for name in self.tensors if name.startswith(f"blk.{block}.")]
+        return count
 
     def has_bias(self, *modules: str) -> bool:
         """Whether a module of layer 0, such as attn_q, has a bias."""

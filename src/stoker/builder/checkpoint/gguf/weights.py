@@ -48,14 +48,17 @@ class GGUFWeights(CheckpointWeights):
         self.row = find_architecture(self.file)
         self._opened = [part.open("rb") for part in self.files]
         _check_kinds(self.file)
+        self._computed: dict[str, Tensor] = {}  # tensors of the row that are stored as metadata
         self._tensors = _with_experts_apart(self.file, self.row.name)
         metadata = Metadata(self.file, self.row.name, self.read)
         self.tensors = {
             name: TensorInfo(tensor.shape, FLOAT_DTYPES.get(tensor.kind, torch.float32)) for name, tensor in self._tensors.items()
         }
         self.config = read_config(self.file, self.row, metadata)
-        self._vectors = tuple(metadata.vectors)
-        kinds = {name: self._tensors[name].kind for name, info in self.tensors.items() if len(info.shape) == 2}
+        self._computed = self.row.computed(metadata)
+        self.tensors |= {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in self._computed.items()}
+        self._unused = tuple(metadata.unused)
+        kinds = {name: tensor.kind for name, tensor in self._tensors.items() if len(tensor.shape) == 2}
         self.prequantized = {name: PREQUANTIZED_BLOCKS[kind].format for name, kind in kinds.items() if kind in PREQUANTIZED_BLOCKS}
 
     def adapt(self, architecture: Architecture) -> Architecture:
@@ -64,10 +67,13 @@ class GGUFWeights(CheckpointWeights):
             architecture,
             tensor_names=partial(tensor_names, self.row, tensors=self.tensors),
             tensor_renames=(),
-            ignored_tensors=(*_IGNORED_TENSORS, *self._vectors, *self.row.ignored_tensors),
+            ignored_tensors=(*_IGNORED_TENSORS, *self._unused, *self.row.ignored_tensors),
         )
 
     def chunks(self, name: str) -> Iterator[Tensor]:
+        if name in self._computed:
+            yield self._computed[name].flatten()
+            return
         tensor, (rows, *rest) = self._tensors[name], self.tensors[name].shape
         row_bytes = tensor.num_bytes // rows
         head_rows = self._permuted_head_rows(name)
@@ -90,7 +96,8 @@ class GGUFWeights(CheckpointWeights):
 
     def location(self, name: str) -> str:
         """The file and the name of a tensor, for error messages."""
-        return f"{self.files[self._tensors[name].part]}: {name}"
+        part = 0 if name in self._computed else self._tensors[name].part
+        return f"{self.files[part]}: {name}"
 
     def _read_into(self, out: Tensor, tensor: GGUFTensor, start: int) -> None:
         """Fill `out` with the bytes of a tensor from byte `start` of it. Raises CheckpointError when the file ends first."""

@@ -1,13 +1,21 @@
-"""Dense models that differ from Llama in few keys: starcoder2, internlm2, baichuan, nemotron, stablelm, seed_oss, smollm3, ernie4_5."""
+"""Dense models that differ from Llama in few keys: starcoder2, internlm2, baichuan, nemotron, stablelm, seed_oss, smollm3, ernie4_5,
+apertus.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.gguf.architecture import GGUFArchitecture
 from stoker.builder.checkpoint.gguf.config_fields import layer_norm_config, llama_config
 from stoker.builder.checkpoint.gguf.metadata import Metadata
+from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
 from stoker.models.architecture import Transformed
+from stoker.models.architectures.apertus import activation_parameters
 from stoker.models.tensor_transforms import flatten
 
 _BAICHUAN_13B_LAYERS = 40  # the larger Baichuan has linear biases; llama.cpp, too, recognizes it by this number
@@ -67,6 +75,24 @@ def _read_ernie(m: Metadata) -> dict[str, Any]:
     return llama_config(m) | {"use_bias": m.has_bias("attn_q", "attn_qkv")}
 
 
+def _read_apertus(m: Metadata) -> dict[str, Any]:
+    """Apertus, whose activation has parameters in each layer (`_xielu`)."""
+    config = llama_config(m) | {"hidden_act": "xielu", "attention_bias": m.has_bias("attn_q", "attn_qkv")}
+    scaling = config.pop("rope_scaling", None) or {"rope_type": "default"}
+    return config | {"rope_parameters": scaling | {"rope_theta": config.pop("rope_theta")}}
+
+
+def _xielu(m: Metadata) -> dict[str, Tensor]:
+    """float32 [4] for each layer: the parameters of its activation, which are keys without the prefix of the architecture."""
+    layers = m.require("block_count", int)
+    values = [m.file.get(f"xielu.{name}", [float], []) for name in ("alpha_p", "alpha_n", "beta", "eps")]
+    if any(len(each) != layers for each in values):
+        counts = ", ".join(str(len(each)) for each in values)
+        problem = f"{m.file.path}: xielu.alpha_p, alpha_n, beta and eps have {counts} values, and the model has {layers} layers"
+        raise CheckpointError(f"{problem}.", cure=DOWNLOAD_AGAIN)
+    return {f"blk.{i}.xielu": activation_parameters([torch.tensor(each[i]) for each in values]) for i in range(layers)}
+
+
 _PER_HEAD_NORMS = {
     "attention.q_norm": Transformed(("attn_q_norm",), flatten),
     "attention.k_norm": Transformed(("attn_k_norm",), flatten),
@@ -90,5 +116,12 @@ ARCHITECTURES = (
         names=lambda tensors: {"mlp_norm": "post_attention_norm"},
     ),
     GGUFArchitecture(name="smollm3", model_types=("smollm3",), read_config=_read_smollm3, permuted=True),
+    GGUFArchitecture(
+        name="apertus",
+        model_types=("apertus",),
+        read_config=_read_apertus,
+        names=lambda tensors: {"mlp.activation": "xielu"},
+        computed=_xielu,
+    ),
     GGUFArchitecture(name="ernie4_5", model_types=("ernie4_5",), read_config=_read_ernie),
 )

@@ -48,7 +48,7 @@ def _read_qwen3_vl_moe(m: Metadata) -> dict[str, Any]:
     return _read_qwen3_moe(m)
 
 
-def _as_row(tensors: list[Tensor], config: ModelConfig) -> Tensor:
+def as_row(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     """The weight [1, hidden] of a gate, which a file may store as a vector."""
     return tensors[0].reshape(1, -1)
 
@@ -60,7 +60,7 @@ ARCHITECTURES = (
         name="qwen2moe",
         model_types=("qwen2_moe",),
         read_config=_read_qwen2_moe,
-        names=lambda tensors: {"mlp.shared_gate": Transformed(("ffn_gate_inp_shexp",), _as_row)},
+        names=lambda tensors: {"mlp.shared_gate": Transformed(("ffn_gate_inp_shexp",), as_row)},
         ignored_keys=_UNUSED_WINDOW,
     ),
     GGUFArchitecture(name="qwen3", model_types=("qwen3",), read_config=_read_qwen3, ignored_keys=_UNUSED_WINDOW),

@@ -19,7 +19,7 @@ from stoker.models.tensor_transforms import flatten
 
 
 def read_granite(m: Metadata) -> dict[str, Any]:
-    """Granite 3. Without attention.scale, scores are divided by the root of the head size."""
+    """The keys that all kinds of Granite share. Without attention.scale, scores are divided by the root of the head size."""
     config = llama_config(m)
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return config | {
@@ -30,6 +30,12 @@ def read_granite(m: Metadata) -> dict[str, Any]:
         "attention_bias": m.has_bias("attn_q", "attn_qkv"),
         "mlp_bias": m.has_bias("ffn_up"),
     }
+
+
+def _read_granite(m: Metadata) -> dict[str, Any]:
+    """Granite 3, whose layers have rotary embeddings: rope.scaling.finetuned is the switch of them in llama.cpp."""
+    m.require_value("rope.scaling.finetuned", True)
+    return read_granite(m)
 
 
 def _read_granite_moe(m: Metadata) -> dict[str, Any]:

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from stoker.builder.checkpoint.gguf.architecture import GGUFArchitecture, ModuleNames
 from stoker.builder.checkpoint.gguf.architectures.scaled import read_granite
-from stoker.builder.checkpoint.gguf.config_fields import RMS_EPSILON, expert_config, fraction, llama_config, shared_expert_width
+from stoker.builder.checkpoint.gguf.config_fields import (
+    RMS_EPSILON,
+    expert_config,
+    fraction,
+    llama_config,
+    shared_expert_width,
+    vocabulary_config,
+)
 from stoker.builder.checkpoint.gguf.metadata import Metadata
 from stoker.core.model_config import ModelConfig
 from stoker.models.architecture import Transformed
@@ -24,7 +31,7 @@ def _log_of_decay(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     return tensors[0].float().neg().log()
 
 
-def _flat_log_of_decay(tensors: list[Tensor], config: ModelConfig) -> Tensor:
+def flat_log_of_decay(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     """A_log [heads] from -exp(A_log) [heads, 1], float32."""
     return _log_of_decay(tensors, config).flatten()
 
@@ -45,9 +52,9 @@ _MAMBA1: ModuleNames = {
     "state.b_norm": "ssm_b_norm",
     "state.c_norm": "ssm_c_norm",
 }
-_MAMBA2: ModuleNames = {
+MAMBA2_NAMES: ModuleNames = {
     **_BLOCK,
-    "state.a_log": Transformed(("ssm_a",), _flat_log_of_decay),
+    "state.a_log": Transformed(("ssm_a",), flat_log_of_decay),
     "state.skip": Transformed(("ssm_d",), flatten),
     "state.norm": Transformed(("ssm_norm",), flatten),
 }
@@ -57,14 +64,11 @@ def _state_only(m: Metadata) -> dict[str, Any]:
     """The keys of a model without attention and MLPs."""
     m.require_value("feed_forward_length", 0)
     m.require_value("attention.head_count", 0)
-    embedding, hidden = m.tensors.get("token_embd.weight"), m.require("embedding_length", int)
-    return {
-        "vocab_size": embedding[0] if embedding else 0,
-        "hidden_size": hidden,
+    return vocabulary_config(m) | {
+        "hidden_size": m.require("embedding_length", int),
         "num_hidden_layers": m.require("block_count", int),
         "max_position_embeddings": m.require("context_length", int),
         "layer_norm_epsilon": m.require(RMS_EPSILON, float),
-        "tie_word_embeddings": not m.has_tensor("output.weight"),
         "hidden_act": "silu",
         "state_size": m.require("ssm.state_size", int),
         "conv_kernel": m.require("ssm.conv_kernel", int),
@@ -84,12 +88,12 @@ def _read_mamba(m: Metadata) -> dict[str, Any]:
 
 def _read_mamba2(m: Metadata) -> dict[str, Any]:
     """Mamba 2. The key time_step_rank has the number of heads."""
-    config, (heads, size) = _state_only(m), _heads(m)
+    config, (heads, size) = _state_only(m), state_heads(m)
     expand = fraction(heads * size, config["hidden_size"])
     return config | {"num_heads": heads, "head_dim": size, "expand": expand, "n_groups": m.require("ssm.group_count", int)}
 
 
-def _heads(m: Metadata) -> tuple[int, int]:
+def state_heads(m: Metadata) -> tuple[int, int]:
     """(heads, features of a head) of Mamba 2 blocks. Raises CheckpointError if the heads do not divide the features."""
     heads, inner = m.require("ssm.time_step_rank", int), m.require("ssm.inner_size", int)
     if heads <= 0 or inner % heads:
@@ -150,7 +154,7 @@ def _period(m: Metadata, prefix: str, key: str, layers: Sequence[int], count: in
 
 def _read_falcon_h1(m: Metadata) -> dict[str, Any]:
     """Falcon-H1, whose multipliers are part of the weights."""
-    heads, size = _heads(m)
+    heads, size = state_heads(m)
     return llama_config(m) | {
         "attention_bias": m.has_bias("attn_q", "attn_qkv"),
         "mlp_bias": m.has_bias("ffn_up"),
@@ -164,7 +168,7 @@ def _read_falcon_h1(m: Metadata) -> dict[str, Any]:
 
 def _falcon_h1_names(tensors: Container[str]) -> ModuleNames:
     """The name of the norm before the MLP has no suffix, because of a fault in the converter's table of names."""
-    return {**_MAMBA2, "mlp_norm.weight": "ffn_norm"} if "blk.0.ffn_norm" in tensors else _MAMBA2
+    return {**MAMBA2_NAMES, "mlp_norm.weight": "ffn_norm"} if "blk.0.ffn_norm" in tensors else MAMBA2_NAMES
 
 
 def _mamba2_keys(m: Metadata, heads: int, size: int) -> dict[str, Any]:
@@ -182,7 +186,7 @@ def _mamba2_keys(m: Metadata, heads: int, size: int) -> dict[str, Any]:
 
 def _read_granite_hybrid(m: Metadata) -> dict[str, Any]:
     """Granite 4. rope.scaling.finetuned states whether the attention layers have a rotary embedding."""
-    kv_heads, (heads, size) = _kv_heads(m), _heads(m)
+    kv_heads, (heads, size) = _kv_heads(m), state_heads(m)
     config = read_granite(m) | {"num_key_value_heads": max(kv_heads), "attention_bias": _has_bias(m, "attn_q")}
     shared, width = shared_expert_width(m), config["intermediate_size"]
     config |= {"num_local_experts": 0, "shared_intermediate_size": width}
@@ -202,14 +206,14 @@ def _read_granite_hybrid(m: Metadata) -> dict[str, Any]:
 
 ARCHITECTURES = (
     GGUFArchitecture(name="mamba", model_types=("mamba", "falcon_mamba"), read_config=_read_mamba, names=lambda tensors: _MAMBA1),
-    GGUFArchitecture(name="mamba2", model_types=("mamba2",), read_config=_read_mamba2, names=lambda tensors: _MAMBA2),
+    GGUFArchitecture(name="mamba2", model_types=("mamba2",), read_config=_read_mamba2, names=lambda tensors: MAMBA2_NAMES),
     GGUFArchitecture(name="jamba", model_types=("jamba",), read_config=_read_jamba, names=lambda tensors: _MAMBA1),
     GGUFArchitecture(name="falcon-h1", model_types=("falcon_h1",), read_config=_read_falcon_h1, names=_falcon_h1_names),
     GGUFArchitecture(
         name="granitehybrid",
         model_types=("granitemoehybrid",),
         read_config=_read_granite_hybrid,
-        names=lambda tensors: _MAMBA2,
+        names=lambda tensors: MAMBA2_NAMES,
         permuted=True,
     ),
 )
