@@ -104,7 +104,11 @@ def test_verification_equals_the_reference() -> None:
     counts = torch.randint(1, 7, (300,))
     starts = torch.cat((torch.zeros(1), counts.cumsum(0))).int()
     sampled, token_ids = (torch.randint(-1, 2, (int(starts[-1]) + 1,), dtype=torch.int32) for _ in range(2))
-    arguments = (sampled[:-1], token_ids, torch.arange(int(starts[-1]), dtype=torch.int32), starts)
+    masks = torch.full((len(token_ids),), -1)
+    nodes = torch.cat([torch.arange(int(count)) for count in counts])
+    masks[:-1] = (2 << nodes) - 1
+    parents = (nodes - 1).clamp(min=0).int()
+    arguments = (sampled[:-1], token_ids, torch.arange(int(starts[-1]), dtype=torch.int32), starts, parents, masks)
     expected = reference.verify(*arguments, 5)
     found = ops.verify(*(tensor.cuda() for tensor in arguments), 5)
     assert all(torch.equal(one, other.cpu()) for one, other in zip(expected, found, strict=True))

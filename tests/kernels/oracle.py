@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stoker.core.forward_batch import ForwardBatch, KVCache
+from stoker.core.forward_batch import NO_TREE, ForwardBatch, KVCache, TreeMask
 from stoker.kernels.types import MEAN_TOKENS, AttentionParams
 
 NO_BLOCK = 10**9  # reading through this entry leaves the process's memory
@@ -45,6 +45,7 @@ class Case:
     mean: bool = False  # keys are stored less one, which is larger than what is left
     prefix_lens: list[int] | None = None
     padding_tokens: int = 0
+    trees: dict[int, list[int]] | None = None  # by row: the parents of the last keys of a row, of which the last ones are its queries
 
     def build(self) -> tuple[Tensor, KVCache, ForwardBatch, AttentionParams]:
         blocks_each = [-(-keys // self.block_size) for _, keys in self.rows]
@@ -61,12 +62,23 @@ class Case:
         fused = torch.full((tokens, self.heads * self.size + 32), float("nan"), dtype=self.dtype)
         q = fused[:, 16 : 16 + self.heads * self.size].view(tokens, self.heads, self.size)
         q[:] = torch.randn(q.shape).to(self.dtype)
-        zeros = torch.zeros(tokens, dtype=torch.int32)
+        zeros, masks = torch.zeros(tokens, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int64)
         lens = int32([keys for _, keys in self.rows])
         batch = ForwardBatch(
             zeros, zeros, zeros, starts, lens, table, decodes, max(n for n, _ in self.rows), int(lens.max()) + 7,
             prefix_lens=None if self.prefix_lens is None else int32(self.prefix_lens),
         )  # fmt: skip
+        if self.trees is not None:
+            batch.positions, batch.tree = zeros.clone(), TreeMask(masks, torch.full((len(self.rows),), NO_TREE, dtype=torch.int32))
+            for row, parents in self.trees.items():
+                (queries, length), end = self.rows[row], int(starts[row + 1])
+                batch.tree.starts[row] = length - len(parents)
+                paths: list[set[int]] = []
+                for node, parent in enumerate(parents):
+                    paths.append({node} | (paths[parent] if parent >= 0 else set()))
+                for i, path in enumerate(paths[-queries:]):
+                    masks[end - queries + i] = sum(1 << node if node < 63 else -(1 << 63) for node in path)
+                    batch.positions[end - queries + i] = length - len(parents) + len(path) - 1
         params = AttentionParams(
             self.size**-0.5, self.window, self.chunk, self.softcap,
             torch.rand(self.heads) if self.alibi else None, torch.randn(self.heads) if self.sinks else None,
@@ -110,7 +122,11 @@ def expected_attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: A
         first, last, length = int(batch.query_starts[row]), int(batch.query_starts[row + 1]), int(batch.seq_lens[row])
         for token in range(first, last):
             position = length - (last - token)
-            seen = [k for k in range(length) if _sees(position, k, 0 if batch.prefix_lens is None else int(batch.prefix_lens[row]), params)]
+            start, mask = length, 0  # the keys from `start` on are those of a tree
+            if batch.tree is not None and int(batch.tree.starts[row]) != NO_TREE:
+                start, mask, position = int(batch.tree.starts[row]), int(batch.tree.masks[token]), int(batch.positions[token])
+            prefix = 0 if batch.prefix_lens is None else int(batch.prefix_lens[row])
+            seen = [k for k in range(length) if (_sees(position, k, prefix, params) if k < start else mask >> (k - start) & 1)]
             places = [(int(batch.block_tables[row, k // block_size]), k % block_size) for k in seen]
             for head in range(heads):
                 kv_head = head // (heads // kv_heads)

@@ -22,6 +22,7 @@ from stoker.kernels.types import AttentionParams
 MIXED = [(1, 37), (1, 5), (1, 16), (3, 3), (13, 50)]
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 WITH_MEANS: dict[str, Any] = {"mean": True, "cache_dtype": FP8, "heads": 3, "kv_heads": 1}
+TREES = {1: [-1, 0, 0, 1, 2, 2], 3: [-1, 0, 0]}
 
 CASES = {
     "mixed": Case(MIXED),
@@ -32,6 +33,17 @@ CASES = {
     "draft tokens, head 128": Case([(9, 50), (4, 131), (1, 9)], heads=12, kv_heads=2, dtype=BF16, size=128, block_size=32),
     "draft tokens, fp8": Case([(5, 130), (3, 40)], heads=8, kv_heads=1, dtype=BF16, size=128, cache_dtype=FP8),
     "draft tokens, window": Case([(5, 90), (3, 40)], heads=8, kv_heads=1, dtype=BF16, window=20),
+    "tree": Case([(1, 37), (6, 130), (2, 40), (3, 20)], heads=8, dtype=BF16, trees=TREES),
+    "tree, fp8 window": Case(
+        [(1, 97), (6, 130), (2, 140), (3, 120)], heads=8, kv_heads=1, cache_dtype=FP8, dtype=BF16, window=64, trees=TREES
+    ),
+    "tree, int8": Case([(1, 37), (6, 37), (2, 40), (3, 20)], cache_dtype=torch.int8, block_size=32, trees=TREES),
+    "tree, latent fp8": Case(
+        [(1, 9), (6, 21)], heads=8, kv_heads=1, size=576, latent=True, dtype=BF16, cache_dtype=FP8, trees={1: TREES[1]}
+    ),
+    "tree, sinks, soft cap": Case([(1, 37), (6, 60), (9, 40)], sinks=True, softcap=4.0, trees={1: TREES[1]}),
+    "tree of 64 nodes": Case([(64, 90), (5, 9)], heads=2, size=32, trees={0: [-1, *(i // 3 for i in range(63))]}),
+    "level of a tree": Case([(2, 30), (2, 77)], trees={0: [-1, -1, 0, 0, 1], 1: [-1, -1, -1, 1, 1, 2]}),
     "one key": Case([(1, 1), (1, 1)]),
     "padding tokens": Case(MIXED, padding_tokens=5),
     "head 16": Case(MIXED, size=16),
@@ -99,7 +111,22 @@ def test_equals_float64(name: str) -> None:
 
 @pytest.mark.parametrize("most", [1 << 20, 700, 1])
 @pytest.mark.parametrize(
-    "name", ["mixed", "latent", "window", "chunk", "soft cap, alibi", "sinks", "prefix", "prefix, window", "int8", "key means int8"]
+    "name",
+    [
+        "mixed",
+        "latent",
+        "tree",
+        "tree, int8",
+        "level of a tree",
+        "window",
+        "chunk",
+        "soft cap, alibi",
+        "sinks",
+        "prefix",
+        "prefix, window",
+        "int8",
+        "key means int8",
+    ],
 )
 def test_the_reference_splits_many_queries(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "_MAX_SCORES", most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import ModuleType
 
 import pytest
@@ -179,8 +180,56 @@ def test_verification_accepts_the_drafts_before_the_first_difference(module: Mod
         starts.append(len(sampled))
         accepted = next((i for i, (draft, token) in enumerate(zip(drafts, ids, strict=False)) if draft != token), count)
         expected.append(ids[: accepted + 1])
-    arguments = [torch.tensor(values, dtype=torch.int32) for values in (sampled, token_ids, logits_idx, [*starts, starts[-1]])]
-    ids, num_accepted, newest = module.verify(*arguments, max_drafts)
+    parents = [max(node - 1, 0) for count in counts for node in range(count + 1)]
+    arguments = [torch.tensor(values, dtype=torch.int32) for values in (sampled, token_ids, logits_idx, [*starts, starts[-1]], parents)]
+    masks = torch.full((len(token_ids),), -1)
+    masks[torch.tensor(logits_idx)] = torch.tensor([(2 << node) - 1 for count in counts for node in range(count + 1)])
+    ids, num_accepted, newest, last, is_yielded = module.verify(*arguments, masks, max_drafts)
+    assert last.tolist()[:-1] == [start + len(row) - 1 for start, row in zip(starts, expected, strict=False)]
+    assert is_yielded.tolist() == [i < len(row) for count, row in zip(counts, expected, strict=True) for i in range(count + 1)]
     assert ids.tolist() == [row + [-1] * (max_drafts + 1 - len(row)) for row in [*expected, []]]
     assert num_accepted.tolist() == [len(row) - 1 for row in expected] + [0]
     assert newest.tolist() == [row[-1] for row in expected] + [-1]
+
+
+@EACH
+@pytest.mark.parametrize("max_drafts", [2, 7, 63])
+def test_verification_accepts_the_path_of_a_tree(module: ModuleType, max_drafts: int) -> None:
+    """Random trees whose siblings are different tokens, where each node samples one of its children, another token, or nothing."""
+    rng = random.Random(max_drafts)
+    columns: dict[str, list[int]] = {name: [] for name in ("sampled", "token_ids", "logits_idx", "parents", "masks")}
+    starts, expected, rows = [0], list[list[int]](), list[list[int]]()
+    for _ in range(30):
+        count = rng.choice((0, rng.randrange(max_drafts + 1), max_drafts))
+        parents, masks, ids = [0], [1], [9]
+        for node in range(1, count + 1):
+            parent = rng.randrange(max(node - 4, 0), node)
+            taken = [ids[i] for i in range(1, node) if parents[i] == parent]
+            parents.append(parent)
+            masks.append(masks[parent] | 1 << node)
+            ids.append(rng.choice([token for token in range(70) if token not in taken]))
+        sampled = []
+        for node in range(count + 1):
+            children = [ids[i] for i in range(1, count + 1) if parents[i] == node]
+            sampled.append(rng.choice(children) if children and rng.random() < 0.9 else rng.choice((-1, 77)))
+        path = [0]
+        while child := next((i for i in range(1, count + 1) if parents[i] == path[-1] and ids[i] == sampled[path[-1]]), 0):
+            path.append(child)
+        columns["logits_idx"] += range(len(columns["token_ids"]) + 1, len(columns["token_ids"]) + 2 + count)
+        columns["token_ids"] += [5, *ids]
+        columns["masks"] += [0, *(mask - (mask >> 63 << 64) for mask in masks)]
+        columns["parents"] += parents
+        columns["sampled"] += sampled
+        expected.append([sampled[node] for node in path])
+        rows.append([starts[-1] + node for node in path])
+        starts.append(starts[-1] + count + 1)
+    tensors = {name: torch.tensor(values, dtype=torch.int64 if name == "masks" else torch.int32) for name, values in columns.items()}
+    ids, num_accepted, newest, last, is_yielded = module.verify(
+        tensors["sampled"], tensors["token_ids"], tensors["logits_idx"], torch.tensor(starts, dtype=torch.int32), tensors["parents"],
+        tensors["masks"], max_drafts,
+    )  # fmt: skip
+    assert ids.tolist() == [row + [-1] * (max_drafts + 1 - len(row)) for row in expected]
+    assert num_accepted.tolist() == [len(row) - 1 for row in expected]
+    assert newest.tolist() == [row[-1] for row in expected]
+    assert last.tolist() == [row[-1] for row in rows]
+    assert is_yielded.nonzero().flatten().tolist() == [row for path in rows for row in path]

@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
+from stoker.base.draft_tree import DraftTree
+
 Files = dict[str, Tensor]
 
 
@@ -55,14 +57,33 @@ class Oracle:
         read = states[-1] if self.layers is None else torch.cat([states[i] for i in self.layers], dim=-1)
         return self.after(read[0], tokens, count)
 
+    @torch.no_grad()
+    def tree(self, tokens: list[int], tree: DraftTree) -> list[int]:
+        """The drafts of a tree: each path is computed by itself."""
+        states = self.model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+        read = states[-1] if self.layers is None else torch.cat([states[i] for i in self.layers], dim=-1)
+        paths: list[list[int]] = [[]]
+        ranked: dict[int, list[int]] = {}
+        for parent, rank in zip(tree.parents, tree.ranks, strict=True):
+            if parent not in ranked:
+                ranked[parent] = self.ranked(read[0], tokens, paths[parent])
+            paths.append([*paths[parent], ranked[parent][rank]])
+        return [path[-1] for path in paths[1:]]
+
     def after(self, states: Tensor, tokens: list[int], count: int) -> list[int]:
         """The drafts from the hidden states [T - 1, ...] of the tokens before the newest one: one output after another."""
-        x, found = self.begin(states), []
+        found: list[int] = []
         for _ in range(count):
-            out = self.head(x, self.model.model.embed_tokens(torch.tensor((tokens + found)[1:])))
-            found.append(int(self.token(out[-1])))
-            x = torch.cat((x, out[-1:]))
+            found.append(self.ranked(states, tokens, found)[0])
         return found
+
+    def ranked(self, states: Tensor, tokens: list[int], path: list[int]) -> list[int]:
+        """All tokens after the drafts `path`, the most likely first."""
+        x = self.begin(states)
+        for i in range(len(path) + 1):
+            out = self.head(x, self.model.model.embed_tokens(torch.tensor((tokens + path[:i])[1:])))
+            x = torch.cat((x, out[-1:]))
+        return self.tokens(out[-1])
 
     def begin(self, states: Tensor) -> Tensor:
         return states
@@ -70,8 +91,8 @@ class Oracle:
     def head(self, x: Tensor, embedded: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def token(self, x: Tensor) -> Tensor:
-        return self.model.lm_head(x).argmax()
+    def tokens(self, x: Tensor) -> list[int]:
+        return self.model.lm_head(x).argsort(descending=True).tolist()
 
 
 class MedusaOracle(Oracle):
@@ -103,14 +124,11 @@ class MedusaOracle(Oracle):
                 self.files |= {f"{stem}.{name}": tensor for name, tensor in block.named_parameters()}
             self.files[f"lm_heads.{i}.weight" if vllm else f"{i}.{depth}.weight"] = head.weight
 
-    def after(self, states: Tensor, tokens: list[int], count: int) -> list[int]:
-        found = []
-        for blocks, head in zip(self.blocks[:count], self.heads, strict=False):
-            x = states[-1]
-            for block in blocks:
-                x = x + nn.functional.silu(block(x))
-            found.append(int(self.token_map[head(x).argmax()]))
-        return found
+    def ranked(self, states: Tensor, tokens: list[int], path: list[int]) -> list[int]:
+        x = states[-1]
+        for block in self.blocks[len(path)]:
+            x = x + nn.functional.silu(block(x))
+        return self.token_map[self.heads[len(path)](x).argsort(descending=True)].tolist()
 
 
 class EagleOracle(Oracle):
@@ -186,8 +204,8 @@ class Eagle3Oracle(Oracle):
         x = residual + attended[0]
         return x + layer.mlp(layer.post_attention_layernorm(x))
 
-    def token(self, x: Tensor) -> Tensor:
-        return self.chosen[self.lm_head(self.norm(x)).argmax()]
+    def tokens(self, x: Tensor) -> list[int]:
+        return self.chosen[self.lm_head(self.norm(x)).argsort(descending=True)].tolist()
 
 
 class MtpOracle(Oracle):

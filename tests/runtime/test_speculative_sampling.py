@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from stoker.base.draft_tree import node_depths
 from stoker.base.types import SamplingParams
 from stoker.kernels.reference import sampling as reference
 from stoker.kernels.types import DrawParams
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.sampling.draft_probabilities import draw_with_drafts
 from stoker.runtime.sampling.sampler import DraftedRows, Sampler
-from stoker.runtime.sampling.verification import StepDrafts, verify
+from stoker.runtime.sampling.verification import StepDrafts, node_masks, verify
 
 VOCAB, DRAWS = 16, 200_000
 FILTERS: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 1.6, "top_k": 9, "top_p": 0.9}, {"temperature": 0.7, "min_p": 0.02}]
@@ -64,7 +65,9 @@ def test_the_distribution_is_that_of_plain_sampling(filters: dict[str, Any]) -> 
     token_ids = torch.stack((torch.zeros(DRAWS, dtype=torch.int32), drafts), 1).flatten()
     starts = torch.arange(DRAWS + 1, dtype=torch.int32) * 2
     owners = torch.arange(rows, dtype=torch.int32) // 2
-    verified = verify(reference.sample(logits, draw), StepDrafts(token_ids, torch.arange(rows, dtype=torch.int32), starts, owners, 1))
+    nodes = torch.arange(rows)
+    parents, masks = torch.zeros(rows, dtype=torch.int32), 1 + 2 * (nodes % 2)
+    verified = verify(reference.sample(logits, draw), StepDrafts(token_ids, nodes.int(), starts, owners, parents, masks, 1))
     accepted = verified.num_accepted == 1
     expected = probabilities(first, **filters)
     assert chi_square(verified.token_ids[:, 0], expected) > 1e-4
@@ -119,6 +122,36 @@ def draw_params(filters: dict[str, Any], seeds: Tensor) -> DrawParams:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_the_distribution_of_trees_is_that_of_plain_sampling(filters: dict[str, Any]) -> None:
+    """DRAWS / 2 sequences with three drafts after the newest token, and two after the first of them, drawn from another distribution."""
+    generator, count = torch.Generator().manual_seed(6), DRAWS // 2
+    parents, counters = [0, 0, 0, 0, 1, 1], [7, 8, 8, 8, 9, 9]
+    first, second, third = torch.randn(3, VOCAB, generator=generator) * 1.5  # the logits at the three depths
+    proposed = torch.softmax(torch.randn(VOCAB, generator=generator), 0).expand(count, -1)
+    drafts = torch.cat([torch.multinomial(proposed, size, generator=generator).int() for size in (3, 2)], 1)
+    options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters
+    rows = 6 * count
+    draw = DrawParams(
+        temperature=torch.full((rows,), options["temperature"]), top_k=torch.full((rows,), options["top_k"], dtype=torch.int32),
+        top_p=torch.full((rows,), options["top_p"]), min_p=torch.full((rows,), options["min_p"]),
+        seeds=torch.randint(-(2**62), 2**62, (count,), generator=generator).repeat_interleave(6),
+        counters=torch.tensor(counters, dtype=torch.int32).repeat(count), all_greedy=False,
+    )  # fmt: skip
+    tensors = StepDrafts(
+        torch.cat((torch.zeros(count, 1, dtype=torch.int32), drafts), 1).flatten(), torch.arange(rows, dtype=torch.int32),
+        torch.arange(count + 1, dtype=torch.int32) * 6, torch.arange(rows, dtype=torch.int32) // 6,
+        torch.tensor(parents, dtype=torch.int32).repeat(count), torch.from_numpy(node_masks(tuple(parents[1:])).copy()).repeat(count), 5,
+    )  # fmt: skip
+    verified = verify(reference.sample(torch.stack((first, second, second, second, third, third)).repeat(count, 1), draw), tensors)
+    found, num_accepted = verified.token_ids, verified.num_accepted
+    for at, logits in enumerate((first, second, third)):
+        assert chi_square(found[num_accepted >= at, at], probabilities(logits, **filters)) > 1e-4
+    is_drafted = (drafts[:, :3] == found[:, :1]).any(1)
+    assert torch.equal(num_accepted >= 1, is_drafted)  # by any of the three
+    assert torch.equal(num_accepted == 2, (drafts[:, 0] == found[:, 0]) & (drafts[:, 3:] == found[:, 1:2]).any(1))
+
+
 def logits_after(tokens: list[int]) -> Tensor:
     """The logits of a model that depends on all tokens."""
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(zlib.crc32(bytes(tokens)))) * 2
@@ -137,35 +170,57 @@ def random_params(rng: random.Random) -> SamplingParams:
     return SamplingParams(**options)
 
 
-def step(sampler: Sampler, sequences: list[Sequence], drafts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+def step(
+    sampler: Sampler, sequences: list[Sequence], drafts: list[list[int]], parents: list[tuple[int, ...]]
+) -> tuple[list[list[int]], list[list[float]]]:
     """One step of the sampler. Returns the tokens that each sequence yields, and their log-probabilities."""
     token_ids, logits, counters = [], [], []
-    for seq, ids in zip(sequences, drafts, strict=True):
+    for seq, ids, above in zip(sequences, drafts, parents, strict=True):
         seq.num_pending = 1 + len(ids)
         token_ids += [seq.tokens[-1], *ids]
-        logits += [logits_after([*seq.tokens, *ids[:i]]) for i in range(len(ids) + 1)]
-        counters += range(len(seq.tokens), len(seq.tokens) + len(ids) + 1)
+        paths: list[list[int]] = [[]]
+        for draft, parent in zip(ids, above, strict=True):
+            paths.append([*paths[parent], draft])
+        logits += [logits_after([*seq.tokens, *path]) for path in paths]
+        counters += [len(seq.tokens) + len(path) for path in paths]
     counts = torch.tensor([len(ids) + 1 for ids in drafts])
     owners = torch.arange(len(sequences)).repeat_interleave(counts).int()
     starts = torch.cat((torch.zeros(1), counts.cumsum(0))).int()
     tensors = StepDrafts(
-        torch.tensor(token_ids, dtype=torch.int32), torch.arange(len(token_ids), dtype=torch.int32), starts, owners, max(map(len, drafts))
-    )
+        torch.tensor(token_ids, dtype=torch.int32), torch.arange(len(token_ids), dtype=torch.int32), starts, owners,
+        torch.tensor([parent for above in parents for parent in (0, *above)], dtype=torch.int32),
+        torch.cat([torch.from_numpy(node_masks(above).copy()) for above in parents]), max(map(len, drafts)),
+    )  # fmt: skip
     rows = torch.tensor([sequences[owner].row for owner in owners], dtype=torch.int32)
     sampler.table.update(sequences)
     has_drafts = any(drafts)
     sampled = sampler.sample(
         torch.stack(logits), rows, torch.tensor(counters, dtype=torch.int32), sequences, [],
-        DraftedRows(list(drafts), tensors) if has_drafts else None,
+        DraftedRows(list(drafts), list(parents), tensors) if has_drafts else None,
     )  # fmt: skip
     found = sampled.verified.to_lists() if sampled.verified is not None else sampled.token_ids.unsqueeze(1).tolist()
-    chosen = sampled.logprobs.chosen.tolist() if sampled.logprobs is not None else [0.0] * len(rows)
+    chosen = sampled.logprobs.chosen if sampled.logprobs is not None else torch.zeros(len(rows))
+    is_yielded = sampled.verified.is_yielded if sampled.verified is not None else torch.ones(len(rows), dtype=torch.bool)
     for seq in sequences:
         seq.num_pending = 0
-    return found, [chosen[start : start + len(ids)] for start, ids in zip(starts.tolist(), found, strict=False)]
+    return found, [chosen[(owners == i) & is_yielded].tolist() for i in range(len(sequences))]
 
 
-def test_all_features_give_the_tokens_of_one_token_per_step() -> None:
+def random_drafts(rng: random.Random, following: list[int], is_tree: bool) -> tuple[list[int], tuple[int, ...]]:
+    """Drafts of which most are the tokens `following`, and their parents: a chain, or a tree with different siblings."""
+    count = rng.randrange(0, 5 + 4 * is_tree)
+    parents = tuple(rng.randrange(max(0, i - 2), i + 1) if is_tree else i for i in range(count))
+    depths, ids = node_depths(parents), list[int]()
+    for i, parent in enumerate(parents):
+        taken = [ids[j] for j in range(i) if parents[j] == parent]
+        right = following[depths[i + 1] - 1 : depths[i + 1]]
+        choices = [token for token in range(VOCAB) if token not in taken]
+        ids.append(right[0] if right and right[0] in choices and rng.random() < 0.8 else rng.choice(choices))
+    return ids, parents
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_all_features_give_the_tokens_of_one_token_per_step(is_tree: bool) -> None:
     """Random drafts, of which most are what the sequence will generate, in batches of random sequences."""
     rng = random.Random(3)
     for _ in range(12):
@@ -184,13 +239,11 @@ def test_all_features_give_the_tokens_of_one_token_per_step() -> None:
                 seq.row = i
                 sampler.add(seq)
             while min(len(seq.tokens) - seq.num_prompt for seq in sequences) < 20:
-                drafts: list[list[int]] = [[] for _ in sequences]
+                drafts: list[tuple[list[int], tuple[int, ...]]] = [([], ()) for _ in sequences]
                 if speculates:
                     for i, seq in enumerate(sequences):
-                        following = answers[0][i][len(seq.tokens) - seq.num_prompt :]
-                        count = rng.randrange(0, 5)
-                        drafts[i] = [token if rng.random() < 0.8 else rng.randrange(VOCAB) for token in following[:count]]
-                found, chosen = step(sampler, sequences, drafts)
+                        drafts[i] = random_drafts(rng, answers[0][i][len(seq.tokens) - seq.num_prompt :], is_tree)
+                found, chosen = step(sampler, sequences, [ids for ids, _ in drafts], [parents for _, parents in drafts])
                 for seq, ids, values in zip(sequences, found, chosen, strict=True):
                     assert min(ids) >= 0
                     seq.tokens += ids

@@ -98,7 +98,7 @@ def test_the_number_of_drafts_is_the_one_with_the_largest_rate(
         while accepted < count and rng.random() < acceptance:
             accepted += 1
         if count:
-            length.record(seq, count, accepted)
+            length.record(seq, count, range(1, accepted + 1))
         seq.tokens += [0] * (1 + accepted)
     late = sorted(counts[200:])
     assert least <= late[len(late) // 2] <= most
@@ -112,7 +112,7 @@ def test_a_sequence_that_begins_to_copy_gets_drafts_again() -> None:
         count = length.limit(seq, 1)
         length.record_step(1 + count, 10.0 + count)
         if count:
-            length.record(seq, count, count if step >= 1000 else 0)
+            length.record(seq, count, range(1, count + 1) if step >= 1000 else ())
         seq.tokens.append(0)
     assert length.limit(seq, 1) == 8 and seq.acceptance.num_drafts < 60 + 8 * 1000
 
@@ -121,7 +121,7 @@ def test_without_adaptation_the_number_is_constant() -> None:
     length, seq = DraftLength(5, is_adaptive=False), sequence([1])
     for _ in range(50):
         assert length.limit(seq, 100) == 5
-        length.record(seq, 5, 0)
+        length.record(seq, 5, ())
     assert (seq.acceptance.num_drafts, seq.acceptance.num_accepted) == (250, 0)
 
 
@@ -137,7 +137,7 @@ def test_a_drafter_rarely_runs_at_full_load() -> None:
             length.record_step(num_tokens, 1.0 + num_tokens)
         for i, seq in enumerate(rows):
             if limits[i] and step % 2:  # the draft is computed in one step, and verified in the next one
-                length.record(seq, 1, 1)
+                length.record(seq, 1, (1,))
             seq.tokens += [0] * (1 + limits[i])
         rows = [sequence([1]) if len(seq.tokens) > 200 else seq for seq in rows]
     assert 0 < num_drafter_steps <= 2 * (2000 // 64 + 1)

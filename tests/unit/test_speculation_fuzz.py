@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from stoker.base.draft_tree import node_depths
 from stoker.base.types import FinishReason, Guide, SamplingParams
 from stoker.runtime.request import Sequence, Status, TokenRequest
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
 
 SIZE, NUM_BLOCKS, MAX_LEN, NUM_STEPS = 4, 22, 48, 2500
-CASES = [(proposer, depth, adaptive) for proposer in ("ngram", "request") for depth in (1, 2) for adaptive in (False, True)]
+CASES = [(proposer, depth, adaptive) for proposer in ("ngram", "request", "drafter") for depth in (1, 2) for adaptive in (False, True)]
+TREE = (0, 0, 1, 1, 2, 3, 5)  # the parents of the drafts of `drafter`
 
 
 def token(seq: Sequence, position: int) -> int:
@@ -44,15 +46,60 @@ def random_request(rng: random.Random, number: int) -> TokenRequest:
 def answer(rng: random.Random, plan: StepPlan, p_nothing: float) -> list[list[int]]:
     """What each row yields: the drafts that the model generates, too, and the token after them; nothing with probability `p_nothing`."""
     yielded: list[list[int]] = []
-    for seq, start, num_new, samples, drafts in zip(
-        plan.sequences, plan.starts, plan.num_new, plan.samples, plan.drafts, strict=True
+    for seq, start, num_new, samples, drafts, parents in zip(
+        plan.sequences, plan.starts, plan.num_new, plan.samples, plan.drafts, plan.parents, strict=True
     ):  # fmt: skip
-        first = start + num_new - len(drafts)
+        first, node = start + num_new - len(drafts), 0
         ids = [token(seq, first)] if samples and rng.random() >= p_nothing else []
-        while ids and len(ids) <= len(drafts) and drafts[len(ids) - 1] == ids[-1]:
+        while ids and (node := next((i for i, p in enumerate(parents, 1) if p == node and drafts[i - 1] == ids[-1]), 0)):
             ids.append(token(seq, first + len(ids)))
         yielded.append(ids)
     return yielded
+
+
+def random_tree(rng: random.Random, seq: Sequence) -> list[int]:
+    """Drafts after the newest token of a sequence: siblings differ, and one of them often is what the model generates."""
+    drafts: list[int] = []
+    depths = node_depths(TREE)
+    for i, parent in enumerate(TREE):
+        taken = [drafts[j] for j in range(i) if TREE[j] == parent]
+        right = token(seq, len(seq.tokens) + depths[i + 1] - 1)
+        drafts.append(right if right not in taken and rng.random() < 0.6 else rng.choice([one for one in range(6) if one not in taken]))
+    return drafts
+
+
+class Cells:
+    """What each slot of a KV cache contains: a hash of the tokens up to the one that was stored."""
+
+    def __init__(self) -> None:
+        self.cells = [0] * (NUM_BLOCKS * SIZE)
+        self.num_moves = 0
+
+    def run(self, plan: StepPlan, failed: set[int]) -> None:
+        """Perform the moves of a plan, check the keys before each row, and store its tokens.
+
+        `failed`: the sequences of a step before it that fails, whose keys may be missing.
+        """
+        for source, target in plan.moves:
+            self.cells[target] = self.cells[source]
+            self.num_moves += 1
+        stored: list[tuple[int, int]] = []
+        rows = zip(plan.sequences, plan.starts, plan.num_new, plan.drafts, plan.parents, strict=True)
+        for seq, start, num_new, drafts, parents in rows:
+            slots = [seq.blocks[at // SIZE] * SIZE + at % SIZE for at in range(start + num_new)]
+            value = 0
+            for at in range(start + num_new - len(drafts)):
+                value = hash((value, seq.tokens[at] if at < len(seq.tokens) else token(seq, at)))
+                if at < start:
+                    assert seq.seq_id in failed or self.cells[slots[at]] == value, "the key of another token"
+                else:
+                    stored.append((slots[at], value))
+            values = [value]
+            for draft, parent, slot in zip(drafts, parents, slots[len(slots) - len(drafts) :], strict=True):
+                values.append(hash((values[parent], draft)))
+                stored.append((slot, values[-1]))
+        for slot, value in stored:
+            self.cells[slot] = value
 
 
 def check(scheduler: Scheduler, known: dict[int, Sequence]) -> None:
@@ -72,12 +119,15 @@ def check(scheduler: Scheduler, known: dict[int, Sequence]) -> None:
 @pytest.mark.parametrize(("proposer", "depth", "adaptive"), CASES)
 def test_random_requests(proposer: str, depth: int, adaptive: bool) -> None:
     rng = random.Random(f"{proposer}{depth}{adaptive}")
+    most = len(TREE) if proposer == "drafter" else 5
     scheduler = Scheduler(
         num_blocks=NUM_BLOCKS, tokens_per_block=SIZE, max_batch_size=6, max_num_tokens=24, max_seq_len=MAX_LEN,
-        policy="max_utilization", proposer=proposer, draft_tokens=5, adaptive_drafts=adaptive,
+        policy="max_utilization", proposer=proposer, draft_tokens=most, adaptive_drafts=adaptive,
+        tree_parents=TREE if proposer == "drafter" else None,
     )  # fmt: skip
+    cells = Cells()
     known: dict[int, Sequence] = {}
-    flights: list[tuple[StepPlan, list[list[int]]]] = []
+    flights: list[tuple[StepPlan, list[list[int]], bool]] = []
     num_steps, num_requests, now = 0, 0, 0.0
     while num_steps < NUM_STEPS:
         now += 0.1
@@ -86,7 +136,7 @@ def test_random_requests(proposer: str, depth: int, adaptive: bool) -> None:
             num_requests += 1
             scheduler.check(request)
             for index in range(request.params.n):
-                seq = Sequence(len(known) + num_requests * 10, request, index, now)
+                seq = Sequence(num_requests * 10 + index, request, index, now)
                 known[seq.seq_id] = seq
                 scheduler.add(seq)
         scheduler.expire(now)
@@ -98,15 +148,21 @@ def test_random_requests(proposer: str, depth: int, adaptive: bool) -> None:
             assert plan.num_tokens == sum(plan.num_new) <= 24 and len(plan) <= 6
             assert all(not drafts or num_new == 1 + len(drafts) for drafts, num_new in zip(plan.drafts, plan.num_new, strict=True))
             for seq, drafts in zip(plan.sequences, plan.drafts, strict=True):
-                assert len(drafts) <= (5 if seq.request.max_drafts is None else seq.request.max_drafts)
-            flights.append((plan, answer(rng, plan, 0.01 if depth == 1 else 0.0)))
+                assert len(drafts) <= (most if seq.request.max_drafts is None else seq.request.max_drafts)
+            fails = rng.random() < 0.01
+            if not fails or rng.random() < 0.5:
+                cells.run(plan, {seq.seq_id for before, _, fails in flights if fails for seq in before.sequences})
+            flights.append((plan, answer(rng, plan, 0.01 if depth == 1 else 0.0), fails))
         if flights and (len(flights) >= depth or not plan.sequences):
-            oldest, ids = flights.pop(0)
-            if rng.random() < 0.01:
+            oldest, ids, fails = flights.pop(0)
+            if fails:
                 scheduler.fail(oldest)
             else:
                 scheduler.draft_length.record_step(oldest.num_tokens, 1.0 + 0.1 * oldest.num_tokens)
                 scheduler.commit(oldest, ids)
+                for seq in oldest.sequences:
+                    if proposer == "drafter":
+                        seq.proposal = random_tree(rng, seq)
         check(scheduler, known)
         for seq in [seq for seq in known.values() if seq.status is Status.FINISHED and not seq.num_in_flight]:
             generated = seq.tokens[seq.num_prompt :]
@@ -117,4 +173,5 @@ def test_random_requests(proposer: str, depth: int, adaptive: bool) -> None:
                 assert len(generated) == seq.max_tokens
             del known[seq.seq_id]
     drafts = scheduler.draft_length
+    assert (cells.num_moves > 30) is (proposer == "drafter")
     assert 0 < drafts.num_accepted < drafts.num_drafts and scheduler.num_preemptions > 0

@@ -8,6 +8,7 @@ from typing import Any, TypedDict, get_args, get_origin
 
 import msgspec
 
+from stoker.base.draft_tree import MAX_TREE_NODES, DraftTree, parse_tree
 from stoker.base.env import MAX_THREADS
 from stoker.base.errors import ConfigError, ConfigTypeError
 
@@ -19,7 +20,8 @@ _EVENT_ADDRESS = re.compile(r"tcp://[^\s/]+:(\d{1,5}|\*)|ipc://\S{1,107}")
 ROLES = ("both", "prefill", "decode")
 TRANSFER_BACKENDS = ("auto", "nixl", "tcp")
 PROPOSERS = ("none", "ngram", "request")  # draft proposers without a drafter, of runtime.schedule.proposers
-MAX_DRAFT_TOKENS = 32
+MAX_DRAFT_TOKENS = MAX_TREE_NODES
+_DRAFT_TOKENS = 7  # of a chain, by default
 _NOUNS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", tuple: "a list of whole numbers"}
 
 
@@ -188,8 +190,11 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     supply, `none` computes one token per step. Otherwise the directory of a draft engine, or of draft heads
     (Medusa, EAGLE, EAGLE-3, or a checkpoint with a multi-token prediction layer)."""
 
-    draft_tokens: int = 7
-    """Largest number of draft tokens of a sequence per step, 1 to 32."""
+    draft_tokens: int | None = None
+    """Largest number of draft tokens of a sequence per step, 1 to 63. None: all nodes of `draft_tree`, or 7 without one."""
+
+    draft_tree: str | None = None
+    """Tree of the drafts of draft heads: paths of ranks such as [0],[0,0],[1], or mc_sim_7b_63. None: one chain of drafts."""
 
     adaptive_drafts: bool = True
     """Verify fewer draft tokens, or none, where the measured acceptance and step times show that it is faster."""
@@ -231,7 +236,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_choice("policy", self.policy, POLICIES)
         if "/" not in self.speculate and not Path(self.speculate).is_dir():  # otherwise the directory of a draft engine
             check_choice("speculate", self.speculate, PROPOSERS)
-        check_range("draft_tokens", self.draft_tokens, 1, MAX_DRAFT_TOKENS)
+        self._check_drafts()
         for name in ("max_batch_size", "max_num_sequences", "max_num_tokens", "kv_cache_tokens", "attention_window"):
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), 1, 1 << 40)
@@ -250,6 +255,36 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._check_targets()
         self._check_events()
         self._check_transfers()
+
+    def _check_drafts(self) -> None:
+        """Raise ConfigError for a number or a tree of drafts that is out of range, or that cannot have an effect."""
+        if self.draft_tokens is not None:
+            check_range("draft_tokens", self.draft_tokens, 1, MAX_DRAFT_TOKENS)
+        if (tree := self.tree) is None:
+            return
+        if self.speculate in PROPOSERS:
+            limit = f"draft_tree needs draft heads, and speculate is {self.speculate}"
+            raise ConfigError(f"{limit}.", cure="Set speculate to the directory of draft heads, or leave draft_tree out.")
+        if self.draft_tokens is not None and self.draft_tokens > len(tree):
+            raise ConfigError(
+                f"draft_tokens={self.draft_tokens} is refused: draft_tree has {len(tree)} nodes.",
+                cure="Lower it, or add nodes to the tree.",
+            )
+
+    @property
+    def tree(self) -> DraftTree | None:
+        """`draft_tree`, cut to `draft_tokens` nodes. Raises ConfigError."""
+        if self.draft_tree is None:
+            return None
+        tree = parse_tree(self.draft_tree)
+        return tree if self.draft_tokens is None or self.draft_tokens > len(tree) else tree.prefix(self.draft_tokens)
+
+    @property
+    def max_drafts(self) -> int:
+        """The largest number of draft tokens of a sequence per step, whatever `speculate` is."""
+        if self.draft_tokens is not None:
+            return self.draft_tokens
+        return _DRAFT_TOKENS if (tree := self.tree) is None else len(tree)
 
     def _check_targets(self) -> None:
         """Raise ConfigError for latency targets that are out of range, or that cannot have an effect."""
@@ -314,7 +349,8 @@ class RuntimeSettings(TypedDict, total=False):
     custom_all_reduce: bool
     attention_window: int | None
     speculate: str
-    draft_tokens: int
+    draft_tokens: int | None
+    draft_tree: str | None
     adaptive_drafts: bool
     num_threads: int | None
     step_timeout_s: float | None

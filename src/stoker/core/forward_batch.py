@@ -17,6 +17,22 @@ class RankCounts(NamedTuple):
     sampled: tuple[int, ...]  # those of them that are sampled, which come first; the others are tokens of prompts
 
 
+@dataclass(frozen=True, slots=True)
+class TreeMask:
+    """Which keys the tokens of draft trees attend to.
+
+    The keys of row r from position starts[r] on are those of its tree, in the order of its nodes. A token of the row attends to all keys
+    before it, and to the nodes whose bits are set in its mask: itself and its ancestors. In these rows, `ForwardBatch.positions` is
+    starts[r] + the depth of the node, and differs from the position at which its key is stored.
+    """
+
+    masks: Tensor  # [T] int64; read for the tokens of trees only
+    starts: Tensor  # [R] int32; NO_TREE for a row without a tree, which attends causally
+
+
+NO_TREE = 2**31 - 1
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """The T tokens of a step, which belong to R rows. Rows with one token come first, then prefill chunks.
@@ -38,6 +54,7 @@ class ForwardBatch:
     prefix_lens: Tensor | None = None  # [R] int32, prefix LM: tokens below this position attend in both directions
     block_positions: Tensor | None = None  # [T] int32, prefix LM: the second position of each token
     state_slots: Tensor | None = None  # [R] int32, slot of each row in the recurrent states; None: the model has none
+    tree: TreeMask | None = None  # None: no row has a tree
     adapter_ids: Tensor | None = None  # [T] int32, the low-rank adapter of each token; -1: none. None: no token has an adapter
     ranks: RankCounts | None = None  # of the step on all data-parallel ranks; None: there is only one
     shared: dict[str, object] = field(default_factory=dict)  # values that one layer computes for all layers (masks, indices)

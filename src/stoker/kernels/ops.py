@@ -39,6 +39,7 @@ from stoker.kernels.reference import linear as linear_ref
 from stoker.kernels.reference import mamba2 as mamba2_ref
 from stoker.kernels.reference import moe as moe_ref
 from stoker.kernels.reference import norm as norm_ref
+from stoker.kernels.reference import pages as pages_ref
 from stoker.kernels.reference import quant_int8 as int8_ref
 from stoker.kernels.reference import rope as rope_ref
 from stoker.kernels.reference import sampling as sampling_ref
@@ -64,7 +65,7 @@ def _by_format(package: str, prefix: str) -> dict[ModuleType, ModuleType]:
 
 def use_launchers() -> None:
     """Use the Triton launchers for all tensors except CPU tensors. Called on import if there is a GPU, and by the ahead-of-time trace."""
-    from stoker.kernels.triton import activation, all_reduce, embedding, norm, rope, sampling
+    from stoker.kernels.triton import activation, all_reduce, embedding, norm, pages, rope, sampling
     from stoker.kernels.triton.attention import launch as attention
     from stoker.kernels.triton.fused_layer import launch as fused_layer_launcher
     from stoker.kernels.triton.gemm.dense import launch as linear
@@ -72,7 +73,7 @@ def use_launchers() -> None:
 
     _GPU.update({
         activation_ref: activation, all_reduce_ref: all_reduce, attention_ref: attention, embedding_ref: embedding, linear_ref: linear,
-        moe_ref: moe, norm_ref: norm, rope_ref: rope, sampling_ref: sampling, fused_layer_ref: fused_layer_launcher,
+        moe_ref: moe, norm_ref: norm, pages_ref: pages, rope_ref: rope, sampling_ref: sampling, fused_layer_ref: fused_layer_launcher,
         **_by_format("stoker.kernels.triton.gemm.quantized", ""),
     })  # fmt: skip
 
@@ -325,6 +326,9 @@ def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionP
 
     The queries of row r are q[query_starts[r] : query_starts[r + 1]], those of the last of its seq_lens[r] tokens. Its keys are in the
     blocks of block_tables[r]. Softmax in float32.
+
+    With `batch.tree`, rows of draft trees attend to their ancestors only (`TreeMask`). A window is then longer than the depth of any tree,
+    and is counted from `batch.positions`; trees with chunks or ALiBi are not supported.
     """
     return _pick(q, attention_ref).attention(q, cache, batch, params)
 
@@ -345,15 +349,28 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
     return _pick(logits, sampling_ref).sample(logits, params)
 
 
-def verify(sampled: Tensor, token_ids: Tensor, logits_idx: Tensor, starts: Tensor, max_drafts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Accept the drafts of S sequences while they equal the tokens that were sampled before them.
+def verify(
+    sampled: Tensor, token_ids: Tensor, logits_idx: Tensor, starts: Tensor, parents: Tensor, masks: Tensor, max_drafts: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Accept the drafts of S sequences that equal the tokens that were sampled after their parents.
 
-    Sequence s has the rows starts[s] : starts[s + 1] of the sampled tokens, int32 [L], and its drafts are the tokens of the step,
-    `token_ids` [T], after that of its first row, whose index is in `logits_idx` [L]. `starts` is int32 [S + 1], of at most `max_drafts`
-    drafts each. Returns int32 (ids that each sequence yields, then -1: [S, max_drafts + 1]; accepted drafts [S]; the last yielded id [S]).
-    A sequence without rows yields -1.
+    Sequence s has the rows starts[s] : starts[s + 1] of the sampled tokens, int32 [L], the nodes of its tree: row starts[s] + i is
+    node i, after parents[row] (int32 [L], a node of the same sequence). The draft of a row is the token of the step `token_ids` [T] at
+    `logits_idx` [L]; node 0 has none. Bit j of `masks` (int64 [T]) is set for the node itself and its ancestors. `starts` is int32 [S + 1],
+    of at most `max_drafts` (up to 63) drafts each.
+
+    Returns int32 (ids that each sequence yields, then -1: [S, max_drafts + 1]; accepted drafts [S]; the last yielded id [S]; the row in
+    which it was sampled [S]) and bool [L], whether the token of each row is yielded. A sequence without rows yields -1.
     """
-    return _pick(sampled, sampling_ref).verify(sampled, token_ids, logits_idx, starts, max_drafts)
+    return _pick(sampled, sampling_ref).verify(sampled, token_ids, logits_idx, starts, parents, masks, max_drafts)
+
+
+def move_tokens(caches: list[KVCache], moves: Tensor) -> None:
+    """Copy keys and values between slots of each cache, in order: `moves` int32 [N, 2] (from, to).
+
+    A slot is block × block_size + place. The target of a move is never the source of a later one.
+    """
+    _pick(caches[0].keys, pages_ref).move_tokens(caches, moves)
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

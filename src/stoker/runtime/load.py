@@ -197,6 +197,7 @@ def _load(
         event_log=BlockEventLog() if events is not None else None,
         proposer="drafter" if uses_drafter(config) else config.speculate,
         draft_tokens=loaded.max_drafts or None,
+        tree_parents=config.tree.parents if config.tree is not None else None,
         adaptive_drafts=config.adaptive_drafts,
         target_itl_s=config.target_itl_ms / 1000 if config.target_itl_ms is not None else None,
         target_ttft_s=config.target_ttft_ms / 1000 if config.target_ttft_ms is not None else None,

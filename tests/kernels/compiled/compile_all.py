@@ -18,12 +18,12 @@ import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from stoker.core.forward_batch import ForwardBatch, KVCache
+from stoker.core.forward_batch import ForwardBatch, KVCache, TreeMask
 from stoker.core.packed_weight import PackedWeight
 from stoker.distributed.inbox import Inboxes
 from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.routing import Routing, RoutingParams
-from stoker.kernels.triton import activation, all_reduce, embedding, norm, rope, sampling
+from stoker.kernels.triton import activation, all_reduce, embedding, norm, pages, rope, sampling
 from stoker.kernels.triton.aot.offline_target import compile_for, compiling, resources
 from stoker.kernels.triton.attention import launch as attention
 from stoker.kernels.triton.attention.tiles import AttentionTile
@@ -63,6 +63,8 @@ def attend(
     batch = ForwardBatch(index(tokens), index(tokens), index(tokens), index(rows + 1), index(rows), index(rows, 64), decodes, queries, 4096)
     if features.pop("prefix", False):
         batch.prefix_lens = index(rows)
+    if features.pop("tree", False):
+        batch.tree = TreeMask(meta(tokens, dtype=torch.int64), index(rows))
     q = meta(tokens, (heads + 2 * kv_heads) * size, dtype=dtype)[:, : heads * size].view(tokens, heads, size)
     pages = cache(kv_heads, block, size, value_size, cache_dtype)
     out = meta(tokens, heads, size if value_size is None else value_size, dtype=dtype)
@@ -89,6 +91,11 @@ def sample(rows: int, dtype: torch.dtype, all_greedy: bool) -> None:
     reals = (meta(rows, dtype=FP32) for _ in range(3))
     draw = DrawParams(next(reals), index(rows), next(reals), next(reals), meta(rows, dtype=torch.int64), index(rows), all_greedy)
     sampling.sample(meta(rows, 128256, dtype=dtype), draw)
+
+
+def verify(nodes: int) -> None:
+    masks = meta(4 * nodes, dtype=torch.int64)
+    sampling.verify(index(4 * nodes), index(4 * nodes), index(4 * nodes), index(5), index(4 * nodes), masks, nodes - 1)
 
 
 def linear_of(rows: int, gated: bool, dtype: torch.dtype = BF16, n: int = 4096, k: int = 4096) -> None:
@@ -280,6 +287,12 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "prefill latent": lambda: attend(4, 512, **LATENT),  # type: ignore[arg-type]
     "prefill, every feature": lambda: attend(4, 2048, prefix=True, **EVERY_FEATURE),  # type: ignore[arg-type]
     "four drafted tokens": lambda: attend(8, 4),
+    "tree of 8": lambda: attend(8, 8, tree=True),
+    "tree of 64, fp8": lambda: attend(1, 64, cache_dtype=FP8, tree=True),
+    "tree of 64, latent": lambda: attend(1, 64, tree=True, **LATENT),  # type: ignore[arg-type]
+    "verify": lambda: verify(8),
+    "verify 64": lambda: verify(64),
+    "move tokens": lambda: pages.move_tokens([cache(8, 64, 128, 128, BF16), cache(8, 64, 128, 128, FP8)], index(5, 2)),
     **{
         f"quant {kind}, {rows} rows{', gated' if gated else ''}": lambda kind=kind, rows=rows, gated=gated: quantized(kind, rows, gated)  # type: ignore[misc]
         for kind in ("fp8", "block", "int8", "w8a8", "int4")

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stoker.core.forward_batch import NO_TREE
 from stoker.kernels.reference.rope import subtracted_mean
 from stoker.kernels.types import AttentionParams
 
@@ -74,6 +75,11 @@ class _RowPlan:
         starts = batch.query_starts
         self.num_queries = int(starts[rows.start + 1] - starts[rows.start])
         self.query_positions = self.lens[:, None] - self.num_queries + torch.arange(self.num_queries)  # [R, Q]
+        self.tree: tuple[Tensor, int] | None = None  # the masks [Q] of the queries of one row, and the position of the first node
+        if batch.tree is not None and int(batch.tree.starts[rows.start]) != NO_TREE:
+            tokens = slice(int(starts[rows.start]), int(starts[rows.start + 1]))
+            self.query_positions = batch.positions[tokens].long().unsqueeze(0)
+            self.tree = batch.tree.masks[tokens], int(batch.tree.starts[rows.start])
         self.prefix = None if batch.prefix_lens is None else batch.prefix_lens[rows].long()
         self._gathers: dict[int, Tensor] = {}
         self._masks: dict[tuple, Tensor | None] = {}
@@ -106,6 +112,10 @@ class _RowPlan:
         query = self.query_positions[:, :, None]
         keys = torch.arange(self.num_keys)
         seen = keys <= query
+        if self.tree is not None:
+            masks, first = self.tree
+            bits = masks[:, None] >> (keys - first).clamp(0, 63) & 1
+            seen = torch.where(keys < first, seen, bits == 1)
         if self.prefix is not None:
             seen = seen | (keys < self.prefix[:, None, None])
         if window is not None:

@@ -78,18 +78,28 @@ def _shift(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def verify(sampled: Tensor, token_ids: Tensor, logits_idx: Tensor, starts: Tensor, max_drafts: int) -> tuple[Tensor, Tensor, Tensor]:
+def verify(
+    sampled: Tensor, token_ids: Tensor, logits_idx: Tensor, starts: Tensor, parents: Tensor, masks: Tensor, max_drafts: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Accept drafts that equal the sampled tokens (`ops.verify`)."""
-    columns = torch.arange(max_drafts + 1, dtype=torch.int32, device=sampled.device)
-    row = starts[:-1].unsqueeze(1) + columns
-    has_draft = row + 1 < starts[1:].unsqueeze(1)
-    row = row.clamp(max=len(sampled) - 1).long()
-    ids = sampled[row]
-    drafts = token_ids[(logits_idx.long()[row] + 1).clamp(max=len(token_ids) - 1)]
-    num_accepted = ((ids == drafts) & (ids >= 0) & has_draft).to(torch.int32).cumprod(1).sum(1, dtype=torch.int32)
-    is_yielded = (columns <= num_accepted.unsqueeze(1)) & (starts[:-1] < starts[1:]).unsqueeze(1)
-    ids = torch.where(is_yielded, ids, -1)
-    return ids, num_accepted, ids.gather(1, num_accepted.long().unsqueeze(1)).squeeze(1)
+    num_rows, width = len(sampled), max_drafts + 1
+    nodes = torch.arange(width, device=sampled.device)
+    first = starts[:-1].long().unsqueeze(1)
+    exists = first + nodes < starts[1:].unsqueeze(1)  # [S, nodes]
+    row = (first + nodes).clamp(max=num_rows - 1)
+    token = logits_idx.long()[row]
+    before = sampled[(first + parents.long()[row]).clamp(max=num_rows - 1)]
+    matches = exists & ((nodes == 0) | ((before == token_ids[token]) & (before >= 0)))
+    bits = (matches.long() << nodes).sum(1, keepdim=True)
+    accepted = matches & (masks[token] & ~bits == 0)  # the node and all its ancestors match
+    depth = torch.where(accepted, accepted.cumsum(1) - 1, width)
+    ids = sampled.new_full((len(first), width + 1), -1).scatter_(1, depth, sampled[row])[:, :width].contiguous()
+    num_accepted = (accepted.sum(1, dtype=torch.int32) - 1).clamp(min=0)
+    newest = ids.gather(1, num_accepted.long().unsqueeze(1)).squeeze(1)
+    last = starts[:-1] + (accepted * nodes).amax(1).to(torch.int32)
+    is_yielded = torch.zeros(num_rows + 1, dtype=torch.bool, device=sampled.device)
+    is_yielded.scatter_(0, torch.where(exists, row, num_rows).flatten(), accepted.flatten())
+    return ids, num_accepted, newest, last, is_yielded[:num_rows]
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -73,27 +73,35 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
     return out
 
 
-def verify(sampled: Tensor, token_ids: Tensor, logits_idx: Tensor, starts: Tensor, max_drafts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Accept drafts that equal the sampled tokens (`ops.verify`), in one launch."""
+def verify(
+    sampled: Tensor, token_ids: Tensor, logits_idx: Tensor, starts: Tensor, parents: Tensor, masks: Tensor, max_drafts: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Accept the drafts that equal the sampled tokens (`ops.verify`), in one launch."""
     count = len(starts) - 1
     ids = torch.empty(count, max_drafts + 1, dtype=torch.int32, device=sampled.device)
     num_accepted = torch.empty(count, dtype=torch.int32, device=sampled.device)
-    newest = torch.empty_like(num_accepted)
+    newest, last = torch.empty_like(num_accepted), torch.empty_like(num_accepted)
+    is_yielded = torch.zeros(len(sampled), dtype=torch.bool, device=sampled.device)
     if count:
+        block = triton.next_power_of_2(max_drafts + 1)
         verify_kernel[(count,)](
             sampled,
             token_ids,
             logits_idx,
             starts,
+            parents,
+            masks,
             ids,
             num_accepted,
             newest,
+            last,
+            is_yielded,
             COLUMNS=max_drafts + 1,
-            BLOCK=triton.next_power_of_2(max_drafts + 1),
-            num_warps=1,
+            BLOCK=block,
+            num_warps=1 if block <= 16 else 4,
             **pdl_launch_options(sampled),
         )
-    return ids, num_accepted, newest
+    return ids, num_accepted, newest, last, is_yielded
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,32 +141,55 @@ def partial_argmax_kernel(
 
 @triton.jit
 def verify_kernel(
+    # Inputs
     sampled_ptr,  # int32 [L]
     token_ids_ptr,  # int32 [T]
     logits_idx_ptr,  # int32 [L]
     starts_ptr,  # int32 [S + 1]
+    parents_ptr,  # int32 [L]: the node after which each draft is proposed
+    masks_ptr,  # int64 [T]: the nodes that are a token itself or its ancestors
+    # Outputs
     ids_ptr,  # int32 [S, COLUMNS]: the yielded ids, then -1
     accepted_ptr,  # int32 [S]
     newest_ptr,  # int32 [S]: the last yielded id
+    last_ptr,  # int32 [S]: its row
+    yielded_ptr,  # bool [L]: whether the token of each row is yielded
+    # Constants
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,  # COLUMNS, rounded up to a power of two
     USE_PDL: tl.constexpr,
 ):
-    """One CTA: the drafts of one sequence. The draft after row i of the sequence is the token after that of the row."""
+    """One CTA: the drafts of one sequence. Its nodes are its rows; node 0 has no draft and is always accepted.
+
+    A draft matches if it equals the token sampled in the row of its parent. It is accepted if no bit of its mask is a node that does not
+    match. The accepted nodes are one path, because the children of a node are different tokens.
+    """
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
     sequence = tl.program_id(0)
     first = tl.load(starts_ptr + sequence)
     count = tl.load(starts_ptr + sequence + 1) - first
-    column = tl.arange(0, BLOCK)
-    ids = tl.load(sampled_ptr + first + column, mask=column < count, other=-1)
-    token = tl.load(logits_idx_ptr + first + column, mask=column < count, other=0)
-    drafts = tl.load(token_ids_ptr + token + 1, mask=column + 1 < count, other=-1)
-    accepted = tl.min(tl.where((ids == drafts) & (ids >= 0), BLOCK, column), 0)  # the first row whose token is not the draft after it
-    ids = tl.where(column <= accepted, ids, -1)
-    tl.store(ids_ptr + sequence * COLUMNS + column, ids, mask=column < COLUMNS)
-    tl.store(accepted_ptr + sequence, accepted)
-    tl.store(newest_ptr + sequence, tl.sum(tl.where(column == accepted, ids, 0), 0))
+    node = tl.arange(0, BLOCK)
+    exists = node < count
+    ids = tl.load(sampled_ptr + first + node, mask=exists, other=-1)
+    token = tl.load(logits_idx_ptr + first + node, mask=exists, other=0)
+    drafts = tl.load(token_ids_ptr + token, mask=exists, other=-2)
+    parents = tl.load(parents_ptr + first + node, mask=exists, other=0)
+    masks = tl.load(masks_ptr + token, mask=exists, other=0)
+    before = tl.load(sampled_ptr + first + parents, mask=exists, other=-1)
+    matches = exists & ((node == 0) | ((before == drafts) & (before >= 0)))
+    bits = tl.sum(matches.to(tl.int64) << node.to(tl.int64), 0)
+    accepted = matches & ((masks & ~bits) == 0)
+    tl.store(yielded_ptr + first + node, accepted, mask=exists)
+    depth = tl.cumsum(accepted.to(tl.int32), 0) - 1  # of accepted nodes
+    last = tl.max(tl.where(accepted, node, 0), 0)
+    num_accepted = tl.maximum(tl.sum(accepted.to(tl.int32), 0) - 1, 0)
+    is_at = accepted[None, :] & (depth[None, :] == node[:, None])  # [depths, nodes]
+    path = tl.sum(tl.where(is_at, ids[None, :] + 1, 0), 1) - 1  # -1 where no node has the depth
+    tl.store(ids_ptr + sequence * COLUMNS + node, path, mask=node < COLUMNS)
+    tl.store(accepted_ptr + sequence, num_accepted)
+    tl.store(newest_ptr + sequence, tl.sum(tl.where(node == num_accepted, path, 0), 0))
+    tl.store(last_ptr + sequence, first + last)
 
 
 @triton.jit

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from stoker.base.draft_tree import DraftTree
 from stoker.core.forward_batch import KVCache
 from stoker.layers.decoder import Decoder
 from stoker.runtime.heads.head import ParallelHead, RecurrentHead
 from stoker.runtime.heads.recurrent_drafts import RecurrentDrafts
 from stoker.runtime.heads.sampled_drafts import choose
+from stoker.runtime.worker.accepted_batch import AcceptedBatch, accepted_batch
 from stoker.runtime.worker.draft_batch import SpareBlocks
 from stoker.runtime.worker.drafter import Drafter, DraftInputs
 
@@ -40,10 +42,11 @@ class StateRecorder:
 
 
 class ParallelDrafter(Drafter):
-    """Runs parallel heads on the last valid state of each sequence."""
+    """Runs parallel heads on the last valid state of each sequence. All nodes of the tree at one depth have the candidates of one head."""
 
-    def __init__(self, model: Decoder, head: ParallelHead, num_drafts: int) -> None:
-        self.head, self.num_drafts, self.states = head, num_drafts, StateRecorder(model, ())
+    def __init__(self, model: Decoder, head: ParallelHead, tree: DraftTree) -> None:
+        self.head, self.tree, self.num_drafts, self.states = head, tree, len(tree), StateRecorder(model, ())
+        self.is_tree = not tree.is_chain
         self._vocab_size = model.config.vocab_size
 
     def compute(self, inputs: DraftInputs) -> Tensor:
@@ -52,21 +55,29 @@ class ParallelDrafter(Drafter):
 
     def drafts(self, inputs: DraftInputs, computed: Tensor) -> Iterator[Tensor]:
         positions = inputs.batch.positions.index_select(0, inputs.last_indices)
-        for i in range(self.num_drafts):
+        levels: list[Tensor] = []
+        for i, ranks in enumerate(self.tree.ranks_by_depth()):
             # The newest token has position + 1; the first draft has the random number of position + 2.
-            yield choose(self.head.logits(i, computed), self.head.target_ids, inputs, positions + 2 + i, self._vocab_size)
+            logits, counters = self.head.logits(i, computed), positions + 2 + i
+            levels.append(choose(logits, self.head.target_ids, inputs, counters, self._vocab_size, 1 + max(ranks)))
+            if not self.is_tree:
+                yield levels[-1][:, 0]
+        if self.is_tree:
+            nodes = zip(self.tree.depths, self.tree.ranks, strict=True)
+            yield torch.stack([levels[depth - 1][:, rank] for depth, rank in nodes])
 
 
 class RecurrentDrafter(Drafter):
     """Runs a recurrent head on all tokens of a step, and then on its own drafts."""
 
-    def __init__(self, model: Decoder, head: RecurrentHead, caches: list[KVCache], spare: SpareBlocks, num_drafts: int) -> None:
-        self.num_drafts, self.caches, self.states = num_drafts, caches, StateRecorder(model, head.layers)
-        self.head, self._recurrent = head, RecurrentDrafts(head, caches, spare, model.config.vocab_size)
+    def __init__(self, model: Decoder, head: RecurrentHead, caches: list[KVCache], spare: SpareBlocks, tree: DraftTree) -> None:
+        self.is_tree, self.num_drafts, self.caches, self.states = not tree.is_chain, len(tree), caches, StateRecorder(model, head.layers)
+        self.head, self._recurrent = head, RecurrentDrafts(head, caches, spare, model.config.vocab_size, tree)
 
-    def compute(self, inputs: DraftInputs) -> Tensor:
-        """The outputs of the head at the last valid tokens."""
-        return self._recurrent.compute(inputs, self.states.pop())
+    def compute(self, inputs: DraftInputs) -> tuple[Tensor, AcceptedBatch]:
+        """The outputs of the head at the last valid tokens, and the batch of the step."""
+        accepted = accepted_batch(inputs)
+        return self._recurrent.compute(inputs, accepted, self.states.pop()), accepted
 
-    def drafts(self, inputs: DraftInputs, computed: Tensor) -> Iterator[Tensor]:
-        return self._recurrent.drafts(inputs, computed, self.num_drafts)
+    def drafts(self, inputs: DraftInputs, computed: tuple[Tensor, AcceptedBatch]) -> Iterator[Tensor]:
+        return self._recurrent.drafts(inputs, *computed)

@@ -5,8 +5,9 @@ reuse, preemption and the release of rejected drafts need no further bookkeeping
 
 1. The head computes all tokens of the step. At position t it reads the model's state at t and the token at t + 1. The output at the last
    accepted token gives the first draft.
-2. For each further draft, the head computes one token per sequence, from its own output and the newest draft. Positions after the step
-   may have no block yet. Their keys are stored in blocks that belong to the row, and the next step computes them again.
+2. For each further depth of the tree, the head computes the nodes that have children, from its own output and their tokens. Their keys are
+   stored after the last valid one, level by level, and a mask limits their attention to their ancestors. In a chain this is one token.
+   Positions after the step may have no block yet. Their keys are stored in blocks of the row, and the next step computes them again.
 
 At the end of a prefill chunk, the device does not have the token at t + 1, and the head reads the token at t. The last key of a cached
 block belongs to the sequence that computed it first. Both make one key of the head less exact, and never change what is generated.
@@ -20,9 +21,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from stoker.core.forward_batch import ForwardBatch, KVCache
+from stoker.base.draft_tree import DraftTree
+from stoker.core.forward_batch import ForwardBatch, KVCache, TreeMask
+from stoker.runtime.heads.draft_levels import Level, make_levels
 from stoker.runtime.heads.head import RecurrentHead
 from stoker.runtime.heads.sampled_drafts import choose
+from stoker.runtime.worker.accepted_batch import AcceptedBatch
 from stoker.runtime.worker.draft_batch import SpareBlocks
 from stoker.runtime.worker.drafter import DraftInputs
 
@@ -30,72 +34,89 @@ from stoker.runtime.worker.drafter import DraftInputs
 class RecurrentDrafts:
     """Runs a recurrent head. `caches` have the blocks of the model, and then those of `spare`. `vocab_size` is that of the model."""
 
-    def __init__(self, head: RecurrentHead, caches: list[KVCache], spare: SpareBlocks, vocab_size: int) -> None:
-        self.head, self.caches, self.spare, self.vocab_size = head, caches, spare, vocab_size
+    def __init__(self, head: RecurrentHead, caches: list[KVCache], spare: SpareBlocks, vocab_size: int, tree: DraftTree) -> None:
+        self.head, self.caches, self.spare, self.vocab_size, self.tree = head, caches, spare, vocab_size, tree
         self.block_size = caches[0].block_size
+        self._levels = make_levels(tree, caches[0].keys.device)
 
-    def compute(self, inputs: DraftInputs, states: Tensor) -> Tensor:
+    def compute(self, inputs: DraftInputs, accepted: AcceptedBatch, states: Tensor) -> Tensor:
         """Compute the tokens of the step. Returns the outputs [S, hidden] at the last valid token of each sequence.
 
         `states` [T, hidden], or those of several layers side by side, are the model's states of each token.
         """
-        last = inputs.last_indices
-        shifted = self._shifted(inputs, last, self._is_real(inputs))
-        return self.head(self.head.begin(states), shifted, self.caches).index_select(0, last)
+        shifted = self._shifted(accepted.batch, inputs.newest, accepted.last, self._is_real(inputs))
+        return self.head(self.head.begin(_select(states, 0, accepted.order)), shifted, self.caches).index_select(0, accepted.last)
 
-    def drafts(self, inputs: DraftInputs, x: Tensor, count: int) -> Iterator[Tensor]:
-        """At most `count` drafts of each sequence, int32 [S] each, from the outputs `x` of `compute`."""
-        batch, last, is_real = inputs.batch, inputs.last_indices, self._is_real(inputs)
-        tables, positions = self._tables(inputs, last), batch.positions.index_select(0, last).to(torch.int32)
-        ids = inputs.newest
-        for i in range(count):
-            if i:
-                x = self.head(x, self._decode_batch(ids, positions + i, tables, is_real, batch.max_seq_len + i), self.caches)
+    def drafts(self, inputs: DraftInputs, x: Tensor, accepted: AcceptedBatch) -> Iterator[Tensor]:
+        """The drafts of each sequence from the outputs `x` of `compute`: of a chain one after another, of a tree all at once."""
+        batch, last, is_real, count = accepted.batch, accepted.last, self._is_real(inputs), len(inputs.rows)
+        tables, positions = self._tables(batch, inputs.rows, last), batch.positions.index_select(0, last).to(torch.int32)
+        found: list[Tensor] = []
+        for depth, level in enumerate(self._levels.levels):
+            if depth:
+                before = self._levels.levels[depth - 1]
+                x = _select(x.view(count, -1, x.shape[-1]), 1, before.inner_parents).flatten(0, 1)
+                token_ids = _select(found[-1], 1, before.inner).flatten()
+                x = self.head(x, self._level_batch(token_ids, positions, depth, before, tables, is_real, batch.max_seq_len), self.caches)
             # The newest token has position + 1; the first draft has the random number of position + 2.
-            ids = self._choose(x, inputs, positions + 2 + i)
-            yield ids
+            counters, num_parents = positions + 2 + depth, len(x) // count
+            counters = counters if num_parents == 1 else counters.repeat_interleave(num_parents)
+            drafts = choose(self.head.logits(x), self.head.target_ids, inputs, counters, self.vocab_size, level.num_candidates)
+            found.append(_select(drafts.view(count, -1), 1, level.chosen))
+            if self.tree.is_chain:
+                yield found[-1].flatten()
+        if not self.tree.is_chain:
+            yield _select(torch.cat(found, dim=1), 1, self._levels.order).t()
 
     def _is_real(self, inputs: DraftInputs) -> Tensor:
         """bool [S]: False for padding."""
         return inputs.rows != self.spare.padding_row
 
-    def _choose(self, x: Tensor, inputs: DraftInputs, counters: Tensor) -> Tensor:
-        """int32 [S]: the drafts from the outputs `x` [S, hidden] of the head."""
-        return choose(self.head.logits(x), self.head.target_ids, inputs, counters, self.vocab_size)
-
-    def _shifted(self, inputs: DraftInputs, last: Tensor, is_real: Tensor) -> ForwardBatch:
+    def _shifted(self, batch: ForwardBatch, newest: Tensor, last: Tensor, is_real: Tensor) -> ForwardBatch:
         """The batch of the step in which each token is replaced by the one after it, as far as the device has it."""
-        batch = inputs.batch
         count, ids = batch.num_tokens, batch.token_ids.to(torch.int32)
         following = torch.cat((ids[1:], ids[-1:], ids[-1:]))  # the last element is for padding
         ends = (batch.query_starts[1:].long() - 1).clamp(min=0)  # the token after the end of a row is that of another row
         following[ends] = ids[ends]
-        following[torch.where(is_real, last, count).long()] = inputs.newest.clamp(min=0)  # -1: no token could be sampled
+        following[torch.where(is_real, last, count).long()] = newest.clamp(min=0)  # -1: no token could be sampled
         return dataclasses.replace(batch, token_ids=following[:count], logits_idx=None, adapter_ids=None)
 
-    def _tables(self, inputs: DraftInputs, last: Tensor) -> Tensor:
+    def _tables(self, batch: ForwardBatch, rows: Tensor, last: Tensor) -> Tensor:
         """int32 [S, B + spare]: the block tables of the sequences, in which the spare blocks follow the blocks that the step needs."""
-        batch = inputs.batch
         owners = torch.searchsorted(batch.query_starts, last.contiguous(), right=True) - 1
         used = -(-batch.seq_lens.index_select(0, owners) // self.block_size)[:, None]
-        tables, spare = batch.block_tables.index_select(0, owners), self.spare.blocks.index_select(0, inputs.rows.long())
+        tables, spare = batch.block_tables.index_select(0, owners), self.spare.blocks.index_select(0, rows.long())
         index = torch.arange(tables.shape[1] + spare.shape[1], device=tables.device)[None]
         tables = torch.cat((tables, spare), dim=1)
         beyond = spare.gather(1, (index - used).clamp(0, spare.shape[1] - 1))
         return torch.where(index < used, tables, beyond)
 
-    def _decode_batch(self, token_ids: Tensor, positions: Tensor, tables: Tensor, is_real: Tensor, longest: int) -> ForwardBatch:
-        """The batch of one token per sequence. Padding stores nothing and attends to nothing."""
-        size, count = self.block_size, len(token_ids)
-        slots = tables.gather(1, (positions // size).long()[:, None])[:, 0] * size + positions % size
+    def _level_batch(
+        self, token_ids: Tensor, positions: Tensor, depth: int, level: Level, tables: Tensor, is_real: Tensor, longest: int
+    ) -> ForwardBatch:
+        """The batch of the inner nodes of a level, `token_ids` [S × Q]. Padding stores nothing.
+
+        `positions` [S] are those of the last valid tokens. Inner nodes have consecutive places after them, level by level.
+        """
+        count, size, device = level.num_inner, self.block_size, positions.device
+        ends = positions + 1 + level.num_before + count
+        places = ends.unsqueeze(1) - count + torch.arange(count, dtype=torch.int32, device=device)
+        slots = tables.gather(1, (places // size).long()) * size + places % size
+        is_chained = level.is_chained
         return ForwardBatch(
             token_ids=token_ids,
-            positions=positions,
-            slots=torch.where(is_real, slots, -1),
-            query_starts=torch.arange(count + 1, dtype=torch.int32, device=positions.device),
-            seq_lens=torch.where(is_real, positions + 1, 0),
+            positions=(positions + depth).repeat_interleave(count),
+            slots=torch.where(is_real.unsqueeze(1), slots, -1).flatten(),
+            query_starts=torch.arange(len(positions) + 1, dtype=torch.int32, device=device) * count,
+            seq_lens=torch.where(is_real, ends, 0 if is_chained else count),
             block_tables=tables,
-            num_decodes=count,
-            max_query_len=1,
-            max_seq_len=longest,
+            num_decodes=len(positions) if is_chained else 0,
+            max_query_len=count,
+            max_seq_len=longest + level.num_before + count,
+            tree=None if is_chained else TreeMask(level.masks.repeat(len(positions)), positions + 1),
         )
+
+
+def _select(x: Tensor, dim: int, index: Tensor | None) -> Tensor:
+    """The elements of x at `index` of an axis; None: all."""
+    return x if index is None else x.index_select(dim, index)

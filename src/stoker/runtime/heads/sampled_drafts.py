@@ -1,4 +1,4 @@
-"""Chooses drafts from the logits of heads: the most likely tokens, or tokens drawn like those of the model.
+"""Chooses drafts from the logits of heads: the most likely tokens, or a token drawn like that of the model and the most likely others.
 
 A draft is drawn with the parameters of its sequence and with the random number of its position, with which the model then draws at the same
 position. Both choose the same token where their distributions agree.
@@ -6,22 +6,28 @@ position. Both choose the same token where their distributions agree.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from stoker.kernels import ops
 from stoker.runtime.worker.drafter import DraftInputs
 
 
-def choose(logits: Tensor, target_ids: Tensor | None, inputs: DraftInputs, counters: Tensor, vocab_size: int) -> Tensor:
-    """int32 [S]: a draft for each sequence of a step, from its `logits` [S, V].
+def choose(logits: Tensor, target_ids: Tensor | None, inputs: DraftInputs, counters: Tensor, vocab_size: int, count: int = 1) -> Tensor:
+    """int32 [S × N, count]: different drafts for each of the N rows of logits [S × N, V] of each sequence of a step, the best ones first.
 
     `target_ids` int32 [V] are the ids of a draft vocabulary in that of the model, whose size is `vocab_size`; None: V is the vocabulary of
-    the model. `counters` int32 [S] are the positions of the random numbers.
+    the model. `counters` int32 [S × N] are the positions of the random numbers.
     """
     if inputs.all_greedy:
-        found = logits.argmax(dim=-1)
+        found = logits.argmax(dim=-1, keepdim=True) if count == 1 else logits.topk(count, dim=-1).indices
         return (found if target_ids is None else target_ids[found]).int()
     if target_ids is not None:
         wide = logits.new_full((len(logits), vocab_size), float("-inf"))
         logits = wide.index_copy_(1, target_ids.long(), logits)
-    return ops.sample(logits, inputs.table.gather(inputs.rows, counters, False)).clamp(min=0)
+    rows = inputs.rows.repeat_interleave(len(logits) // len(inputs.rows))
+    drawn = ops.sample(logits, inputs.table.gather(rows, counters, False)).clamp(min=0).unsqueeze(1)
+    if count == 1:
+        return drawn
+    others = logits.scatter(1, drawn.long(), float("-inf")).topk(count - 1, dim=-1).indices
+    return torch.cat((drawn, others.int()), dim=1)

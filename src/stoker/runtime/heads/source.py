@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch import Tensor
+
 from stoker.base.config import MAX_DRAFT_TOKENS
+from stoker.base.draft_tree import MAX_TREE_NODES, DraftTree
 from stoker.base.errors import CheckpointError, ConfigError
+from stoker.core.model_config import AttentionConfig, ModelConfig
 from stoker.engine.reader import Engine
 from stoker.layers.decoder import Decoder
 from stoker.quant.formats.dense import Dense
@@ -23,11 +27,20 @@ class HeadSource(DraftSource):
 
     catches_up = False  # heads need the hidden states of the model, which only the step has
 
-    def __init__(self, path: Path, engine: Engine, model: Decoder, max_seq_len: int, num_drafts: int) -> None:
-        """Load the heads in a directory for the model of an engine. Raises CheckpointError, or ConfigError if they do not fit."""
+    def __init__(self, path: Path, engine: Engine, model: Decoder, max_seq_len: int, tree: DraftTree) -> None:
+        """Load the heads in a directory for the model of an engine. Raises CheckpointError, or ConfigError if they do not fit.
+
+        A chain that is longer than the number of parallel heads is cut.
+        """
         is_quantized = not isinstance(engine.config.recipe.default, Dense)
         self.head = load_heads(path, Target(model, max_seq_len + MAX_DRAFT_TOKENS + 1, is_quantized))
-        self.num_drafts = min(num_drafts, self.head.num_drafts) if isinstance(self.head, ParallelHead) else num_drafts
+        if isinstance(self.head, ParallelHead) and max(tree.depths) > self.head.num_drafts:
+            if not tree.is_chain:
+                limit = f"draft_tree is {max(tree.depths)} tokens deep, and {path} has {self.head.num_drafts} heads"
+                raise ConfigError(f"{limit}.", cure="Leave out the paths that are longer than the number of heads.")
+            tree = tree.prefix(self.head.num_drafts)
+        _check_ranks(path, tree, self.head.target_ids, model.config.vocab_size)
+        self.tree, self.num_drafts = tree, len(tree)
         self.num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         self.engine, self.model = engine, model
         self.name = kind_of(HeadFolder.open(path))
@@ -46,11 +59,11 @@ class HeadSource(DraftSource):
 
     def drafter(self, num_blocks: int, num_rows: int) -> Drafter:
         if isinstance(self.head, ParallelHead):
-            return ParallelDrafter(self.model, self.head, self.num_drafts)
+            return ParallelDrafter(self.model, self.head, self.tree)
         spare = SpareBlocks(num_blocks, num_rows, self.num_drafts, self._block_size, self.model.device)
         config, count = self.head.config, num_blocks + spare.blocks.numel()
         caches = make_caches(config, count, self._block_size, self.engine.dtype, self.model.device)
-        return RecurrentDrafter(self.model, self.head, caches, spare, self.num_drafts)
+        return RecurrentDrafter(self.model, self.head, caches, spare, self.tree)
 
 
 def has_heads(path: Path) -> bool:
@@ -82,3 +95,28 @@ def check_heads(path: Path, engine: Engine) -> None:
             f"speculate={str(path)!r} is refused: {model.architecture} {kind}.",
             cure="Use --speculate ngram.",
         )
+
+
+def _check_ranks(path: Path, tree: DraftTree, target_ids: Tensor | None, vocab_size: int) -> None:
+    """Raise ConfigError or CheckpointError if heads cannot draft as many different tokens as the tree has after one node."""
+    size = vocab_size if target_ids is None else len(target_ids)
+    if max(tree.ranks) >= size:
+        raise ConfigError(
+            f"draft_tree has the rank {max(tree.ranks)}, and the heads of {path} have {size} tokens.", cure="Use lower ranks."
+        )
+    if target_ids is not None and not tree.is_chain and len(target_ids.unique()) != size:
+        raise CheckpointError(f"{path}: ids of the draft vocabulary occur twice, and a tree needs different ones.", cure="Use a chain.")
+
+
+def check_tree(model: ModelConfig, window: int | None) -> None:
+    """Raise ConfigError if the attention of a model does not support trees of drafts. `window`: that of the runtime settings."""
+    reason = None
+    for layer in model.layers:
+        attention = layer.attention
+        windows = [size for size in (window, getattr(attention, "window", None)) if size is not None]
+        if isinstance(attention, AttentionConfig) and (attention.chunk is not None or attention.alibi):
+            reason = "has ALiBi" if attention.alibi else f"attends in chunks of {attention.chunk} tokens"
+        elif windows and min(windows) <= MAX_TREE_NODES:
+            reason = f"attends to a window of {min(windows)} tokens, and trees need more than {MAX_TREE_NODES}"
+    if reason is not None:
+        raise ConfigError(f"draft_tree is refused: {model.architecture} {reason}.", cure="Leave draft_tree out: a chain is supported.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from stoker.runtime.kv.block_pool import BlockPool
@@ -278,6 +279,12 @@ class KVCacheManager:
             self._forget(block)
             self.pool.unmark_reusable(block)
             self._poisoned_in_use.add(block)
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Remove blocks from the prefix index, because their contents may be wrong. Sequences that share them retain them."""
+        for block in blocks:
+            self._forget(block)
+            self.pool.unmark_reusable(block)
 
     def pop_poisoned(self) -> list[int]:
         """Poisoned blocks that have become free since the last call. They must be zeroed before the next step is launched."""

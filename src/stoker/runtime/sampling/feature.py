@@ -17,7 +17,8 @@ from stoker.runtime.request import Sequence
 class SampledRow(NamedTuple):
     """A row of logits: it gives the token that follows the known tokens of `seq` and then `drafts`.
 
-    A sequence that verifies k drafts has k + 1 consecutive rows, after 0 to k drafts.
+    A sequence that verifies k drafts has k + 1 consecutive rows: after its newest token, and after each draft. A row follows that of its
+    parent, which in a chain is the row before it.
     """
 
     at: int  # index of the row in the logits
@@ -48,7 +49,7 @@ class Feature(ABC):
     """
 
     reads_drafts = False
-    """Whether the first input of `apply` and `observe` is the drafts before each row: int32 [L, K], on the device; -1: none."""
+    """Whether the first input of `apply` and `observe` is the drafts before each row (`StepDrafts.before`), on the device."""
 
     @abstractmethod
     def applies_to(self, params: SamplingParams) -> bool:

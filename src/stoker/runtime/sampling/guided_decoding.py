@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ from stoker.runtime.sampling.grammar_compiler import end_ids
 # CPU seconds per token and sequence, during which all other requests wait. Common schemas take less than a millisecond. The time for
 # ((a{1,50}){1,50}){1,50} grows with each token, to 1.1 s for the 70th.
 MAX_MATCH_S = 0.5
+
+
+_State = tuple[int, int, bool, tuple[int, ...]]  # of a _Match
 
 
 class _Match:
@@ -46,11 +50,11 @@ class _Match:
         self.num_read += 1
         return True
 
-    def state(self) -> tuple[int, int, bool, tuple[int, ...]]:
+    def state(self) -> _State:
         """The state that `restore` accepts."""
         return self.num_read, self.num_matched, self.in_reasoning, self.newest
 
-    def restore(self, state: tuple[int, int, bool, tuple[int, ...]]) -> None:
+    def restore(self, state: _State) -> None:
         """Return to an earlier state."""
         surplus = self.num_matched - state[1]
         if surplus:
@@ -66,7 +70,8 @@ class Guides(Feature):
     """Bans tokens by one grammar matcher per sequence, which is retained through preemptions.
 
     It reads tokens on the host: the scheduler plans no step of such a sequence while an id is pending (Sequence.waits_for_ids). The matcher
-    reads the drafts of a step to find the masks of the rows after them, and is rolled back to the known tokens.
+    reads the drafts of a step to find the masks of the rows after them, and is rolled back to the known tokens. In a tree it is rolled back
+    to the last common ancestor of a row and the row before it.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -109,17 +114,17 @@ class Guides(Feature):
         if not all(match.accept(token) for token in seq.tokens[seq.num_prompt + match.num_read :]) or match.matcher.is_terminated():
             masks[0] = 0  # no token is allowed, so that the row yields an error
             return
-        state = match.state()
+        states, path = [match.state()], list[int]()  # the matcher's state after each number of drafts of `path`
         for i, row in enumerate(rows):
-            if row.drafts and (not match.accept(row.drafts[-1]) or match.matcher.is_terminated()):
-                break
+            if not _follow(match, states, path, row.drafts):
+                continue
             self._fill_row(masks, i, match, row)
             if (took := time.thread_time() - started) > MAX_MATCH_S:
                 masks[i] = 0
                 seq.fault = ErrorInfo("guide_too_slow", _too_slow(row, took), 400)
                 break
             started = time.thread_time()
-        match.restore(state)
+        match.restore(states[0])
 
     def _fill_row(self, masks: Tensor, index: int, match: _Match, row: SampledRow) -> None:
         """Write the mask of one row, up to which the matcher has read. Lowers the minimum length if only an end id is allowed."""
@@ -139,6 +144,23 @@ class Guides(Feature):
         bits = torch.arange(32, dtype=torch.int32, device=logits.device)
         is_banned = (masks.unsqueeze(2) >> bits & 1).flatten(1)[:, : self.vocab_size] == 0
         logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill(is_banned, float("-inf")))
+
+
+def _follow(match: _Match, states: list[_State], path: list[int], drafts: Seq[int]) -> bool:
+    """Make the matcher read `drafts` instead of those in `path`. False if the grammar rejects one of them, or ends before the last.
+
+    `states` are those of the matcher, after the first drafts of `path`, and after each of them.
+    """
+    num_common = next((i for i, (old, new) in enumerate(zip(path, drafts, strict=False)) if old != new), min(len(path), len(drafts)))
+    match.restore(states[num_common])
+    del path[num_common:], states[num_common + 1 :]
+    for token in drafts[num_common:]:
+        if not match.accept(token) or match.matcher.is_terminated():
+            match.restore(states[-1])
+            return False
+        path.append(token)
+        states.append(match.state())
+    return True
 
 
 def _too_slow(row: SampledRow, took_s: float) -> str:

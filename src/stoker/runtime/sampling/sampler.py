@@ -27,7 +27,7 @@ from stoker.runtime.sampling.logprobs import Logprobs, score
 from stoker.runtime.sampling.min_tokens import MinTokens
 from stoker.runtime.sampling.penalties import Penalties
 from stoker.runtime.sampling.prompt_logprobs import PromptChunk
-from stoker.runtime.sampling.verification import StepDrafts, Verified, verify
+from stoker.runtime.sampling.verification import StepDrafts, Verified, node_paths, verify
 from stoker.runtime.staging import StagingBuffers, padded
 
 
@@ -47,9 +47,11 @@ class Sampled:
 
 
 class DraftedRows(NamedTuple):
-    """The drafts of the S sequences of a step: their ids, -1 where only the device knows them, and the tensors of the step."""
+    """The drafts of the S sequences of a step: their ids, -1 where only the device knows them, their parents (see `StepPlan.parents`),
+    and the tensors of the step."""
 
     ids: list[Seq[int]]
+    parents: list[Seq[int]]
     tensors: StepDrafts
 
 
@@ -189,7 +191,7 @@ class Sampler:
         copied to the device with one copy.
         """
         plain, others = logits.tensor_split([len(rows)])
-        users = self._features_of(sequences, drafts.ids if drafts is not None else None)
+        users = self._features_of(sequences, drafts)
         gathered = [feature.gather(sampled_rows) for feature, sampled_rows in users.items()]
         sent = iter(self._buffers.send([*chain.from_iterable(gathered), *(chunk.targets for chunk in prompt)]))
         inputs = {feature: list(islice(sent, len(arrays))) for feature, arrays in zip(users, gathered, strict=True)}
@@ -220,22 +222,23 @@ class Sampler:
         if drafts is not None:
             verified = verify(token_ids, drafts)
             if inputs:
-                token_ids = torch.where(verified.is_yielded(drafts), token_ids, -1)
+                token_ids = torch.where(verified.is_yielded, token_ids, -1)
         for feature, tensors in inputs.items():
             feature.observe(token_ids, *tensors)
         return token_ids, verified
 
-    def _features_of(self, sequences: list[Sequence], drafts: list[Seq[int]] | None) -> dict[Feature, list[SampledRow]]:
-        """The features that the step uses, each with its rows. `drafts` are those of each sequence; None: no sequence has any."""
+    def _features_of(self, sequences: list[Sequence], drafts: DraftedRows | None) -> dict[Feature, list[SampledRow]]:
+        """The features that the step uses, each with its rows. `drafts`: None if no sequence has any."""
         if not self._users:
             return {}
         users: dict[Feature, list[SampledRow]] = {}
         first = 0
         for i, seq in enumerate(sequences):
-            ids = drafts[i] if drafts is not None else ()
+            ids, parents = (drafts.ids[i], drafts.parents[i]) if drafts is not None else ((), ())
             if features := self._users.get(seq.seq_id):
                 num_tokens = seq.num_tokens - 1 - len(ids)  # the tokens of this step are pending already
-                rows = [SampledRow(first + j, seq, num_tokens + j, ids[:j]) for j in range(len(ids) + 1)]
+                paths = node_paths(ids, parents)
+                rows = [SampledRow(first + j, seq, num_tokens + len(path), path) for j, path in enumerate(paths)]
                 for feature in features:
                     users.setdefault(feature, []).extend(rows)
             first += 1 + len(ids)

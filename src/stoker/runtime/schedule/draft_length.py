@@ -10,13 +10,21 @@ The chosen k has the largest rate; it is 0 unless that rate is MIN_GAIN × rate(
 full load base + slope × R is nearly proportional to R, and drafts do not pay. A sequence whose drafts are rejected has no drafts for a
 number of tokens that doubles with each failed attempt. An attempt runs the drafter for the whole step, so that at most one sequence makes
 an attempt in ATTEMPT_STEPS steps; for drafts from the host, which cost nothing else, there is no such limit.
+
+The drafts of a tree are ordered by their use. The sum of aⁱ is then that of the measured acceptance of its first k nodes (NodeAcceptance),
+times the acceptance of the sequence relative to that of all sequences, and the drafter computes all nodes of each depth at once. With few
+nodes, what remains of the tree is a chain.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate, repeat
+from operator import mul
 
 from stoker.runtime.request import Sequence
+from stoker.runtime.schedule.node_acceptance import NodeAcceptance
 from stoker.runtime.schedule.step_cost import StepCost
 
 MIN_GAIN = 1.03
@@ -47,15 +55,27 @@ class Acceptance:
 
 
 class DraftLength:
-    """The number of drafts per sequence, at most `max_drafts`. With `is_adaptive` False it is always `max_drafts`."""
+    """The number of drafts per sequence, at most `max_drafts`. With `is_adaptive` False it is always `max_drafts`.
 
-    def __init__(self, max_drafts: int, *, is_adaptive: bool, draft_share: float = 0.0, limits_attempts: bool = False) -> None:
+    `nodes`: the acceptance of the nodes of a tree; None: drafts are chains.
+    """
+
+    def __init__(
+        self,
+        max_drafts: int,
+        *,
+        is_adaptive: bool,
+        draft_share: float = 0.0,
+        limits_attempts: bool = False,
+        nodes: NodeAcceptance | None = None,
+    ) -> None:
         """`draft_share`: see above. `limits_attempts`: whether an attempt costs the whole step more than one token."""
         self.max_drafts = max_drafts
         self._draft_share, self._limits_attempts = draft_share, limits_attempts
         self._attempting: Acceptance | None = None  # of the sequence that makes an attempt, if they are limited
         self._next_attempt = 0  # the number of recorded steps from which on the next attempt is made
         self.is_adaptive = is_adaptive
+        self.nodes = nodes
         self.cost = StepCost()
         self._average = Acceptance(0.7 * PRIOR_WEIGHT, PRIOR_WEIGHT)  # over all sequences
         self._best: dict[tuple[int, int], int] = {}  # (acceptance in 32nds, rows) → number of drafts
@@ -94,9 +114,11 @@ class DraftLength:
         self._attempting, acceptance.resume_at = None, num_tokens + acceptance.pause  # no step could verify the draft
         return 0
 
-    def record(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Count the drafts of a step, whose tokens `seq` has already."""
-        acceptance = self._acceptance(seq)
+    def record(self, seq: Sequence, num_drafts: int, path: Seq[int]) -> None:
+        """Count the drafts of a step, whose tokens `seq` has already. `path`: the nodes of the accepted drafts."""
+        acceptance, num_accepted = self._acceptance(seq), len(path)
+        if self.nodes is not None:
+            self.nodes.record(num_drafts, path)
         if self._attempting is acceptance:
             self._attempting = None
         self.num_steps += 1
@@ -135,11 +157,18 @@ class DraftLength:
         """The number of drafts with the largest rate of tokens."""
         base = self.cost.base_by_slope(FLAT)
         plain = best_rate = 1.0 / (base + num_rows)
-        best, expected, probability = 0, 1.0, 1.0
-        for count in range(1, self.max_drafts + 1):
-            probability *= acceptance
+        best, expected = 0, 1.0
+        for count, probability in enumerate(self._probabilities(acceptance), 1):
             expected += probability
-            rate = expected / (base + num_rows * (1 + count) + count * self._draft_share * (base + num_rows))
+            num_passes = count if self.nodes is None else self.nodes.num_passes
+            rate = expected / (base + num_rows * (1 + count) + num_passes * self._draft_share * (base + num_rows))
             if rate > best_rate:
                 best, best_rate = count, rate
         return best if best_rate > MIN_GAIN * plain else 0
+
+    def _probabilities(self, acceptance: float) -> Seq[float]:
+        """The probability that each draft is accepted, for a sequence with this acceptance."""
+        if self.nodes is None:
+            return list(accumulate(repeat(acceptance, self.max_drafts), mul))
+        scale = acceptance / max(self._average.rate, 0.01)
+        return [min(rate * scale, 1.0) for rate in self.nodes.rates]

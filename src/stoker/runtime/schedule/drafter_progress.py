@@ -67,5 +67,6 @@ def _add_row(plan: StepPlan, seq: Sequence, count: int) -> None:
     plan.num_new.append(count)
     plan.samples.append(False)
     plan.drafts.append(NO_DRAFTS)
+    plan.parents.append(NO_DRAFTS)
     plan.num_tokens += count
     plan.num_prefill_tokens += count

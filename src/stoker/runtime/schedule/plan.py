@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 
 from stoker.runtime.kv.tiers import NO_TRANSFERS, BlockTransfer
 from stoker.runtime.request import Sequence
+from stoker.runtime.schedule.draft_paths import Move
 
 NO_DRAFTS: Seq[int] = ()
 
@@ -22,9 +23,13 @@ class StepPlan:
     samples[i]: whether the row yields tokens, that is, whether its last token is the newest of the sequence.
     drafts[i]: ids of the draft tokens that follow the newest token; -1 for an id that only the device knows. A row with k drafts
         computes k + 1 tokens and yields 1 to k + 1 tokens: the accepted drafts, and the token sampled after them.
+    parents[i]: the node after which each of these drafts is proposed: 0 is the newest token, j the draft j - 1. A `range` is a chain.
+        Drafts with the same parent are different tokens.
     adapters: the adapter index of each row, NO_ADAPTER for none; None if no row has an adapter.
     state_restores: (sequence, slot) of snapshots that are copied to the states of the sequences before the step is computed.
     state_saves: (sequence, number of its tokens, slot) of the states that are copied to slots for snapshots after it was computed.
+    moves: copies of keys and values between slots, which are performed in order before the step is computed: those of the accepted
+        drafts of trees (see `draft_paths`).
     transfers: copies between tiers of the KV cache, which are performed in order before the step is computed.
     num_wanted: the largest number of drafts of a row that the next step can verify, which a drafter computes in this step. With 0 it
         computes the tokens of the step only; with None it does not run.
@@ -36,8 +41,8 @@ class StepPlan:
     """
 
     __slots__ = (
-        "adapters", "catch_up", "drafts", "num_decodes", "num_new", "num_prefill_tokens", "num_tokens", "num_wanted", "parts", "samples",
-        "sequences", "starts", "state_restores", "state_saves", "transfers",
+        "adapters", "catch_up", "drafts", "moves", "num_decodes", "num_new", "num_prefill_tokens", "num_tokens", "num_wanted", "parents",
+        "parts", "samples", "sequences", "starts", "state_restores", "state_saves", "transfers",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -46,9 +51,11 @@ class StepPlan:
         self.num_new: list[int] = []
         self.samples: list[bool] = []
         self.drafts: list[Seq[int]] = []
+        self.parents: list[Seq[int]] = []
         self.adapters: list[int] | None = None
         self.state_restores: list[tuple[Sequence, int]] = []
         self.state_saves: list[tuple[Sequence, int, int]] = []
+        self.moves: list[Move] = []
         self.transfers: Seq[BlockTransfer] = NO_TRANSFERS
         self.num_wanted: int | None = None
         self.catch_up: StepPlan | None = None
@@ -68,6 +75,7 @@ class StepPlan:
             plan.num_new += part.num_new
             plan.samples += part.samples
             plan.drafts += part.drafts
+            plan.parents += part.parents
             plan.num_decodes += part.num_decodes
             plan.num_tokens += part.num_tokens
             plan.num_prefill_tokens += part.num_prefill_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from stoker.base.draft_tree import num_chained
 from stoker.runtime.request import NO_ADAPTER, Sequence, Status
 from stoker.runtime.schedule.draft_length import DraftLength
 from stoker.runtime.schedule.drafter_progress import DrafterProgress
@@ -14,6 +15,7 @@ from stoker.runtime.schedule.proposers.proposer import Proposer
 from stoker.runtime.schedule.running_set import RunningSet
 from stoker.runtime.schedule.step_budget import StepBudget
 
+TREE_PERIOD = 1024  # positions that share a key mean (`kernels.types.MEAN_TOKENS`): the keys of a tree are within one of these parts
 _MIN_SAMPLED, _MAX_SAMPLED = 64, 128  # tokens of a step with drafts; a device computes more at the cost of as many plain rows
 
 
@@ -31,10 +33,12 @@ class Planner:
         draft_length: DraftLength,
         drafts_beside_prefill: bool = True,
         drafter_progress: DrafterProgress | None = None,
+        tree_parents: Seq[int] | None = None,
     ) -> None:
         """`draft_length`: the number of drafts per row. `drafts_beside_prefill`: whether steps with prefills have drafts, too.
 
-        `drafter_progress`: of a drafter that can catch up. None: a drafter on the device runs in every step.
+        `drafter_progress`: of a drafter that can catch up. None: a drafter on the device runs in every step. `tree_parents`: the parents of
+        the drafts of each row, if these are a tree; None: a chain.
         """
         self._running_set = running_set
         self._proposer = proposer
@@ -44,6 +48,7 @@ class Planner:
         self._max_sampled = max_sampled_tokens(max_rows)
         self._drafts_beside_prefill = drafts_beside_prefill
         self._drafter_progress = drafter_progress
+        self._tree_parents = tree_parents
         self._row_limit = self._max_rows = max_rows
         self._budget, self._max_num_tokens = budget, budget.max_num_tokens
         self._token_limit = self._max_num_tokens  # of the step that is planned, for prefills
@@ -104,6 +109,7 @@ class Planner:
         plan.num_new = [1] * len(sequences)
         plan.samples = [True] * len(sequences)
         plan.drafts = [NO_DRAFTS] * len(sequences)
+        plan.parents = [NO_DRAFTS] * len(sequences)
         return prefills, starved
 
     def _select(self) -> Iterable[Sequence]:
@@ -260,6 +266,7 @@ class Planner:
         plan.sequences[: plan.num_decodes] = [plan.sequences[row] for row in order]
         plan.starts[: plan.num_decodes] = [plan.starts[row] for row in order]
         plan.drafts[: plan.num_decodes] = [drafts[row] for row in order]
+        plan.parents[: plan.num_decodes] = [self._parents(len(drafts[row])) for row in order]
         plan.num_new[: plan.num_decodes] = [1 + len(drafts[row]) for row in order]
         plan.num_decodes = sum(not ids for ids in drafts)
 
@@ -277,10 +284,18 @@ class Planner:
         while len(seq.blocks) * kv_cache.tokens_per_block < seq.num_computed + len(drafts) and kv_cache.grow(seq):
             pass
         drafts = drafts[: len(seq.blocks) * kv_cache.tokens_per_block - seq.num_computed]
+        if self._tree_parents is not None and _needs_chain(seq, len(drafts)):
+            drafts = drafts[: num_chained(self._tree_parents)]
         seq.num_computed += len(drafts)
         seq.num_pending += len(drafts)
         plan.num_tokens += len(drafts)
         return drafts
+
+    def _parents(self, count: int) -> Seq[int]:
+        """The parents of the first `count` drafts of a row."""
+        if not count:
+            return NO_DRAFTS
+        return range(count) if self._tree_parents is None else self._tree_parents[:count]
 
     def _add_adapters(self, plan: StepPlan) -> None:
         """Set `plan.adapters` if any row has an adapter."""
@@ -323,6 +338,13 @@ def max_sampled_tokens(max_rows: int) -> int:
     return min(max(max_rows, _MIN_SAMPLED), _MAX_SAMPLED)
 
 
+def _needs_chain(seq: Sequence, num_drafts: int) -> bool:
+    """Whether the next drafts of `seq` must be a chain: if the nodes of a tree would lie in two parts of TREE_PERIOD positions, or if the
+    grammar of a branch may lower the minimum length of the sequence."""
+    newest = seq.num_computed - 1
+    return newest // TREE_PERIOD != (newest + num_drafts) // TREE_PERIOD or (seq.params.guide is not None and seq.params.min_tokens > 0)
+
+
 def _add_prefill(plan: StepPlan, seq: Sequence, num_new: int) -> None:
     """Add a row with a chunk of a prefill. The last chunk samples the token that follows."""
     samples = seq.num_computed + num_new == seq.num_prefill
@@ -331,6 +353,7 @@ def _add_prefill(plan: StepPlan, seq: Sequence, num_new: int) -> None:
     plan.num_new.append(num_new)
     plan.samples.append(samples)
     plan.drafts.append(NO_DRAFTS)
+    plan.parents.append(NO_DRAFTS)
     plan.num_tokens += num_new
     plan.num_prefill_tokens += num_new
     seq.num_computed += num_new

@@ -101,7 +101,7 @@ class RunningSet:
             victim = None if self.num_leaving else self.policy.victim(self.running.values())
             if victim is None:
                 return False
-            self._preempt(victim)
+            self.preempt(victim)
             if victim is seq:
                 return False
         return True
@@ -131,7 +131,7 @@ class RunningSet:
         if not seq.num_in_flight and self.kv_cache.trim(seq, len(seq.tokens)):
             self.admission_blocked = False
 
-    def _preempt(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence) -> None:
         """Remove a sequence from the running set. It is queued again when no planned step contains it."""
         self.num_preemptions += 1
         seq.status = Status.LEAVING

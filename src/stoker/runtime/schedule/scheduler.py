@@ -15,7 +15,9 @@ from stoker.runtime.kv.snapshots import StateSnapshots
 from stoker.runtime.kv.tiers import HostTier, TierOccupancy
 from stoker.runtime.request import NO_ADAPTER, Sequence, Status, TokenRequest
 from stoker.runtime.schedule.draft_length import DraftLength
+from stoker.runtime.schedule.draft_paths import Move, accepted_path, path_moves
 from stoker.runtime.schedule.drafter_progress import DrafterProgress
+from stoker.runtime.schedule.node_acceptance import NodeAcceptance
 from stoker.runtime.schedule.plan import StepOutcome, StepPlan
 from stoker.runtime.schedule.planner import Planner
 from stoker.runtime.schedule.policies import POLICIES
@@ -47,10 +49,10 @@ class Scheduler:
     a step, they alternate. With `num_stages` pipeline stages the sequences are spread over that number of steps in flight. Without
     `chunked_prefill` a prompt is computed in a single step. `num_adapters` is the number of low-rank adapters that the model has. A
     row has at most `draft_tokens` drafts of the proposer, fewer if that is faster (`adaptive_drafts`), and none in a step with prefills
-    unless `drafts_beside_prefill` is set. The latency targets choose the prompt tokens of a step from the times that `record_time` is
-    called with. `snapshots`: those of the states of a model with recurrent states. `first_row`: of the rows of the device buffers. A
-    drafter takes `draft_share` of the time of the model for the same tokens; with `drafter_catches_up` it runs only in steps after which
-    drafts are likely (`DrafterProgress`).
+    unless `drafts_beside_prefill` is set. `tree_parents`: the parents of the drafts that the proposer returns, if these are a tree. The
+    latency targets choose the prompt tokens of a step from the times that `record_time` is called with. `snapshots`: those of the states
+    of a model with recurrent states. `first_row`: of the rows of the device buffers. A drafter takes `draft_share` of the time of the
+    model for the same tokens; with `drafter_catches_up` it runs only in steps after which drafts are likely (`DrafterProgress`).
     """
 
     plan_type = StepPlan
@@ -75,6 +77,7 @@ class Scheduler:
         drafts_beside_prefill: bool = True,
         drafter_catches_up: bool = False,
         draft_share: float = 0.0,
+        tree_parents: Seq[int] | None = None,
         target_itl_s: float | None = None,
         target_ttft_s: float | None = None,
         num_adapters: int = 0,
@@ -96,7 +99,11 @@ class Scheduler:
         max_drafts = self._proposer.max_drafts
         max_drafts = max_drafts if draft_tokens is None else min(draft_tokens, max_drafts)
         self.draft_length = DraftLength(
-            max_drafts, is_adaptive=adaptive_drafts, draft_share=draft_share, limits_attempts=self._proposer.runs_on_device
+            max_drafts,
+            is_adaptive=adaptive_drafts,
+            draft_share=draft_share,
+            limits_attempts=self._proposer.runs_on_device,
+            nodes=NodeAcceptance(tree_parents[:max_drafts]) if tree_parents is not None else None,
         )
         self._drafter_progress = DrafterProgress(num_blocks, tokens_per_block, max_num_tokens) if drafter_catches_up else None
         self.budget = StepBudget(max_num_tokens, target_itl_s=target_itl_s, target_ttft_s=target_ttft_s)
@@ -109,7 +116,9 @@ class Scheduler:
             draft_length=self.draft_length,
             drafts_beside_prefill=drafts_beside_prefill,
             drafter_progress=self._drafter_progress,
+            tree_parents=tree_parents,
         )
+        self._moves: list[Move] = []  # of committed steps, for the next plan
         self._num_stages = num_stages
         self._in_flight: deque[StepPlan] = deque()
         self._requests: dict[str, list[Sequence]] = {}  # sequences that have not ended, by request
@@ -304,6 +313,7 @@ class Scheduler:
         self._planner.fill(plan, now, paused=self._paused)
         if len(plan):
             plan.transfers = self.kv_cache.pop_transfers()
+            plan.moves, self._moves = self._moves, []
             self._in_flight.append(plan)
         return plan
 
@@ -322,8 +332,8 @@ class Scheduler:
         gained, gained_ids = outcome.sequences, outcome.token_ids
         size = self.kv_cache.tokens_per_block
         running, finished, proposes = Status.RUNNING, Status.FINISHED, self._proposer.max_drafts > 0
-        rows = zip(plan.sequences, plan.starts, plan.num_new, plan.samples, plan.drafts, token_ids, strict=True)
-        for seq, start, num_new, samples, drafts, ids in rows:
+        rows = zip(plan.sequences, plan.starts, plan.num_new, plan.samples, plan.drafts, plan.parents, token_ids, strict=True)
+        for seq, start, num_new, samples, drafts, parents, ids in rows:
             seq.num_in_flight -= 1
             if samples:
                 seq.num_pending -= 1 + len(drafts) if drafts else 1
@@ -335,11 +345,12 @@ class Scheduler:
                     num_valid = len(tokens) - 1  # tokens whose keys and values no later step overwrites
                     if drafts or not ids or ids[0] in seq.end_ids or num_valid >= seq.max_computed:
                         seq.num_computed -= 1 + len(drafts) - len(ids)
-                        num_accepted = len(ids) - 1
+                        path = accepted_path(drafts, parents, ids) if drafts else []
                         ids, reason = _cut_at_end(seq, ids)
                         num_valid = len(tokens) - 1
                         if drafts:
-                            self.draft_length.record(seq, len(drafts), min(num_accepted, len(ids)))
+                            self.draft_length.record(seq, len(drafts), path[: len(ids)])
+                            self._moves += path_moves(seq, start, path, size)
                     if ids:
                         gained.append(seq)
                         gained_ids.append(ids)
@@ -378,6 +389,7 @@ class Scheduler:
             self.kv_cache.end_transfers(plan.transfers, succeeded=False)
         for seq in plan.sequences:
             self.kv_cache.poison(seq.blocks[seq.num_hashed :])
+        self._fail_moves(plan)
         for seq, end, slot in plan.state_saves:
             self.kv_cache.end_save(seq, end, slot, succeeded=False)
         failed = [seq for seq in plan.sequences if seq.status is not Status.FINISHED]
@@ -392,6 +404,14 @@ class Scheduler:
                 self.end(seq, FinishReason.ERROR)
             self._running_set.release_unplanned(seq)
         return failed
+
+    def _fail_moves(self, plan: StepPlan) -> None:
+        """Do not reuse blocks to which a failed step may not have moved keys and values. Other sequences that hold them are preempted."""
+        blocks = {target // self.kv_cache.tokens_per_block for _, target in plan.moves}
+        self.kv_cache.forget(blocks)
+        for seq in self.running():
+            if not blocks.isdisjoint(seq.blocks) and seq not in plan.sequences:
+                self._running_set.preempt(seq)
 
     def _pop_in_flight(self, plan: StepPlan) -> None:
         """Remove the oldest plan in flight. Raises ValueError if it is not `plan`."""

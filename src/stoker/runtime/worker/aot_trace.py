@@ -125,8 +125,8 @@ def _runner(engine: Engine, config: RuntimeConfig, rank: int) -> ModelRunner:
         model, [caches[i] for i in first], num_rows=capacity.max_num_sequences * mapping.data_parallel,
         max_batch_size=capacity.max_batch_size, max_num_tokens=capacity.max_num_tokens,
         max_seq_len=capacity.max_seq_len, block_size=size, device=META,
-        max_drafts=config.draft_tokens if config.speculate != "none" else 0,
-        use_graphs=captures_steps(config, settings.model),
+        max_drafts=config.max_drafts if config.speculate != "none" else 0,
+        has_trees=config.tree is not None, use_graphs=captures_steps(config, settings.model),
         world=World(rank, mapping.world_size, group, stage, everyone, leader(mapping), dispatch=dispatch),
     )  # fmt: skip
 

@@ -36,6 +36,7 @@ _TOKEN_BUCKETS = (64, 128, 256, 512, 1024, 2048)
 _MIXED_ROWS = (8, 64, 256)
 
 _DRAFTED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_EXACT_DRAFTS = 16  # up to this number of drafts, one row has a graph for each number
 _DRAFTED_PARTS = (4, 2, 1)  # graphs have room for a quarter of the drafts, for half of them, and for all
 
 
@@ -44,6 +45,7 @@ class PlainStep(NamedTuple):
 
     yielded: Tensor | Verified  # the sampled token ids [L], or with drafts what the sequences yield
     drafts: Tensor | None  # int32 [D, S], the drafts that follow them; None without a drafter
+    num_parts: int = 1  # of the step; with a drafter, also its pass over the step, and its drafts
 
 
 # The captured function: (inputs, max_drafts, all_greedy) → the results after the first part of the step, and again after each further one.
@@ -89,7 +91,7 @@ def run_parts(parts: Iterator[Any], result: PlainStep, num_wanted: int | None) -
     num_parts = 1 if num_wanted is None else 2 + num_wanted
     for _ in itertools.islice(parts, num_parts):
         pass
-    return result if result.drafts is None else PlainStep(result.yielded, result.drafts[: num_wanted or 0])
+    return result if result.drafts is None else result._replace(drafts=result.drafts[: num_wanted or 0])
 
 
 def row_buckets(max_rows: int) -> list[int]:
@@ -169,7 +171,9 @@ class Graphs:
     def _drafted(self, rows: int) -> list[Shape]:
         """The shapes of decodes with drafts that have this number of rows, the smallest first."""
         total = rows * self.max_drafts
-        counts = range(1, total + 1) if rows == 1 else [max(total // part, 1) for part in _DRAFTED_PARTS]
+        counts = [max(total // part, 1) for part in _DRAFTED_PARTS]
+        if rows == 1:  # padding of few tokens costs more than that of many
+            counts = [*range(1, min(total, _EXACT_DRAFTS) + 1), *range(_EXACT_DRAFTS + 8, total, 8), total]
         tokens = sorted({min(rows + count, self.max_sampled) for count in counts})
         return [Shape(count, rows, is_decode=False, max_drafts=self.max_drafts) for count in tokens]
 
@@ -200,14 +204,13 @@ class Graphs:
     def _capture_parts(self, parts: Iterator[PlainStep], stream: torch.cuda.Stream) -> CapturedStep:
         """Capture a graph of each part of a step. The iterator holds the tensors that later parts read, until all are captured."""
         graphs: list[torch.cuda.CUDAGraph] = []
-        num_parts = 1
-        while len(graphs) < num_parts:
+        result: PlainStep | None = None
+        while result is None or len(graphs) < result.num_parts:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=stream):
                 result = next(parts)
             graphs.append(graph)
             self._pool = self._pool or graph.pool()
-            num_parts = 1 if result.drafts is None else 2 + len(result.drafts)
         return CapturedStep(graphs, result)
 
     def _run_all(self, step: StepInputs, shape: Shape, all_greedy: bool) -> None:
@@ -266,4 +269,5 @@ class Graphs:
 
     def _dummy_step(self, shape: Shape) -> StepInputs:
         """A dummy step of this shape in the static buffers."""
-        return fill_dummy_step(self._static, self._tables, shape, Bounds.of_graph(shape, self.max_seq_len), self.inputs.num_rows)
+        bounds = Bounds.of_graph(shape, self.max_seq_len)
+        return fill_dummy_step(self._static, self._tables, shape, bounds, self.inputs.num_rows, has_trees=self.inputs.has_trees)

@@ -40,15 +40,18 @@ class DraftRunner:
     ) -> Iterator[None]:
         """Run the drafter's pass over the step, then one draft after another, and pause after each.
 
-        `newest` int32 [S] are the newest tokens. Drafts are written to `drafts`, int32 [D, S], and to `last_ids`.
+        `newest` int32 [S] are the newest tokens. Drafts are written to `drafts`, int32 [D, S], and those of chains to `last_ids`.
         """
         rows, size = inputs.newest_rows, self._inputs.num_rows + 1
         given = DraftInputs(batch, rows, newest, verified, inputs.starts, self._table, all_greedy)
         computed = self.drafter.compute(given)
         yield
         for i, token_ids in enumerate(self.drafter.drafts(given, computed)):
-            ops.remember(self._last_ids[(i + 1) * size : (i + 2) * size], rows, token_ids)
-            drafts[i].copy_(token_ids)
+            if token_ids.dim() == 2:  # a tree, whose ids the host reads before it plans the next step
+                drafts.copy_(token_ids[: len(drafts)])
+            else:
+                ops.remember(self._last_ids[(i + 1) * size : (i + 2) * size], rows, token_ids)
+                drafts[i].copy_(token_ids)
             yield
 
     def buffer(self, newest: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 
 from stoker.base.config import MAX_DRAFT_TOKENS, PROPOSERS, RuntimeConfig
+from stoker.base.draft_tree import DraftTree
 from stoker.base.errors import ConfigError
 from stoker.engine.reader import Engine
 from stoker.layers.decoder import Decoder
-from stoker.runtime.heads.source import HeadSource, check_heads, has_heads, is_head_folder
+from stoker.runtime.heads.source import HeadSource, check_heads, check_tree, has_heads, is_head_folder
 from stoker.runtime.worker.draft_engine import EngineSource, check_draft_engine, is_engine
 from stoker.runtime.worker.drafter import DraftSource
 
@@ -28,6 +29,7 @@ class DraftTask:
     max_seq_len: int  # the longest sequence
     num_drafts: int  # the largest number of drafts per sequence
     window: int | None  # attend only to this number of most recent tokens
+    tree: DraftTree | None = None  # the tree of the drafts; None: a chain
 
 
 class DraftKind(NamedTuple):
@@ -39,6 +41,10 @@ class DraftKind(NamedTuple):
 
 
 def _check_engine(task: DraftTask) -> None:
+    if task.tree is not None:
+        raise ConfigError(
+            f"draft_tree is refused: {task.path} is a draft engine, which drafts a chain.", cure="Leave it out, or use draft heads."
+        )
     check_draft_engine(Engine.open(task.path), task.target, task.device, task.max_seq_len)
 
 
@@ -49,10 +55,12 @@ def _load_engine(task: DraftTask, model: Decoder) -> DraftSource:
 
 def _check_heads(task: DraftTask) -> None:
     check_heads(task.path, task.target)
+    if task.tree is not None:
+        check_tree(task.target.config.model, task.window)
 
 
 def _load_heads(task: DraftTask, model: Decoder) -> DraftSource:
-    return HeadSource(task.path, task.target, model, task.max_seq_len, task.num_drafts)
+    return HeadSource(task.path, task.target, model, task.max_seq_len, task.tree or DraftTree.chain(task.num_drafts))
 
 
 DRAFT_KINDS = {

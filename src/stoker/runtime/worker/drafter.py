@@ -42,7 +42,7 @@ class DraftInputs:
         assert logits_idx is not None
         if self.verified is None or self.starts is None:
             return logits_idx[: len(self.rows)]
-        at = (self.starts[:-1] + self.verified.num_accepted).clamp(max=len(logits_idx) - 1)  # padding starts after the last row
+        at = self.verified.last.clamp(max=len(logits_idx) - 1)  # padding starts after the last row
         return logits_idx.index_select(0, at)
 
 
@@ -50,7 +50,13 @@ class Drafter(ABC):
     """Computes draft tokens for each sequence of a step. It has its own KV caches, with the blocks of the model's caches."""
 
     num_drafts: int  # the largest number of drafts per sequence
+    is_tree = False  # whether the drafts are a tree, and not a chain
     caches: Sequence[KVCache] = ()  # they have at least the blocks of the model's caches
+
+    @property
+    def num_parts(self) -> int:
+        """The number of elements of `drafts`."""
+        return 1 if self.is_tree else self.num_drafts
 
     @abstractmethod
     def compute(self, inputs: DraftInputs) -> Any:
@@ -63,7 +69,8 @@ class Drafter(ABC):
     def drafts(self, inputs: DraftInputs, computed: Any) -> Iterator[Tensor]:
         """The drafts that follow the newest token of each sequence, one after another, at most `num_drafts`: int32 [S] each.
 
-        A draft is computed when the iterator is advanced. Not called for a step in which no sequence samples.
+        A draft is computed when the iterator is advanced. A tree is computed at once: int32 [num_drafts, S]. Not called for a step in which
+        no sequence samples.
         """
 
     def catch_up(self, batch: ForwardBatch) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stoker.core.forward_batch import ForwardBatch
-from stoker.runtime.worker.inputs import InputBuilder, PackedStep, Shape, StepInputs, buffer_size, split_buffer
+from stoker.core.forward_batch import NO_TREE, ForwardBatch
+from stoker.runtime.worker.inputs import InputBuilder, PackedStep, Shape, StepInputs, buffer_size, set_draft_inputs, split_buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,13 @@ def static_buffer_size(max_tokens: int, max_rows: int, width: int) -> int:
     return buffer_size((*_sizes(Shape(max_tokens, max_rows, False, max_drafts=1)), max_rows * width))
 
 
-def fill_dummy_step(static: Tensor, tables: Tensor, shape: Shape, bounds: Bounds, padding_row: int) -> StepInputs:
+def fill_dummy_step(
+    static: Tensor, tables: Tensor, shape: Shape, bounds: Bounds, padding_row: int, *, has_trees: bool = False
+) -> StepInputs:
     """Write a dummy step to the buffer `static` (int32), in the layout of InputBuilder. It stores no token and reads no key."""
     parts = split_buffer(static, _sizes(shape))
-    for part, value in zip(parts, (0, 0, -1, 0, 0, 0, padding_row, 0, 0, 0, padding_row, padding_row), strict=True):
+    values = (0, 0, -1, 0, 0, 0, padding_row, 0, 0, 0, padding_row, 0, 0, NO_TREE, padding_row)
+    for part, value in zip(parts, values, strict=True):
         part.fill_(value)
     batch = ForwardBatch(
         token_ids=parts[0],
@@ -48,9 +51,12 @@ def fill_dummy_step(static: Tensor, tables: Tensor, shape: Shape, bounds: Bounds
         max_query_len=bounds.max_query_len,
         max_seq_len=bounds.max_seq_len,
         logits_idx=parts[5],
-        state_slots=parts[11],
+        state_slots=parts[14],
     )
-    return StepInputs(batch, parts[6], parts[7], *parts[8:11]) if shape.max_drafts else StepInputs(batch, parts[6], parts[7])
+    inputs = StepInputs(batch, parts[6], parts[7])
+    if shape.max_drafts:
+        set_draft_inputs(inputs, parts[8:14], has_trees=has_trees)
+    return inputs
 
 
 def allocate_dummy_step(
@@ -82,7 +88,8 @@ def pack_dummy_step(
     )  # fmt: skip
     packed.host = inputs.buffer(packed.buffer_size)
     packed.host.zero_()
-    _, _, slots, _, _, _, rows, _, _, _, _, state_slots, *_ = split_buffer(packed.host, packed.sizes)
+    parts = split_buffer(packed.host, packed.sizes)
+    slots, rows, state_slots = parts[2], parts[6], parts[14]
     slots.fill_(-1)
     rows.fill_(inputs.num_rows)
     state_slots.fill_(inputs.num_rows)
@@ -93,5 +100,5 @@ def _sizes(shape: Shape) -> tuple[int, ...]:
     """The sizes of the parts of a step's buffer, in int32 elements, without block tables."""
     tokens, rows = shape.tokens, shape.rows
     if shape.max_drafts:
-        return (*[tokens] * 3, rows + 1, rows, *[tokens] * 3, rows + 1, tokens, rows, rows)
-    return (*[tokens] * 3, rows + 1, *[rows] * 4, 0, 0, 0, rows)
+        return (*[tokens] * 3, rows + 1, rows, *[tokens] * 3, rows + 1, tokens, rows, tokens, 2 * tokens, rows, rows)
+    return (*[tokens] * 3, rows + 1, *[rows] * 4, *[0] * 6, rows)

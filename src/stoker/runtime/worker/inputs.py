@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.core.forward_batch import ForwardBatch, RankCounts
+from stoker.core.forward_batch import NO_TREE, ForwardBatch, RankCounts, TreeMask
 from stoker.runtime.request import NO_ADAPTER, Sequence
 from stoker.runtime.sampling.prompt_logprobs import prompt_chunks
+from stoker.runtime.sampling.verification import node_masks, node_offsets
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.staging import StagingBuffers
 from stoker.runtime.worker.prefix_lm import fill_prefix_lm_positions
@@ -53,8 +54,10 @@ class PackedStep:
     num_sequences: int = 0  # with drafts: the sequences that sample; each has as many logits as drafts, and one more
     num_restores: int = 0  # recurrent states to copy before the step, and after it
     num_saves: int = 0
+    num_moves: int = 0  # keys and values to copy before the step
     draft_ids: list[Seq[int]] = field(default_factory=list)  # with drafts: those of each sampled sequence; empty on followers
     ranks: RankCounts | None = None  # with data-parallel ranks: the sizes of the parts of all, of which this is one
+    draft_parents: list[Seq[int]] = field(default_factory=list)  # with drafts: the parents of those of each sampled sequence
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -66,12 +69,21 @@ class PackedStep:
             sizes = (*sizes, tokens, rows)
         if self.has_adapters:
             sizes = (*sizes, tokens)
-        return (*sizes, 2 * self.num_restores, 2 * self.num_saves) if self.num_restores or self.num_saves else sizes
+        if self.num_restores or self.num_saves:
+            sizes = (*sizes, 2 * self.num_restores, 2 * self.num_saves)
+        return (*sizes, 2 * self.num_moves) if self.num_moves else sizes
 
     @property
-    def _draft_sizes(self) -> tuple[int, int, int]:
-        """The sizes of `StepInputs.starts`, `owners` and `sequence_rows`."""
-        return (self.num_sequences + 1, self.num_sampled, self.num_sequences) if self.max_drafts else (0, 0, 0)
+    def _draft_sizes(self) -> tuple[int, ...]:
+        """The sizes of `StepInputs.starts`, `owners`, `sequence_rows`, `parents`, `masks`, and of `TreeMask.starts`."""
+        if not self.max_drafts:
+            return (0,) * 6
+        return self.num_sequences + 1, self.num_sampled, self.num_sequences, self.num_sampled, 2 * self.shape.tokens, self.shape.rows
+
+    @property
+    def moves(self) -> Tensor | None:
+        """The slots (from, to) of keys and values to copy before the step: int32 [num_moves, 2] on the host, or None."""
+        return split_buffer(self.host, self.sizes)[-1].view(-1, 2) if self.num_moves else None
 
     @property
     def buffer_size(self) -> int:
@@ -89,6 +101,8 @@ class StepInputs:
     starts: Tensor | None = None  # int32 [num_sequences + 1], with drafts: the first logits of each sequence, and num_sampled
     owners: Tensor | None = None  # int32 [num_sampled], with drafts: the sequence of the logits
     sequence_rows: Tensor | None = None  # int32 [num_sequences], with drafts: like rows, for each sequence
+    parents: Tensor | None = None  # int32 [num_sampled], with drafts: see `StepDrafts.parents`
+    masks: Tensor | None = None  # int64 [T], with drafts: see `StepDrafts.masks`
     restores: Tensor | None = None  # int32 [N, 2], slots (from, to) of recurrent states to copy before the step; None: no copies
     saves: Tensor | None = None  # the same after the step
 
@@ -121,7 +135,11 @@ class HostBlockTables:
 class InputBuilder:
     """Builds the inputs of steps, one after another."""
 
-    def __init__(self, num_rows: int, max_blocks: int, block_size: int, device: torch.device, num_in_flight: int = 2) -> None:
+    def __init__(
+        self, num_rows: int, max_blocks: int, block_size: int, device: torch.device, num_in_flight: int = 2, *, has_trees: bool = False
+    ) -> None:
+        """`has_trees`: drafts may be trees, so that steps with drafts have a TreeMask."""
+        self.has_trees = has_trees
         self.tables = HostBlockTables(num_rows, max_blocks)
         self.num_rows = num_rows
         self.block_size = block_size
@@ -166,13 +184,15 @@ class InputBuilder:
             max_drafts=max_drafts,
             num_restores=len(plan.state_restores),
             num_saves=len(plan.state_saves),
+            num_moves=len(plan.moves),
             num_sequences=(shape.rows if is_padded else len(sampled)) if max_drafts else 0,
             draft_ids=[plan.drafts[i] for i in sampled] if max_drafts else [],
+            draft_parents=[plan.parents[i] for i in sampled] if max_drafts else [],
         )
         packed.host = self.buffer(packed.buffer_size)
         parts = split_buffer(packed.host.numpy(), packed.sizes)
-        ids, positions, slots, query_starts, lens, logits_idx, sampled_rows, counters, *drafted, state_slots, flat_tables = parts[:13]
-        optional = parts[13:]
+        ids, positions, slots, query_starts, lens, logits_idx, sampled_rows, counters, *drafted, state_slots, flat_tables = parts[:16]
+        optional = parts[16:]
 
         query_starts[0] = 0
         np.cumsum(counts, out=query_starts[1 : num_rows + 1])
@@ -185,6 +205,8 @@ class InputBuilder:
         np.take(self.tables.table[:, : packed.width], rows, axis=0, out=block_tables[:num_rows])
         block_tables[num_rows:] = 0
         _fill_tokens(plan, ids, self.num_rows)
+        if packed.num_moves:
+            optional.pop()[:] = [slot for move in plan.moves for slot in move]
         if packed.num_restores or packed.num_saves:
             saves, restores = optional.pop(), optional.pop()
             restores[:] = [slot for seq, saved in plan.state_restores for slot in (saved, seq.row)]
@@ -202,7 +224,8 @@ class InputBuilder:
         slots[num_tokens:] = -1
         self._fill_sampled(sampled, extra, rows, query_starts, seq_lens, logits_idx, sampled_rows, counters, packed.draft_ids)
         if max_drafts:
-            self._fill_drafts(rows[sampled], packed.draft_ids, *drafted)
+            self._fill_drafts(rows[sampled], packed.draft_ids, *drafted[:3])
+            self._fill_nodes(plan, packed, starts, query_starts, positions, counters, *drafted[3:])
         return packed
 
     def unpack(self, packed: PackedStep, static: Tensor | None = None, tables: Tensor | None = None) -> StepInputs:
@@ -217,20 +240,23 @@ class InputBuilder:
             slots=views[2],
             query_starts=views[3],
             seq_lens=views[4],
-            block_tables=views[12].view(packed.shape.rows, -1),
-            state_slots=views[11],
+            block_tables=views[15].view(packed.shape.rows, -1),
+            state_slots=views[14],
             num_decodes=packed.num_decodes,
             max_query_len=packed.max_query_len,
             max_seq_len=packed.max_seq_len,
             logits_idx=views[5],
-            block_positions=views[13] if packed.is_prefix_lm else None,
-            prefix_lens=views[14] if packed.is_prefix_lm else None,
-            adapter_ids=views[15 if packed.is_prefix_lm else 13] if packed.has_adapters else None,
+            block_positions=views[16] if packed.is_prefix_lm else None,
+            prefix_lens=views[17] if packed.is_prefix_lm else None,
+            adapter_ids=views[18 if packed.is_prefix_lm else 16] if packed.has_adapters else None,
             ranks=packed.ranks,
         )
-        inputs = StepInputs(batch, views[6], views[7], *(views[8:11] if packed.max_drafts else ()))
+        inputs = StepInputs(batch, views[6], views[7])
+        if packed.max_drafts:
+            set_draft_inputs(inputs, views[8:14], has_trees=self.has_trees)
         if packed.num_restores or packed.num_saves:
-            inputs.restores, inputs.saves = views[-2].view(-1, 2), views[-1].view(-1, 2)
+            last = len(views) - (packed.num_moves > 0)
+            inputs.restores, inputs.saves = views[last - 2].view(-1, 2), views[last - 1].view(-1, 2)
         return inputs
 
     def buffer(self, size: int) -> Tensor:
@@ -287,18 +313,53 @@ class InputBuilder:
         padded[: len(rows)] = rows
         padded[len(rows) :] = self.num_rows
 
+    def _fill_nodes(
+        self, plan: StepPlan, packed: PackedStep, starts: np.ndarray, query_starts: np.ndarray, positions: np.ndarray, counters: np.ndarray,
+        parents: np.ndarray, masks: np.ndarray, tree_starts: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Write the parents and masks of the nodes, and the positions at which the trees begin. In a tree, nodes of one depth have one
+        position."""
+        parents[:], tree_starts[:] = 0, NO_TREE
+        bits = masks.view(np.int64)
+        bits[:] = 1
+        for row, row_parents in enumerate(plan.parents):
+            if row_parents:
+                first = query_starts[row]
+                nodes = slice(first, first + 1 + len(row_parents))
+                bits[nodes] = node_masks(row_parents)
+                positions[nodes] += node_offsets(row_parents)
+                tree_starts[row] = starts[row]
+        at = 0
+        for row_parents in packed.draft_parents:
+            count = len(row_parents)
+            if count:
+                parents[at + 1 : at + 1 + count] = row_parents
+                counters[at : at + 1 + count] += node_offsets(row_parents)
+            at += 1 + count
+
     def _views(self, packed: PackedStep, static: Tensor | None, tables: Tensor | None) -> list[Tensor]:
         """The parts of the buffer as tensors on the device, in the order of `sizes`."""
         host, sizes = packed.host, packed.sizes
         if static is None or tables is None:
             return split_buffer(host.to(self.device, non_blocking=True), sizes)
+        if packed.num_moves:  # the static buffer has no room for them, and they are not read by the graph
+            sizes = sizes[:-1]
+            host = host[: buffer_size(sizes)]
         buffer = static[: host.numel()]
         buffer.copy_(host, non_blocking=True)
         views = split_buffer(buffer, sizes)
         rows = tables.shape[0]
-        tables[:, : packed.width].copy_(views[12].view(rows, packed.width))
-        views[12] = tables.view(-1)
+        tables[:, : packed.width].copy_(views[15].view(rows, packed.width))
+        views[15] = tables.view(-1)
         return views
+
+
+def set_draft_inputs(inputs: StepInputs, parts: Seq[Tensor], *, has_trees: bool) -> None:
+    """Set the tensors of drafts from the six parts of the buffer (`PackedStep._draft_sizes`)."""
+    inputs.starts, inputs.owners, inputs.sequence_rows, inputs.parents = parts[:4]
+    inputs.masks = parts[4].view(torch.int64)
+    if has_trees:
+        inputs.batch.tree = TreeMask(inputs.masks, parts[5])
 
 
 def _fill_tokens(plan: StepPlan, token_ids: np.ndarray, num_rows: int) -> None:

@@ -57,9 +57,12 @@ class ModelRunner:
         self, model: Decoder, caches: list[KVCache], *,
         num_rows: int, max_batch_size: int, max_num_tokens: int, max_seq_len: int, block_size: int, device: torch.device, use_graphs: bool,
         world: World = ALONE_WORLD, publisher: StepPublisher | None = None, grammars: Grammars | None = None,
-        drafter: Drafter | None = None, max_drafts: int = 0, states: StateCache | None = None,
+        drafter: Drafter | None = None, max_drafts: int = 0, has_trees: bool = False, states: StateCache | None = None,
     ) -> None:  # fmt: skip
-        """`max_drafts`: the largest number of drafts of a row, for which steps are captured. `states`: the storage of recurrent states."""
+        """`max_drafts`: the largest number of drafts of a row, for which steps are captured. `has_trees`: they may be trees.
+
+        `states`: the storage of recurrent states.
+        """
         self.states = states
         self.model = model
         self.caches = caches
@@ -67,9 +70,9 @@ class ModelRunner:
         self.max_batch_size, self.max_num_tokens, self.max_seq_len = max_batch_size, max_num_tokens, max_seq_len
         self.world, self.publisher = world, publisher
         num_stages, data_parallel = world.stage.num_stages, world.data_parallel
-        in_flight = max(num_stages, 2)
+        in_flight, num_blocks = max(num_stages, 2), -(-max_seq_len // block_size)
         # One buffer for each rank and step, and one for a drafter that catches up. The rows of all ranks are numbered together.
-        self.inputs = InputBuilder(num_rows, -(-max_seq_len // block_size), block_size, device, in_flight * (data_parallel + 1))
+        self.inputs = InputBuilder(num_rows, num_blocks, block_size, device, in_flight * (data_parallel + 1), has_trees=has_trees)
         self.sampler = Sampler(num_rows, model.config.vocab_size, device, grammars, in_flight)
         self.all_rows = AllRows(max_batch_size * data_parallel, device, in_flight) if data_parallel > 1 and world.is_leader else None
         self.prompt_scores = PromptScores()
@@ -122,6 +125,8 @@ class ModelRunner:
     @torch.inference_mode()
     def warm_up(self) -> int:
         """Capture the common steps, so that no request waits for it. Returns the bytes that the graphs allocated; 0 without graphs."""
+        if self.inputs.has_trees:  # compile the kernel
+            ops.move_tokens(self.caches, torch.zeros(0, 2, dtype=torch.int32, device=self.device))
         return 0 if self.graphs is None else self.graphs.warm_up()
 
     @torch.inference_mode()
@@ -154,12 +159,13 @@ class ModelRunner:
 
     def _start(self, plan: StepPlan, packed: PackedStep, all_greedy: bool) -> StepHandle:
         """Launch the model and the sampler, or replay the graph."""
+        self._move(packed)
         if packed.is_padded:
             assert self.graphs is not None
             with self._fatal_error(self.world.size > 1), self._observed(by_layer=False):
                 if self.draft_runner is not None:
                     self.draft_runner.catch_up(plan)
-                yielded, drafted = self.graphs.run(packed, all_greedy, plan.num_wanted)
+                yielded, drafted, _ = self.graphs.run(packed, all_greedy, plan.num_wanted)
             if isinstance(yielded, Tensor):
                 return StepHandle(packed.sampled, self._without_padding(plan, packed, yielded), drafts=drafted)
             return StepHandle(packed.sampled, yielded.newest[:0], verified=yielded, drafts=drafted)
@@ -169,7 +175,9 @@ class ModelRunner:
             logits = self._compute(inputs, batch)
         rows, counters = self._rows_to_sample(inputs, packed.ranks)
         prompt = [chunk for part in plan.parts or (plan,) for chunk in prompt_chunks(part)] if packed.num_extra else []
-        drafts = DraftedRows(packed.draft_ids, drafts_of(inputs, batch, packed.max_drafts)) if packed.max_drafts else None
+        drafts = None
+        if packed.max_drafts:
+            drafts = DraftedRows(packed.draft_ids, packed.draft_parents, drafts_of(inputs, batch, packed.max_drafts))
         with self._fatal_error(self._broadcasts_ids):
             sampled = self.sampler.sample(logits, rows, counters, packed.sampled, prompt, drafts)
             self._store_last_ids(inputs, sampled.newest, packed.ranks)
@@ -220,6 +228,7 @@ class ModelRunner:
     @torch.inference_mode()
     def follow(self, packed: PackedStep, all_greedy: bool) -> None:
         """Run a step that the leader published, without using its results."""
+        self._move(packed)
         if self.progress is not None:
             self.progress.num_planned += 1
         if packed.is_padded:
@@ -306,11 +315,17 @@ class ModelRunner:
             token_ids = newest = self._unknown_ids(inputs, ranks)
         self._store_last_ids(inputs, newest, ranks)
         drafts = self.draft_runner.buffer(newest) if self.draft_runner is not None else None
-        result = PlainStep(token_ids if verified is None else verified, drafts)
+        num_parts = 2 + self.draft_runner.drafter.num_parts if self.draft_runner is not None else 1
+        result = PlainStep(token_ids if verified is None else verified, drafts, num_parts)
         yield result
         if self.draft_runner is not None and drafts is not None:
             for _ in self.draft_runner.parts(batch, inputs, newest, verified, drafts, all_greedy):
                 yield result
+
+    def _move(self, packed: PackedStep) -> None:
+        """Copy the keys and values that accepted drafts of trees have in other slots than those of their positions."""
+        if (moves := packed.moves) is not None:
+            ops.move_tokens(self.caches, moves.to(self.device, non_blocking=True))
 
     def _compute(self, inputs: StepInputs, batch: ForwardBatch) -> Tensor:
         """The logits [L, V] of a step whose ids were resolved, with the copies of recurrent states before and after it."""
@@ -361,5 +376,6 @@ class ModelRunner:
 
 def drafts_of(inputs: StepInputs, batch: ForwardBatch, max_drafts: int) -> StepDrafts:
     """The drafts of a step whose ids were resolved."""
-    assert inputs.starts is not None and inputs.owners is not None and batch.logits_idx is not None
-    return StepDrafts(batch.token_ids, batch.logits_idx[: len(inputs.owners)], inputs.starts, inputs.owners, max_drafts)
+    starts, owners, parents, masks, logits_idx = inputs.starts, inputs.owners, inputs.parents, inputs.masks, batch.logits_idx
+    assert starts is not None and owners is not None and parents is not None and masks is not None and logits_idx is not None
+    return StepDrafts(batch.token_ids, logits_idx[: len(owners)], starts, owners, parents, masks, max_drafts)

@@ -71,7 +71,7 @@ class LoadedRank:
         """The largest number of drafts of a row; 0 without speculative decoding."""
         if self.config.speculate == "none":
             return 0
-        return self.config.draft_tokens if self.draft_source is None else self.draft_source.num_drafts
+        return self.config.max_drafts if self.draft_source is None else self.draft_source.num_drafts
 
     @property
     def draft_share(self) -> float:
@@ -192,6 +192,7 @@ class LoadedRank:
             max_seq_len=max_seq_len,
             drafter=self.draft_source.drafter(num_blocks, capacity.max_num_sequences) if self.draft_source is not None else None,
             max_drafts=self.max_drafts,
+            has_trees=self.config.tree is not None,
             block_size=size,
             device=self.device,
             use_graphs=use_graphs,
@@ -257,7 +258,7 @@ def draft_task(engine: Engine, config: RuntimeConfig, device: torch.device, capa
     """What the drafter that `config` names is loaded for."""
     window = config.attention_window
     window = None if window is None or window >= capacity.max_seq_len else window
-    return DraftTask(Path(config.speculate), engine, device, capacity.max_seq_len, config.draft_tokens, window)
+    return DraftTask(Path(config.speculate), engine, device, capacity.max_seq_len, config.max_drafts, window, config.tree)
 
 
 def _windowed(model: ModelConfig, config: RuntimeConfig, capacity: Capacity) -> ModelConfig:

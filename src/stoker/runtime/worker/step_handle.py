@@ -32,7 +32,7 @@ class StepResult:
 class StepHandle:
     """A launched step. `wait` blocks until its tokens are on the host."""
 
-    __slots__ = ("_drafts", "_event", "_num_rows", "_prompt", "_scores", "_sequences", "_token_ids", "_verified")
+    __slots__ = ("_drafts", "_event", "_is_yielded", "_num_rows", "_prompt", "_scores", "_sequences", "_token_ids", "_verified")
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class StepHandle:
         self._token_ids = copy_to_host(token_ids)
         self._verified = verified.to_host(len(sequences)) if verified is not None else None
         self._num_rows = num_rows
+        self._is_yielded = copy_to_host(verified.is_yielded) if verified is not None and scores is not None else None
         self._scores = scores.to_host() if scores is not None else None
         self._prompt = prompt
         self._drafts = copy_to_host(drafts[:, : len(sequences)]) if drafts is not None else None
@@ -75,12 +76,12 @@ class StepHandle:
             return []
         num_rows = self._num_rows or [1] * len(token_ids)
         num_tops = [seq.params.logprobs for seq, count in zip(self._sequences, num_rows, strict=True) for _ in range(count)]
-        scores = iter(self._scores.to_list(self._token_ids.tolist(), num_tops))
-        found: list[list[TokenLogprobs] | None] = []
-        for ids, count in zip(token_ids, num_rows, strict=True):
-            yielded = [score for score in itertools.islice(scores, count) if score is not None][: len(ids)]
-            found.append(yielded or None)
-        return found
+        scores = self._scores.to_list(self._token_ids.tolist(), num_tops)
+        is_yielded = [True] * len(scores) if self._is_yielded is None else self._is_yielded.tolist()
+        rows = iter(zip(scores, is_yielded, strict=True))
+        return [
+            [score for score, is_yielded in itertools.islice(rows, count) if is_yielded and score is not None] or None for count in num_rows
+        ]
 
 
 class LazyHandle:

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from stoker.runtime.schedule.planner import max_sampled_tokens
 from stoker.runtime.worker.inputs import PackedStep, Shape, buffer_size
 from stoker.runtime.worker.parallel_inputs import with_counts
 from stoker.runtime.worker_group.channels.channel import HEADER_SIZE, Numbers
 
 STEP, ZERO_BLOCKS, END, PROFILE, PARTS = 1, 2, 3, 4, 5
-_STEP_FIELDS = 18  # the number of values that encode_step returns
+_STEP_FIELDS = 19  # the number of values that encode_step returns
 
 
 class Record(NamedTuple):
@@ -30,13 +31,14 @@ class Record(NamedTuple):
 
 
 def max_step_size(max_num_tokens: int, max_rows: int, max_blocks: int, data_parallel: int = 1) -> int:
-    """The largest number of int32 values of a step: for each rank nine per token, eight per row, the block tables, and a header."""
+    """The largest number of int32 values of a step: for each rank 12 per token, 9 per row, the block tables, moves, and a header."""
     return data_parallel * (_STEP_FIELDS + _max_part_size(max_num_tokens, max_rows, max_blocks))
 
 
 def _max_part_size(max_num_tokens: int, max_rows: int, max_blocks: int) -> int:
     """The largest number of int32 values of the step of one rank."""
-    return buffer_size((*[max(max_num_tokens, max_rows)] * 9, max_rows + 1, max_rows + 1, *[max_rows] * 6, max_rows * max_blocks))
+    tokens, moves = max(max_num_tokens, max_rows), 16 * max_sampled_tokens(max_rows)
+    return buffer_size((*[tokens] * 10, 2 * tokens, max_rows + 1, max_rows + 1, *[max_rows] * 7, max_rows * max_blocks, moves))
 
 
 def encode_step(packed: PackedStep, all_greedy: bool) -> tuple[int, ...]:
@@ -45,7 +47,7 @@ def encode_step(packed: PackedStep, all_greedy: bool) -> tuple[int, ...]:
     return (
         STEP, shape.tokens, shape.rows, shape.is_decode, packed.width, packed.num_logits, packed.num_sampled, packed.num_decodes,
         packed.max_query_len, packed.max_seq_len, packed.max_drafts, packed.num_sequences, packed.is_padded, all_greedy,
-        packed.is_prefix_lm, packed.has_adapters, packed.num_restores, packed.num_saves,
+        packed.is_prefix_lm, packed.has_adapters, packed.num_restores, packed.num_saves, packed.num_moves,
     )  # fmt: skip
 
 
@@ -83,14 +85,14 @@ def _decode_part(record: Numbers, buffer: Callable[[int], torch.Tensor], rank: i
 
 def _decode_step(fields: list[int]) -> tuple[PackedStep, bool]:
     """(step without its numbers, all_greedy), from the header of a step after its kind."""
-    *sizes, is_padded, all_greedy, is_prefix_lm, has_adapters, num_restores, num_saves = fields
+    *sizes, is_padded, all_greedy, is_prefix_lm, has_adapters, num_restores, num_saves, num_moves = fields
     tokens, rows, is_decode, width, num_logits, num_sampled, num_decodes, max_query_len, max_seq_len, max_drafts, num_sequences = sizes
     # A padded step is that of a graph, which is captured for a number of drafts.
     shape = Shape(tokens, rows, bool(is_decode), max_drafts if is_padded else 0)
     packed = PackedStep(
         torch.empty(0), shape, width, num_logits, num_sampled, num_decodes, max_query_len, max_seq_len, bool(is_padded), [],
         is_prefix_lm=bool(is_prefix_lm), has_adapters=bool(has_adapters), max_drafts=max_drafts, num_sequences=num_sequences,
-        num_restores=num_restores, num_saves=num_saves,
+        num_restores=num_restores, num_saves=num_saves, num_moves=num_moves,
     )  # fmt: skip
     return packed, bool(all_greedy)
 

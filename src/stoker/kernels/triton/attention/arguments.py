@@ -71,6 +71,21 @@ class ScoreOptions(NamedTuple):
     chunk: int | None  # a query sees keys of its own chunk of positions only
 
 
+class TreePages(NamedTuple):
+    """Runtime: the trees of draft tokens of a step (`core.forward_batch.TreeMask`)."""
+
+    masks_ptr: Tensor  # int64 [T]
+    starts_ptr: Tensor  # int32 [R]
+    positions_ptr: Tensor  # int32 [T]: of the queries of trees
+
+
+class TreeRows(NamedTuple):
+    """The tree of the sequence of a query tile, of M rows."""
+
+    start: Any  # the position of its first node; after all keys if the sequence has no tree
+    masks: Any  # int64 [M]: bit i is set if the row attends to the key at `start` + i
+
+
 class RotaryShape(NamedTuple):
     """Constants: which features of a new token are rotated, and how they are paired."""
 

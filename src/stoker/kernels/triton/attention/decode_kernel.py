@@ -170,7 +170,7 @@ def decode_attention_kernel(
     state = initial_state(sinks_ptr, rows.head, rows.inside, split, SHAPE, TILE)
 
     state = attend(
-        state, q1, q2, rows.position, pages, first_block, begin, end, prefix, slopes, score_scale, SHAPE, TILE, OPTIONS, FORMAT, True
+        state, q1, q2, rows.position, pages, first_block, begin, end, prefix, None, slopes, score_scale, SHAPE, TILE, OPTIONS, FORMAT, True
     )
     store_or_combine(
         state, out_ptr, cache.value_scale_ptr, scratch, origin, rows, tile, split, used, num_splits, SHAPE, TILE, SPLITS, FORMAT

@@ -22,6 +22,7 @@ from stoker.kernels.triton.attention.arguments import (
     ScoreOptions,
     SplitScratch,
     SplitShape,
+    TreePages,
 )
 from stoker.kernels.triton.attention.decode_kernel import decode_attention_kernel
 from stoker.kernels.triton.attention.prefill_kernel import prefill_attention_kernel
@@ -201,6 +202,7 @@ def prefill(
         batch.seq_lens,
         batch.block_tables,
         batch.prefix_lens,
+        None if batch.tree is None else TreePages(batch.tree.masks, batch.tree.starts, batch.positions),
         params.alibi_slopes,
         params.sinks,
         kv_pages(cache),

@@ -44,12 +44,17 @@ def first_visible_key(position, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def is_visible(key, position, end, prefix, OPTIONS: tl.constexpr):
+def is_visible(key, position, end, prefix, tree, OPTIONS: tl.constexpr):
     """bool [M, N]: whether the query at `position` [M, 1] attends to the key at `key` [1, N].
 
-    Keys from `end` on do not exist. The first `prefix` keys of a prefix LM (None: not one) are visible to all queries.
+    Keys from `end` on do not exist. The first `prefix` keys of a prefix LM (None: not one) are visible to all queries. With a `tree`
+    (TreeRows, or None), its keys are visible to the queries whose masks contain them.
     """
     seen = key <= position
+    if tree is not None:
+        node = tl.minimum(tl.maximum(key - tree.start, 0), 63).to(tl.int64)
+        in_mask = ((tree.masks[:, None] >> node) & 1) == 1
+        seen = tl.where(key < tree.start, seen, in_mask)
     if prefix is not None:
         seen = seen | (key < prefix)
     seen = seen & (key < end)

@@ -45,6 +45,7 @@ def attend(
     begin,
     end,
     prefix,  # or None
+    tree,  # TreeRows or None
     slopes,  # ALiBi: float32 [M] in units of log2(e), or None
     scale,
     SHAPE: tl.constexpr,  # HeadShape
@@ -121,7 +122,7 @@ def attend(
             factor = scale * LOG2E
         if MASKED:
             # -inf, which scaling leaves as it is: a finite stand-in times the factor would differ from the running maximum by rounding.
-            seen = is_visible(key[None, :], positions[:, None], end, prefix, OPTIONS)
+            seen = is_visible(key[None, :], positions[:, None], end, prefix, tree, OPTIONS)
             scores = tl.where(seen, scores, float("-inf"))
         raised = tl.maximum(highest, tl.max(scores, 1) * factor)
         weights = tl.exp2(scores * factor - raised[:, None])

@@ -1,0 +1,109 @@
+"""Draft trees: several candidates for the same position, of which verification accepts at most one.
+
+A tree is a list of nodes. A node is named by its path of ranks: [0] is the most likely next token, [1] the second most likely one, and
+[0, 2] the third most likely token after [0]. FasterDecoding's and TensorRT-LLM's `medusa_choices`, TensorRT-LLM's `eagle_choices` and
+vLLM's `speculative_token_tree` have this form, with brackets, braces or parentheses. `mc_sim_7b_63` is the tree of the Medusa paper (arXiv
+2401.10774), which TensorRT-LLM uses by default.
+
+In a step, node 0 is the newest token of a sequence, and node i + 1 is the draft i. Parents precede their children, so that the first drafts
+of a tree are a tree, too. A chain is the tree in which node i is the parent of node i + 1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stoker.base.errors import ConfigError
+
+MAX_TREE_NODES = 63  # with the newest token, the nodes of a path are the bits of a 64-bit mask
+_MAX_RANK = 63
+_PATH = re.compile(r"[\[({]\s*\d{1,4}(?:\s*,\s*\d{1,4})*\s*,?\s*[\])}]")
+_PATHS = re.compile(r"\s*[\[({]?\s*#(?:\s*,\s*#)*\s*,?\s*[\])}]?\s*")
+MC_SIM_7B_63 = (
+    "[0], [0,0], [1], [0,1], [2], [0,0,0], [1,0], [0,2], [3], [0,3], [4], [0,4], [2,0], [0,5], [0,0,1], [5], [0,6], [6], [0,7], [0,1,0], "
+    "[1,1], [7], [0,8], [0,0,2], [3,0], [0,9], [8], [9], [1,0,0], [0,2,0], [1,2], [0,0,3], [4,0], [2,1], [0,0,4], [0,0,5], [0,0,0,0], "
+    "[0,1,1], [0,0,6], [0,3,0], [5,0], [1,3], [0,0,7], [0,0,8], [0,0,9], [6,0], [0,4,0], [1,4], [7,0], [0,1,2], [2,0,0], [3,1], [2,2], "
+    "[8,0], [0,5,0], [1,5], [1,0,1], [0,2,1], [9,0], [0,6,0], [0,0,0,1], [1,6], [0,7,0]"
+)
+NAMED_TREES = {"mc_sim_7b_63": MC_SIM_7B_63}
+_CURE = f"Use paths such as [0],[0,0],[1], each after that of its parent, or {' or '.join(NAMED_TREES)}."
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """The shape of a tree of drafts, the most useful nodes first."""
+
+    parents: tuple[int, ...]  # the node after which each draft is proposed: 0 is the newest token, i the draft i - 1
+    ranks: tuple[int, ...]  # of each draft among the candidates after its parent; 0 is the most likely one
+
+    @staticmethod
+    def chain(count: int) -> DraftTree:
+        """The chain of `count` drafts."""
+        return DraftTree(tuple(range(count)), (0,) * count)
+
+    def prefix(self, count: int) -> DraftTree:
+        """The first `count` drafts."""
+        return DraftTree(self.parents[:count], self.ranks[:count])
+
+    def __len__(self) -> int:
+        """The number of drafts."""
+        return len(self.parents)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every draft follows the one before it."""
+        return num_chained(self.parents) == len(self.parents)
+
+    def ranks_by_depth(self) -> list[list[int]]:
+        """The ranks of the drafts at each depth, from 1 on."""
+        depths = self.depths
+        return [
+            [rank for rank, at in zip(self.ranks, depths, strict=True) if at == depth] for depth in range(1, 1 + max(depths, default=0))
+        ]
+
+    @property
+    def depths(self) -> list[int]:
+        """The distance of each draft from the newest token, at least 1."""
+        return node_depths(self.parents)[1:]
+
+
+def num_chained(parents: Sequence[int]) -> int:
+    """The number of leading drafts that form a chain."""
+    return next((i for i, parent in enumerate(parents) if parent != i), len(parents))
+
+
+def node_depths(parents: Sequence[int]) -> list[int]:
+    """The distance of each node from the newest token, which is node 0 and has 0."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return depths
+
+
+def parse_tree(text: str) -> DraftTree:
+    """Read the paths of a tree, or the name of one. Raises ConfigError, which names `draft_tree`."""
+    paths = _parse_paths(NAMED_TREES.get(text.strip(), text))
+    if len(paths) > MAX_TREE_NODES:
+        raise ConfigError(f"draft_tree has {len(paths)} nodes, and may have {MAX_TREE_NODES}.", cure="Leave out the last ones.")
+    nodes: dict[tuple[int, ...], int] = {(): 0}
+    parents = []
+    for path in paths:
+        if path in nodes:
+            raise ConfigError(f"draft_tree contains the path {list(path)} twice.", cure="Leave out one of them.")
+        if path[:-1] not in nodes:
+            raise ConfigError(f"draft_tree contains {list(path)}, and not {list(path[:-1])} before it.", cure=_CURE)
+        if path[-1] > _MAX_RANK:
+            raise ConfigError(f"draft_tree contains the rank {path[-1]}.", cure=f"Use ranks from 0 to {_MAX_RANK}.")
+        parents.append(nodes[path[:-1]])
+        nodes[path] = len(nodes)
+    return DraftTree(tuple(parents), tuple(path[-1] for path in paths))
+
+
+def _parse_paths(text: str) -> list[tuple[int, ...]]:
+    """The paths in a text. Raises ConfigError."""
+    found = _PATH.findall(text) if len(text) <= 4096 else []
+    if not found or not _PATHS.fullmatch(_PATH.sub("#", text)):
+        raise ConfigError(f"draft_tree={text[:60]!r} is refused.", cure=_CURE)
+    return [tuple(map(int, re.findall(r"\d+", path))) for path in found]

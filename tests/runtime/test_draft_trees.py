@@ -1,0 +1,155 @@
+"""Trees of drafts on the CPU: answers are those of plain decoding, whatever path is accepted, and heads draft the whole tree."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drive import Driven, request
+from head_oracles import ORACLES, Oracle, write
+from test_draft_heads import Watched
+from test_speculation import COUNT, FEATURES, comparable
+
+from stoker.base.draft_tree import DraftTree, parse_tree
+from stoker.base.errors import ConfigError
+from stoker.runtime.request import Sequence
+
+Make = Callable[..., Driven]
+TREE = "[0],[1],[0,0],[2],[1,0],[0,1],[1,0,0],[0,0,0],[1,0,1],[2,0]"
+WIDE = ",".join([*(f"[{i}]" for i in range(16)), *(f"[{i},{j}]" for i in range(6) for j in range(4)), *(f"[{i},0,{i}]" for i in range(6))])
+
+
+@pytest.fixture(scope="module")
+def heads(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Oracle]]:
+    folder = tmp_path_factory.mktemp("heads")
+    oracles = {name: ORACLES[name](model) for name in ("medusa", "medusa-vllm", "eagle", "eagle3")}
+    return {name: (write(folder / name, oracle.config, oracle.files), oracle) for name, oracle in oracles.items()}
+
+
+class Script:
+    """Proposes trees in which a random path has the true continuation, mostly, and siblings are different tokens."""
+
+    def __init__(self, driven: Driven, tree: DraftTree, answers: dict[tuple[str, int], list[int]], seed: int) -> None:
+        self.tree, self.answers, self.rng = tree, answers, random.Random(seed)
+        self.num_paths = 0
+        driven.executor.scheduler._planner._proposer.propose = self.propose  # type: ignore[method-assign]
+
+    def propose(self, seq: Sequence, limit: int) -> list[int]:
+        tree, rng = self.tree.prefix(limit), self.rng
+        answer = self.answers[seq.request_id, seq.index]
+        true_path, node = set[int](), rng.randrange(len(tree) + 1)
+        while node:
+            true_path.add(node)
+            node = tree.parents[node - 1]
+        self.num_paths += len(true_path) > 1
+        ids: list[int] = []
+        used: dict[int, set[int]] = {}
+        for i, (parent, depth) in enumerate(zip(tree.parents, tree.depths, strict=True), 1):
+            at = len(seq.tokens) - seq.num_prompt + depth - 1
+            token = answer[at] if i in true_path and at < len(answer) and rng.random() < 0.9 else rng.randrange(300)
+            while token in used.setdefault(parent, set()):
+                token = rng.randrange(300)
+            used[parent].add(token)
+            ids.append(token)
+        return ids
+
+
+def check_features(make: Make, path: Path, prompts: list[list[int]], cases: list[dict[str, Any]], **settings: Any) -> Driven:
+    """Scripted trees give the answers of plain decoding in fewer steps. Returns the executor."""
+    calls = [request(prompts[i % len(prompts)], **{"max_tokens": COUNT} | params) for i, params in enumerate(cases)]
+    plain = make()
+    expected = plain.run(*calls)
+    again = [request(call.prompt_ids, end_ids=call.end_ids) for call in calls]
+    answers: dict[tuple[str, int], list[int]] = {}
+    for call, other in zip(calls, again, strict=True):
+        other.params = call.params
+        for index in range(call.params.n):
+            answers[other.request_id, index] = plain.answers[call.request_id, index].tokens
+    driven = make(speculate=str(path), draft_tree=TREE, adaptive_drafts=False, **settings)
+    script = Script(driven, parse_tree(TREE), answers, 3)
+    found = driven.run(*again)
+    for case, one, other in zip([call for call in calls for _ in range(call.params.n)], expected, found, strict=True):
+        assert comparable(one) == comparable(other), case.params
+    assert script.num_paths > 20 and driven.stats.num_accepted_draft_tokens > driven.stats.num_draft_steps / 2
+    return driven
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_tokens": 24, "policy": "max_utilization", "kv_cache_tokens": 8 * 16}], ids=str)
+def test_features(drive: Make, prompts: list[list[int]], heads: dict[str, tuple[Path, Oracle]], settings: dict[str, Any]) -> None:
+    """All sampling features, with trees that cross block boundaries, beside prefill chunks, and with preemption."""
+    driven = check_features(drive, heads["medusa"][0], prompts, FEATURES, **settings)
+    assert driven.stats.num_preemptions > 0 or not settings
+
+
+@pytest.mark.parametrize("name", ["medusa", "medusa-vllm", "eagle", "eagle3"])
+def test_heads_draft_the_tree(drive: Make, prompts: list[list[int]], heads: dict[str, tuple[Path, Oracle]], name: str) -> None:
+    """Each step drafts the nodes that the reference computes path by path, and accepted paths leave the caches as plain decoding does."""
+    (path, oracle), tree = heads[name], parse_tree(WIDE)
+    params: dict[str, Any] = {"max_tokens": 24, "logit_bias": dict.fromkeys((5, 8, 20), 4.0)}  # so that some drafts are accepted
+    for prompt in (prompts[0], prompts[3]):
+        (plain,) = drive().run(request(prompt, **params))
+        driven = drive(speculate=str(path), draft_tree=WIDE, adaptive_drafts=False)
+        watched = Watched(driven)
+        (answer,) = driven.run(request(prompt, **params))
+        assert answer.tokens == plain.tokens
+        tokens, at = [*prompt, *plain.tokens], len(prompt)
+        for newest, drafts in watched.found[:-1]:
+            assert tokens[at] == newest
+            assert drafts == oracle.tree(tokens[: at + 1], tree)[: len(drafts)]
+            node, at = 0, at + 1
+            verified = drafts[: len(tokens) - 1 - at]  # a step computes no more tokens than the answer may have
+            children = {(parent, token): i for i, (parent, token) in enumerate(zip(tree.parents, verified, strict=False), 1)}
+            while at < len(tokens) and (node := children.get((node, tokens[at]), -1)) > 0:
+                at += 1
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle3"])
+def test_sampled_trees(drive: Make, prompts: list[list[int]], heads: dict[str, tuple[Path, Oracle]], name: str) -> None:
+    """Random sampling with seeds, penalties, log-probabilities and n, with drafts of the heads and an adaptive number of them."""
+    cases: list[dict[str, Any]] = [{"temperature": 0.9, "seed": 5, "n": 2}, {"frequency_penalty": 0.5}, {"logprobs": 1}]
+    calls = [request(prompts[i], max_tokens=20, logit_bias=dict.fromkeys((5, 8, 20), 4.0), **params) for i, params in enumerate(cases)]
+    expected = [comparable(answer) for answer in drive().run(*calls)]
+    for settings in ({"adaptive_drafts": False}, {"draft_tokens": 30}):
+        driven = drive(speculate=str(heads[name][0]), draft_tree=WIDE, **settings)
+        assert [comparable(answer) for answer in driven.run(*calls)] == expected
+        assert driven.stats.num_accepted_draft_tokens > 0
+
+
+def test_trees_that_cannot_work_are_refused(drive: Make, heads: dict[str, tuple[Path, Oracle]], tiny_engine: Path) -> None:
+    medusa = str(heads["medusa"][0])
+    for settings, message in (
+        ({"speculate": "ngram", "draft_tree": TREE}, "draft_tree needs draft heads, and speculate is ngram"),
+        ({"speculate": str(tiny_engine), "draft_tree": TREE}, "is a draft engine, which drafts a chain"),
+        ({"speculate": medusa, "draft_tree": "[0],[0,0],[0,0,0],[0,0,0,0],[1]"}, "is 4 tokens deep, and .* has 3 heads"),
+        ({"speculate": medusa, "draft_tree": TREE, "draft_tokens": 11}, "draft_tokens=11 is refused: draft_tree has 10 nodes"),
+        ({"speculate": medusa, "draft_tree": TREE, "attention_window": 48}, "a window of 48 tokens, and trees need more than 63"),
+        ({"speculate": str(heads["medusa-vllm"][0]), "draft_tree": "[0],[45]"}, "the rank 45, and the heads of .* have 40 tokens"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            drive(**settings)
+
+
+def test_paths_of_trees() -> None:
+    expected = DraftTree((0, 1, 0), (0, 0, 1))
+    for text in ("[[0],[0,0],[1]]", "[(0,), (0, 0), (1,)]", "{0},{0,0},{1}", " [0], [0, 0], [1] ", "{{0}, {0, 0}, {1}}"):
+        assert parse_tree(text) == expected
+    published = parse_tree("mc_sim_7b_63")
+    assert len(published) == 63 and max(published.depths) == 4 and published.prefix(2).is_chain
+    for text, message in (
+        ("", "draft_tree='' is refused"), ("0,1", "is refused"), ("[0],[1,0],[1]", r"contains \[1, 0\], and not \[1\] before it"),
+        ("[0],[0]", r"the path \[0\] twice"), ("[0];[1]", "is refused"), ("[64]", "the rank 64"), ("[0] [1]", "is refused"),
+        (",".join(f"[{i}]" for i in range(64)), "has 64 nodes, and may have 63"), ("[0]" * 5000, "is refused"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            parse_tree(text)
+
+
+def test_key_means_have_the_period_of_trees() -> None:
+    from stoker.kernels.types import MEAN_TOKENS
+    from stoker.runtime.schedule.planner import TREE_PERIOD
+
+    assert TREE_PERIOD == MEAN_TOKENS and torch.iinfo(torch.int64).bits == 64
