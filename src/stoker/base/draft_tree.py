@@ -54,7 +54,7 @@ class DraftTree:
     @property
     def is_chain(self) -> bool:
         """Whether every draft follows the one before it."""
-        return num_chained(self.parents) == len(self.parents)
+        return chain_length(self.parents) == len(self.parents)
 
     def ranks_by_depth(self) -> list[list[int]]:
         """The ranks of the drafts at each depth, from 1 on."""
@@ -69,7 +69,7 @@ class DraftTree:
         return node_depths(self.parents)[1:]
 
 
-def num_chained(parents: Sequence[int]) -> int:
+def chain_length(parents: Sequence[int]) -> int:
     """The number of leading drafts that form a chain."""
     return next((i for i, parent in enumerate(parents) if parent != i), len(parents))
 

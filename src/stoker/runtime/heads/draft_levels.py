@@ -34,7 +34,7 @@ class Level:
     num_inner: int
     num_before: int  # inner nodes of the levels before, without the newest token
     masks: Tensor  # [Q], the inner nodes, numbered level by level, that are an inner node itself or its ancestors
-    is_chained: bool  # each level up to this one has at most one inner node
+    is_chain: bool  # each level up to this one has at most one inner node
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def make_levels(tree: DraftTree, device: torch.device) -> Levels:
 
     depths, with_children = [0, *tree.depths], set(tree.parents)
     parents, masks, levels, found = [0], {0: 0}, list[Level](), list[int]()
-    num_before, is_chained = 0, True
+    num_before, is_chain = 0, True
     for depth in range(1, max(depths) + 1):
         nodes = [node for node, at in enumerate(depths) if at == depth]
         inner = [node for node in nodes if node in with_children]
@@ -62,7 +62,7 @@ def make_levels(tree: DraftTree, device: torch.device) -> Levels:
         chosen = [at[tree.parents[node - 1]] * size + tree.ranks[node - 1] for node in nodes]
         for i, node in enumerate(inner, num_before):
             masks[node] = masks[tree.parents[node - 1]] | 1 << i
-        is_chained = is_chained and len(inner) <= 1
+        is_chain = is_chain and len(inner) <= 1
         levels.append(
             Level(
                 size,
@@ -72,7 +72,7 @@ def make_levels(tree: DraftTree, device: torch.device) -> Levels:
                 len(inner),
                 num_before,
                 torch.tensor([masks[node] for node in inner], dtype=torch.int64, device=device),
-                is_chained,
+                is_chain,
             )
         )
         found += nodes

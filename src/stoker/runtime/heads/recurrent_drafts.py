@@ -102,18 +102,18 @@ class RecurrentDrafts:
         ends = positions + 1 + level.num_before + count
         places = ends.unsqueeze(1) - count + torch.arange(count, dtype=torch.int32, device=device)
         slots = tables.gather(1, (places // size).long()) * size + places % size
-        is_chained = level.is_chained
+        is_chain = level.is_chain
         return ForwardBatch(
             token_ids=token_ids,
             positions=(positions + depth).repeat_interleave(count),
             slots=torch.where(is_real.unsqueeze(1), slots, -1).flatten(),
             query_starts=torch.arange(len(positions) + 1, dtype=torch.int32, device=device) * count,
-            seq_lens=torch.where(is_real, ends, 0 if is_chained else count),
+            seq_lens=torch.where(is_real, ends, 0 if is_chain else count),
             block_tables=tables,
-            num_decodes=len(positions) if is_chained else 0,
+            num_decodes=len(positions) if is_chain else 0,
             max_query_len=count,
             max_seq_len=longest + level.num_before + count,
-            tree=None if is_chained else TreeMask(level.masks.repeat(len(positions)), positions + 1),
+            tree=None if is_chain else TreeMask(level.masks.repeat(len(positions)), positions + 1),
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from stoker.base.draft_tree import num_chained
+from stoker.base.draft_tree import chain_length
 from stoker.runtime.request import NO_ADAPTER, Sequence, Status
 from stoker.runtime.schedule.draft_length import DraftLength
 from stoker.runtime.schedule.drafter_progress import DrafterProgress
@@ -285,7 +285,7 @@ class Planner:
             pass
         drafts = drafts[: len(seq.blocks) * kv_cache.tokens_per_block - seq.num_computed]
         if self._tree_parents is not None and _needs_chain(seq, len(drafts)):
-            drafts = drafts[: num_chained(self._tree_parents)]
+            drafts = drafts[: chain_length(self._tree_parents)]
         seq.num_computed += len(drafts)
         seq.num_pending += len(drafts)
         plan.num_tokens += len(drafts)
