@@ -98,6 +98,7 @@ AROUND_CALLS = {
     "granite": ("<|tool_call|>[", "]"),
     "internlm": ("<|action_start|><|plugin|>", "<|action_end|>"),
     "xlam": ("[", "]"),
+    "jamba": ("<tool_calls>[", "]</tool_calls>"),
     "phi4_mini": ("functools[", "]"),
 }
 

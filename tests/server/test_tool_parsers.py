@@ -35,7 +35,7 @@ CALLS = [("weather", WEATHER), ("time", {})]
 # The assistant's turn that the chat template of each family renders for CALLS after the text "Let me look.", without the end token.
 # DeepSeek: vLLM's tool_chat_template_deepseekv3.jinja and the template of DeepSeek-V3.1; gpt-oss: openai/gpt-oss-120b; GLM: GLM-4.6;
 # Kimi: Kimi-K2-Thinking; Llama 4, InternLM, xLAM and MiniMax M1: vLLM's tool_chat_template_*.jinja; MiniMax M2, Qwen3-Coder: the models.
-# Granite and Phi-4-mini: the format that the system message of the template requires.
+# Jamba: the outputs in vLLM's tests of its parser. Granite and Phi-4-mini: the format that the system message of the template requires.
 TURNS = {
     "deepseek_v3": "Let me look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
     + JSON
@@ -59,6 +59,8 @@ TURNS = {
     '<|action_start|><|plugin|>\n{"name": "time", "arguments": {}}<|action_end|>',
     "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {JSON}}}, {{"name": "time", "arguments": {{}}}}]',
     "xlam": f'[{{"name": "weather", "arguments": {JSON}}}, {{"name": "time", "arguments": {{}}}}]',
+    "jamba": f'Let me look. <tool_calls>[\n    {{"name": "weather", "arguments": {JSON}}},\n    {{"name": "time", "arguments": {{}}}}\n]'
+    "</tool_calls>",
     "phi4_mini": f'functools[{{"name": "weather", "arguments": {JSON}}}, {{"name": "time", "arguments": {{}}}}]',
     "hermes": f'Let me look.\n<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n</tool_call>\n'
     '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>',
@@ -309,6 +311,7 @@ TEMPLATES = [
     ("respond only with <|tool_call|> followed by a JSON list. Write your thoughts between <think></think>", "granite", "granite"),
     ('{{- "<|channel|>analysis<|message|>" }} {{- "<|channel|>commentary " }}', "gpt_oss", "gpt_oss"),
     ('{{- "<|action_start|><|plugin|>\\n" }}', "internlm", None),
+    ('{%- set bom_str = bom_str or "<|bom|>" -%} {{- "<tool_calls>[" }}', "jamba", None),
     ("When using tools, make calls in a single JSON array: ", "xlam", None),
     ('formatted as functools[{"name": [function name]}]', "phi4_mini", None),
     ("Use exact format: [func_name1(param1=value1, param2=value2), func_name2(...)]", "llama4_pythonic", None),

@@ -10,6 +10,7 @@ from stoker.server.protocols.common.parsers.tools.gpt_oss import GptOssParser
 from stoker.server.protocols.common.parsers.tools.granite import GraniteParser
 from stoker.server.protocols.common.parsers.tools.hermes import HermesParser
 from stoker.server.protocols.common.parsers.tools.internlm import InternLMParser
+from stoker.server.protocols.common.parsers.tools.jamba import JambaParser
 from stoker.server.protocols.common.parsers.tools.kimi_k2 import KimiK2Parser
 from stoker.server.protocols.common.parsers.tools.llama3 import Llama3Parser
 from stoker.server.protocols.common.parsers.tools.llama4_pythonic import Llama4PythonicParser
@@ -39,3 +40,4 @@ TOOL_PARSERS.add("minimax_m2", MiniMaxM2Parser)
 TOOL_PARSERS.add("internlm", InternLMParser)
 TOOL_PARSERS.add("xlam", XlamParser)
 TOOL_PARSERS.add("phi4_mini", Phi4MiniParser)
+TOOL_PARSERS.add("jamba", JambaParser)
