@@ -110,7 +110,7 @@ def test_nothing_is_overwritten(tmp_path):
         ("decoupled_mode", "maybe", "true or false"),
         ("max_queue_size", "-1", "max_queue_size"),
         ("batching_strategy", "V3", "Invalid gpt_model_type"),
-        ("medusa_choices", "{0}", "no effect"),
+        ("lookahead_window_size", "4", "no effect"),
         ("multi_block_mode", "true", "no effect"),
         ("triton_max_batch_size", "99999999", "max_batch_size"),
         ("preprocessing_instance_count", "0", "instance_count"),

@@ -8,6 +8,7 @@ import pytest
 import triton_templates as templates
 
 from stoker.base.config import RuntimeConfig
+from stoker.base.draft_tree import DraftTree
 from stoker.base.errors import ConfigError
 from stoker.deploy.deployment import FORMATS, EngineSource, find_format
 from stoker.deploy.triton.fill import fill_template
@@ -182,6 +183,12 @@ def test_draft_heads_are_in_the_engine(tmp_path, mode):
     deployment = llm(tmp_path, decoding_mode=mode, gpt_model_path=str(engine))
     assert deployment.runtime.speculate == str(engine / "draft_heads")
     assert deployment.server.options.decoding_mode == "top_k_top_p"
+    other = {"medusa": "eagle", "eagle": "medusa"}[mode]
+    choices = {f"{mode}_choices": "{0},{0,0},{1}", f"{other}_choices": "mc_sim_7b_63"}
+    deployment = llm(tmp_path, decoding_mode=mode, gpt_model_path=str(engine), **choices)
+    assert deployment.runtime.tree == DraftTree((0, 1, 0), (0, 0, 1))
+    (note,) = [note for note in deployment.notes if note.key == f"{other}_choices"]
+    assert note.text == f"it has no effect without decoding_mode {other}"
 
 
 def test_lookahead_decoding_is_prompt_lookup(tmp_path):
@@ -207,8 +214,8 @@ REJECTED = {  # key → (rejected text, harmless text)
     "participant_ids": ("1,1", "0,1"),
     "num_nodes": ("0", "2"),
     "lora_prefetch_dir": ("/lora", ""),
-    "medusa_choices": ("{0},{0,0}", ""),
-    "eagle_choices": ("{0}", ""),
+    "medusa_choices": ("{0};{0,0}", "{0},{0,0}"),
+    "eagle_choices": ("{0},{1,0}", ""),
     "speculative_decoding_fast_logits": ("true", "false"),
     "gpu_weights_percent": ("0.5", "1.0"),
     "decoding_mode": ("redrafter", "top_k_top_p"),

@@ -12,11 +12,13 @@ import torch
 from drive import Driven, request
 from head_oracles import ORACLES, Oracle, write
 from test_draft_heads import Watched
+from test_padded_drafts import CalledSteps
 from test_speculation import COUNT, FEATURES, comparable
 
 from stoker.base.draft_tree import DraftTree, parse_tree
 from stoker.base.errors import ConfigError
 from stoker.runtime.request import Sequence
+from stoker.runtime.worker.model_runner import ModelRunner
 
 Make = Callable[..., Driven]
 TREE = "[0],[1],[0,0],[2],[1,0],[0,1],[1,0,0],[0,0,0],[1,0,1],[2,0]"
@@ -117,6 +119,25 @@ def test_sampled_trees(drive: Make, prompts: list[list[int]], heads: dict[str, t
         driven = drive(speculate=str(heads[name][0]), draft_tree=WIDE, **settings)
         assert [comparable(answer) for answer in driven.run(*calls)] == expected
         assert driven.stats.num_accepted_draft_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle3"])
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.2, "seed": 5}], ids=["greedy", "sampled"])
+def test_padded_steps(
+    drive: Make, prompts: list[list[int]], heads: dict[str, tuple[Path, Oracle]], name: str, params: dict[str, Any]
+) -> None:
+    """Steps as captured graphs run them: padding has no effect on trees, and a tree is one part of the step."""
+    calls = [request(prompt, max_tokens=24, **params) for prompt in prompts[:4]]
+    expected = [answer.tokens for answer in drive().run(*calls)]
+    driven = drive(speculate=str(heads[name][0]), draft_tree=TREE, adaptive_drafts=False)
+    Script(driven, parse_tree(TREE), {(call.request_id, 0): tokens for call, tokens in zip(calls, expected, strict=True)}, 4)
+    runner = driven.executor.runner
+    assert isinstance(runner, ModelRunner)
+    runner.graphs = steps = CalledSteps(runner, 10)
+    assert [answer.tokens for answer in driven.run(*calls)] == expected
+    assert steps.num_runs > 5 and driven.stats.num_accepted_draft_tokens > 20
+    for shape in steps.verifications()[:2]:
+        steps.trace(shape, True)
 
 
 def test_trees_that_cannot_work_are_refused(drive: Make, heads: dict[str, tuple[Path, Oracle]], tiny_engine: Path) -> None:

@@ -113,7 +113,7 @@ _OF_VLLM: dict[str, tuple[tuple[Any, ...], str]] = {
     "disable_sliding_window": ((False,), "Change config.json of the checkpoint."),
     "max_seq_len_to_capture": ((), "CUDA graphs do not depend on the length. Set cuda_graphs=False to run without them."),
     "max_logprobs": ((), "Requests may have up to 20."),
-    "speculative_config": ((), 'Set speculate="ngram" and draft_tokens.'),
+    "speculative_config": ((), 'Set speculate="ngram", or the directory of a draft model or of heads; draft_tokens; and draft_tree.'),
     "enable_lora": ((False,), "Merge the adapter into the checkpoint."),
     "limit_mm_per_prompt": (({},), "Models read text only."),
     "distributed_executor_backend": (("mp", "uni"), "Ranks are processes of this machine."),

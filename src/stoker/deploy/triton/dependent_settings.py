@@ -51,6 +51,12 @@ def runtime_config(content: RepositoryContent, gpus: int, engine: str) -> Runtim
         settings["speculate"] = "ngram"
     elif content.values.get("decoding_mode") in DRAFT_HEAD_MODES:
         settings["speculate"] = _draft_heads(content, engine)
+    for mode in DRAFT_HEAD_MODES:
+        key = f"{mode}_choices"
+        if key in content.values and content.values.get("decoding_mode") == mode:
+            settings["draft_tree"] = content.values[key]
+        elif key in content.values:
+            _note(content, key, f"it has no effect without decoding_mode {mode}")
     llm = next(model for model in content.models if model.kind == LLM)
     if content.values.get("batching") in ("V1", "v1"):
         if "policy" in settings:

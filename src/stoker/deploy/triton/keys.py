@@ -22,6 +22,7 @@ from stoker.deploy.triton.values import (
     WHOLE,
     AttentionWindow,
     DeviceIndices,
+    DraftChoices,
     GptModelType,
     ParticipantIds,
     decoding_mode,
@@ -81,7 +82,6 @@ ENGINE_DIR = "engine_dir"  # of the Python gpt model of release 0.5, instead of 
 _NO_VISION = "Stoker serves text models only"
 _NO_ENCODER = "Stoker serves decoder-only models"
 _NO_DRAFT_MODEL = "draft models are not served"
-_NO_TREES = "draft heads propose one chain of tokens and no tree"
 _LOOKAHEAD = "prompt lookup (decoding_mode lookahead) has no windows; answers are the same for every value"
 _NO_ADAPTERS = "adapters are not supported; a request with one is refused"
 
@@ -137,8 +137,8 @@ _ROWS = (
     _no_effect(LLM, "lora_cache_host_memory_bytes", WHOLE, _NO_ADAPTERS, "0.9"),
     _rejected(LLM, "lora_prefetch_dir", TEXT, "adapters are not supported", "0.19"),
     _accepted(LLM, "decoding_mode", decoding_mode(*DECODING_MODES, LOOKAHEAD, *DRAFT_HEAD_MODES), "decoding_mode", "0.9"),
-    _rejected(LLM, "medusa_choices", TEXT, _NO_TREES, "0.9"),
-    _rejected(LLM, "eagle_choices", TEXT, _NO_TREES, "0.16"),
+    _accepted(LLM, "medusa_choices", DraftChoices(), "medusa_choices", "0.9"),
+    _accepted(LLM, "eagle_choices", DraftChoices(), "eagle_choices", "0.16"),
     _no_effect(LLM, "lookahead_window_size", WHOLE, _LOOKAHEAD, "0.19"),
     _no_effect(LLM, "lookahead_ngram_size", WHOLE, _LOOKAHEAD, "0.19"),
     _no_effect(LLM, "lookahead_verification_set_size", WHOLE, _LOOKAHEAD, "0.19"),

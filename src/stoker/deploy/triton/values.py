@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from stoker.base.draft_tree import parse_tree
+from stoker.base.errors import ConfigError
 from stoker.base.fields.errors import InvalidValueError
 from stoker.base.fields.values import Choice, Flag, Real, Text, Whole
 from stoker.base.nodes import MAX_NODES
@@ -94,6 +96,20 @@ class ParticipantIds(msgspec.Struct, frozen=True):
 
     def parse(self, text: str) -> tuple[int, ...]:
         """The ids in the text, as `check` returns them."""
+        return self.check(text)
+
+
+class DraftChoices(msgspec.Struct, frozen=True):
+    """The paths of a draft tree, such as {0},{0,0},{1}, or the name of a tree."""
+
+    def check(self, value: Any) -> str:
+        try:
+            parse_tree(str(value))
+        except ConfigError as error:
+            raise InvalidValueError(value, error.message.replace("draft_tree=", "the tree ").rstrip("."), cure=error.cure) from None
+        return str(value)
+
+    def parse(self, text: str) -> str:
         return self.check(text)
 
 

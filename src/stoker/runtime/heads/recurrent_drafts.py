@@ -83,7 +83,7 @@ class RecurrentDrafts:
 
     def _tables(self, batch: ForwardBatch, rows: Tensor, last: Tensor) -> Tensor:
         """int32 [S, B + spare]: the block tables of the sequences, in which the spare blocks follow the blocks that the step needs."""
-        owners = torch.searchsorted(batch.query_starts, last.contiguous(), right=True) - 1
+        owners = (torch.searchsorted(batch.query_starts, last.contiguous(), right=True) - 1).clamp(max=batch.num_rows - 1)  # padding: R
         used = -(-batch.seq_lens.index_select(0, owners) // self.block_size)[:, None]
         tables, spare = batch.block_tables.index_select(0, owners), self.spare.blocks.index_select(0, rows.long())
         index = torch.arange(tables.shape[1] + spare.shape[1], device=tables.device)[None]
