@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from pathlib import Path
 
 import gguf
@@ -213,6 +214,46 @@ def test_a_sentencepiece_vocabulary_in_gguf_splits_like_the_library(tmp_path: Pa
     for text in TEXTS[:-1]:
         assert converted.encode(text, add_special_tokens=False).ids == original.encode(text), text
         assert converted.decode(original.encode(text)) == original.decode(original.encode(text)) == text
+
+
+def added(ids: list[int], begins: bool, ends: bool) -> list[int]:
+    return [*([1] if begins else []), *ids, *([2] if ends else [])]
+
+
+@pytest.mark.parametrize(("begins", "ends"), [(True, True), (False, True), (False, False)])
+def test_tokens_are_added_before_and_after_a_text_as_the_file_requires(tmp_path: Path, begins: bool, ends: bool) -> None:
+    """llama.cpp appends eos to each text if add_eos_token is true, and so does the Hugging Face tokenizer with this setting."""
+    core = tiny.byte_level()
+    keys = gguf_files.byte_level(core) | {"ggml.add_bos_token": begins, "ggml.add_eos_token": ends, "ggml.eos_token_id": 2}
+    file = open_checkpoint(gguf_files.write(tmp_path / "m.gguf", tiny.model(), tokenizer=keys)).gguf
+    assert file is not None
+    converted, settings = convert_gguf_tokenizer(file)
+    plain = converted.encode("fox", add_special_tokens=False).ids
+    assert converted.encode("fox").ids == added(plain, begins, ends) and settings["add_eos_token"] == ends
+    assert converted.encode("fox", "dog").ids[-1:] == ([2] if ends else converted.encode("dog", add_special_tokens=False).ids[-1:])
+
+
+@pytest.mark.parametrize("name", ["bos", "eos"])
+def test_a_token_that_must_be_added_must_exist(tmp_path: Path, name: str) -> None:
+    keys = gguf_files.byte_level(tiny.byte_level()) | {f"ggml.add_{name}_token": True, f"ggml.{name}_token_id": 1 << 20}
+    file = open_checkpoint(gguf_files.write(tmp_path / "m.gguf", tiny.model(), tokenizer=keys)).gguf
+    assert file is not None
+    with pytest.raises(CheckpointError, match=rf"add_{name}_token is true, and tokenizer\.ggml\.{name}_token_id=1048576 is no token"):
+        convert_gguf_tokenizer(file)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "reason"),
+    [
+        ({"general.type": "adapter"}, "general.type='adapter' is not supported. Name the file with the language model"),
+        ({"general.quantization_version": 1}, "general.quantization_version=1 is not supported. Only 2 is"),
+        ({"xielu.beta": [0.5, 0.5]}, "the metadata xielu.beta is not supported"),
+        ({"adapter.type": "lora"}, "the metadata adapter.type is not supported"),
+    ],
+)
+def test_keys_outside_the_architecture_that_change_a_model_are_refused(tmp_path: Path, metadata: dict, reason: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(reason)):
+        open_checkpoint(gguf_files.write(tmp_path / "m.gguf", tiny.model(), metadata=metadata))
 
 
 def test_directories_with_a_sentencepiece_model_are_converted(tmp_path: Path, pieces: Path) -> None:

@@ -183,6 +183,8 @@ def test_baichuan_and_internlm(tmp_path: Path, name: str, begins: bool) -> None:
     agree(written(source, tmp_path / "out"), original.encode, before=(1,) if begins else ())
     checkpoint(source, name, add_bos_token=not begins)
     agree(written(source, tmp_path / "out"), original.encode, before=() if begins else (1,))
+    checkpoint(source, name, add_bos_token=False, add_eos_token=True)
+    agree(written(source, tmp_path / "out"), original.encode, after=(2,))
 
 
 def test_internlm_2_renames_reserved_pieces(tmp_path: Path) -> None:

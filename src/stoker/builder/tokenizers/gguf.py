@@ -12,7 +12,7 @@ from stoker.builder.checkpoint.gguf.file import GGUFFile
 from stoker.builder.checkpoint.gguf.weights import GGUFWeights
 from stoker.builder.tokenizers.gguf_keys import check_tokenizer_keys
 from stoker.builder.tokenizers.gguf_pre_tokenizers import BEGINS_WITH_BOS, COMPOSES, IGNORES_MERGES, PATTERNS, pre_tokenizer
-from stoker.builder.tokenizers.sentencepiece import add_special_pieces, make_bpe, prepend_bos, use_space_symbol
+from stoker.builder.tokenizers.sentencepiece import add_begin_and_end, add_special_pieces, make_bpe, use_space_symbol
 
 _CURE = "Download the file again, or name a tokenizer with --tokenizer."
 
@@ -34,9 +34,26 @@ def convert_gguf_tokenizer(weights: GGUFWeights) -> tuple[Tokenizer, dict[str, A
             cure="Download the file again.",
         )
     config = _tokenizer_config(file, tokens, weights.config.get("max_position_embeddings"))
-    if config["add_bos_token"] and "bos_token" in config:
-        prepend_bos(tokenizer, config["bos_token"], file.get("tokenizer.ggml.bos_token_id", int))
+    add_begin_and_end(tokenizer, *(_added_token(file, config, name) for name in ("bos", "eos")))
     return tokenizer, config
+
+
+def _added_token(file: GGUFFile, config: dict[str, Any], name: str) -> tuple[str, int] | None:
+    """(text, id) of the bos or eos token if it is added to every text. Raises CheckpointError if the file requires it and names none.
+
+    llama.cpp does not start then. A file that does not say whether bos is added may be without it.
+    """
+    key = f"tokenizer.ggml.add_{name}_token"
+    if not config[f"add_{name}_token"]:
+        return None
+    if f"{name}_token" in config:
+        return config[f"{name}_token"], file.get(f"tokenizer.ggml.{name}_token_id", int)
+    if file.get(key, bool, False):
+        id_key = f"tokenizer.ggml.{name}_token_id"
+        raise CheckpointError(
+            f"{file.path}: {key} is true, and {id_key}={file.get(id_key, int)} is no token.", cure="Name a tokenizer with --tokenizer."
+        )
+    return None
 
 
 def _convert_byte_level(file: GGUFFile, tokens: list[str]) -> Tokenizer:

@@ -31,16 +31,16 @@ def convert_sentencepiece(file: Path, config: dict[str, Any]) -> Tokenizer | Non
         return None
     if proto.trainer_spec.model_type not in _MODELS:
         raise CheckpointError(f"{file} is a word or character model.", cure="Name another tokenizer with --tokenizer.")
-    added, bos_id = _read_added_tokens(config, file), proto.trainer_spec.bos_id
+    added = _read_added_tokens(config, file)
     _check_piece_id(proto, "unk_id", file)
     _rename_pieces(proto, added)
     tokenizer = convert_model(proto)
     _compare_with_library(tokenizer, file)
     _append_added_tokens(tokenizer, added, file)
     tokenizer_class = str(config.get("tokenizer_class")).removesuffix("Fast")
-    if config.get("add_bos_token", tokenizer_class in _BOS_BY_DEFAULT):
-        _check_piece_id(proto, "bos_id", file)
-        prepend_bos(tokenizer, proto.pieces[bos_id].piece, bos_id)
+    added_pieces = {"bos": config.get("add_bos_token", tokenizer_class in _BOS_BY_DEFAULT), "eos": config.get("add_eos_token", False)}
+    ends = {name: _special_piece(proto, f"{name}_id", file) for name, is_added in added_pieces.items() if is_added}
+    add_begin_and_end(tokenizer, ends.get("bos"), ends.get("eos"))
     return tokenizer
 
 
@@ -85,11 +85,15 @@ def add_special_pieces(tokenizer: Tokenizer, pieces: list[tuple[str, int]]) -> N
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in pieces if kind == USER_DEFINED])
 
 
-def prepend_bos(tokenizer: Tokenizer, token: str, token_id: int) -> None:
-    """Add the begin-of-sequence token before every text that is encoded."""
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{token}:0 $A:0", pair=f"{token}:0 $A:0 {token}:1 $B:1", special_tokens=[(token, token_id)]
-    )
+def add_begin_and_end(tokenizer: Tokenizer, begin: tuple[str, int] | None, end: tuple[str, int] | None) -> None:
+    """Add a (token, id) before every text that is encoded, and one after it. None adds nothing."""
+    tokens = [token for token in (begin, end) if token is not None]
+    if not tokens:
+        return
+    before, after = (f"{begin[0]}:0 " if begin else ""), (f" {end[0]}:0" if end else "")
+    single = f"{before}$A:0{after}"
+    pair = f"{single} {single.replace('$A', '$B').replace(':0', ':1')}"
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=list(dict.fromkeys(tokens)))
 
 
 def _derive_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
@@ -122,11 +126,19 @@ def _normalizers(spec: Any) -> list[Any]:
     return found
 
 
+def _special_piece(proto: Any, name: str, file: Path) -> tuple[str, int]:
+    """(text, id) of the piece in the field `name` of the trainer's specification. Raises CheckpointError if there is none."""
+    _check_piece_id(proto, name, file)
+    piece_id: int = getattr(proto.trainer_spec, name)
+    return proto.pieces[piece_id].piece, piece_id
+
+
 def _check_piece_id(proto: Any, name: str, file: Path) -> None:
     """Raise CheckpointError unless the field `name` of the trainer's specification is the id of a piece."""
     piece_id = getattr(proto.trainer_spec, name)
     if not 0 <= piece_id < len(proto.pieces):
-        cure = "Add a tokenizer.json, or set add_bos_token to false." if name == "bos_id" else DOWNLOAD_AGAIN
+        switch = {"bos_id": "add_bos_token", "eos_id": "add_eos_token"}.get(name)
+        cure = f"Add a tokenizer.json, or set {switch} to false." if switch else DOWNLOAD_AGAIN
         raise CheckpointError(f"{file}: {name}={piece_id} is not the id of one of its {len(proto.pieces)} pieces.", cure=cure)
 
 

@@ -1,8 +1,9 @@
 """The metadata that describes the model in a GGUF file, which records the keys that are read, so that no other key is ignored silently.
 
-Every key of the architecture is one of three things: read by the row of the architecture, known to have no effect on the model
-(`NO_EFFECT`, or `GGUFArchitecture.ignored_keys`), or rejected by name. Keys under `general.` describe the file. The conversion of the
-tokenizer reads those under `tokenizer.`.
+Every key of the architecture, and every other key that changes a model (`_FILE_PREFIXES`), is one of three things: read by the row of the
+architecture, known to have no effect on the model (`NO_EFFECT`, or `GGUFArchitecture.ignored_keys`), or rejected by name. Keys under
+`general.` describe the file, or recommend settings of requests (`general.sampling`). The conversion of the tokenizer reads those under
+`tokenizer.`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ NO_EFFECT = (
     "rope.scaling.finetuned", "tensor_data_layout", "pooling_type", "attention.causal_mode", "quantize*", "imatrix*",
     "deepstack*", "rope.dimension_sections",  # the positions of images
 )  # fmt: skip
+# Prefixes of keys outside the architecture that change a model, or of files that hold something else.
+_FILE_PREFIXES = ("xielu.", "diffusion.", "adapter.")
 MAX_VECTOR = 1 << 16  # elements of a vector that is read as metadata, such as divisors of rotary frequencies
 
 
@@ -40,6 +43,7 @@ class Metadata:
         self.tensors: Mapping[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in file.tensors.items()}
         self.unused: list[str] = []  # tensors that are no weights of the model: read as metadata, or of blocks that are left out
         self._used: set[str] = set()
+        self._used_of_file: set[str] = set()
 
     def get(self, key: str, kind: type | list[type], default: Any = None) -> Any:
         """The value of a key, or `default`. `[kind]` means an array. Raises CheckpointError for a value of another type."""
@@ -48,6 +52,11 @@ class Metadata:
         if kind is float and type(value) is int:
             return float(value)
         return self.file.get(f"{self.architecture}.{key}", kind, default)
+
+    def get_of_file(self, key: str, kind: type | list[type], default: Any = None) -> Any:
+        """The value of a key that does not begin with the name of the architecture, or `default`."""
+        self._used_of_file.add(key)
+        return self.file.get(key, kind, default)
 
     def value(self, key: str, default: Any = None) -> Any:
         """The value of a key of any type, or `default`."""
@@ -101,8 +110,10 @@ class Metadata:
         prefix, patterns = f"{self.architecture}.", (*NO_EFFECT, *ignored)
         keys = [key.removeprefix(prefix) for key in self.file.metadata if key.startswith(prefix)]
         unknown = [key for key in keys if key not in self._used and not any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)]
+        unknown = [prefix + key for key in unknown]
+        unknown += [key for key in self.file.metadata if key.startswith(_FILE_PREFIXES) and key not in self._used_of_file]
         if unknown:
-            names = ", ".join(prefix + key for key in unknown[:5])
+            names = ", ".join(unknown[:5])
             raise CheckpointError(
                 f"{self.file.path}: the metadata {names} {'is' if len(unknown) == 1 else 'are'} not supported.",
                 cure="Build from the Hugging Face checkpoint that the file was converted from.",

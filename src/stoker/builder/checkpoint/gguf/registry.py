@@ -14,6 +14,8 @@ from stoker.builder.checkpoint.gguf.file import GGUFFile
 from stoker.builder.checkpoint.gguf.metadata import Metadata
 from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
 
+_QUANTIZATION_VERSION = 2  # of the layout of blocks (GGML_QNT_VERSION)
+
 
 def _collect() -> dict[str, GGUFArchitecture]:
     """Import every module of `architectures/`. The rows by name."""
@@ -26,6 +28,7 @@ ARCHITECTURES = _collect()
 
 def find_architecture(file: GGUFFile) -> GGUFArchitecture:
     """The row of a file. Raises CheckpointError for an architecture that is not in the table."""
+    _check_kind_of_file(file)
     name: str = file.get("general.architecture", str, "")
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
@@ -36,6 +39,16 @@ def find_architecture(file: GGUFFile) -> GGUFArchitecture:
         meant = f"If it is misspelled, it is {' or '.join(near)}. " if near else ""
         cure = f"{meant}The {len(ARCHITECTURES)} supported ones are listed in docs/architectures.md."
     raise CheckpointError(f"{file.path}: GGUF architecture {name!r} is not supported.", cure=cure)
+
+
+def _check_kind_of_file(file: GGUFFile) -> None:
+    """Raise CheckpointError for a file that holds no model, or blocks in a layout of before 2023."""
+    kind, version = file.get("general.type", str, "model"), file.get("general.quantization_version", int, _QUANTIZATION_VERSION)
+    if kind not in ("model", "mmproj"):  # mmproj is reported by its architecture
+        raise CheckpointError(f"{file.path}: general.type={kind!r} is not supported.", cure="Name the file with the language model.")
+    if version != _QUANTIZATION_VERSION:
+        cure = f"Only {_QUANTIZATION_VERSION} is: convert the model again."
+        raise CheckpointError(f"{file.path}: general.quantization_version={version} is not supported.", cure=cure)
 
 
 def read_model_data(row: GGUFArchitecture, m: Metadata) -> dict[str, Any]:

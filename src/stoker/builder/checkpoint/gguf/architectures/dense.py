@@ -77,6 +77,7 @@ def _read_ernie(m: Metadata) -> dict[str, Any]:
 
 def _read_apertus(m: Metadata) -> dict[str, Any]:
     """Apertus, whose activation has parameters in each layer (`_xielu`)."""
+    _xielu(m)
     config = llama_config(m) | {"hidden_act": "xielu", "attention_bias": m.has_bias("attn_q", "attn_qkv")}
     scaling = config.pop("rope_scaling", None) or {"rope_type": "default"}
     return config | {"rope_parameters": scaling | {"rope_theta": config.pop("rope_theta")}}
@@ -85,7 +86,7 @@ def _read_apertus(m: Metadata) -> dict[str, Any]:
 def _xielu(m: Metadata) -> dict[str, Tensor]:
     """float32 [4] for each layer: the parameters of its activation, which are keys without the prefix of the architecture."""
     layers = m.require("block_count", int)
-    values = [m.file.get(f"xielu.{name}", [float], []) for name in ("alpha_p", "alpha_n", "beta", "eps")]
+    values = [m.get_of_file(f"xielu.{name}", [float], []) for name in ("alpha_p", "alpha_n", "beta", "eps")]
     if any(len(each) != layers for each in values):
         counts = ", ".join(str(len(each)) for each in values)
         problem = f"{m.file.path}: xielu.alpha_p, alpha_n, beta and eps have {counts} values, and the model has {layers} layers"
