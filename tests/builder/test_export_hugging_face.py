@@ -76,6 +76,20 @@ def test_transformers_computes_the_same_logits(
     assert nll_of_transformers(tmp_path / "exported") == pytest.approx(nll_of(engine), rel=tolerance)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [
+        ("falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_state": 16, "ssm_out_multiplier": 0.5, "rms_norm_eps": 0.05}),
+        ("falcon_mamba", {"hidden_size": 64, "tie_word_embeddings": False, "mixer_rms_eps": 0.05, "layer_norm_epsilon": 0.05}),
+    ],
+)
+def test_models_with_recurrent_states_are_exported(model_type: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    tiny.save(tiny.model(model_type, **sizes), tmp_path / "checkpoint")
+    engine = engine_of(tmp_path, "WEIGHTS_ONLY_INT8")
+    export_hugging_face(engine.path, tmp_path / "exported")
+    assert nll_of_transformers(tmp_path / "exported") == pytest.approx(nll_of(engine), rel=1e-4)
+
+
 def test_an_exported_checkpoint_is_built_into_the_same_engine(tmp_path: Path) -> None:
     engine = engine_of(tmp_path, "WEIGHTS_ONLY_INT8")
     export_hugging_face(engine.path, tmp_path / "exported")

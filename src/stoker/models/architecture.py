@@ -20,11 +20,13 @@ class Transformed:
     """An engine tensor that a function computes from checkpoint tensors.
 
     `transform` receives the tensors named in `sources`, in that order, and the model config. Source names may contain `{i}` and `{e}`. The
-    function is applied to weights and biases alike, and to meta tensors when shapes are checked.
+    function is applied to weights and biases alike, and to meta tensors when shapes are checked. `restore` is its inverse for a single
+    source, with which an engine is exported as a checkpoint; None: such an engine cannot be exported.
     """
 
     sources: tuple[str, ...]
     transform: Callable[[list[Tensor], ModelConfig], Tensor]
+    restore: Callable[[Tensor], Tensor] | None = None
 
 
 # Maps engine names to checkpoint names. Both are module names: ".weight" and ".bias" are appended on both sides. "{i}" stands for the

@@ -41,6 +41,11 @@ def squeeze_conv(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     return tensors[0].squeeze(1) if tensors[0].dim() == 3 else tensors[0]
 
 
+def unsqueeze_conv(tensor: Tensor) -> Tensor:
+    """The inverse of `squeeze_conv`."""
+    return tensor.unsqueeze(1) if tensor.dim() == 2 else tensor
+
+
 def ungroup_qkv(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     """All q rows, then all k rows, then all v rows, from rows that are fused in groups.
 

@@ -136,7 +136,7 @@ class _Exported:
         """(checkpoint name, tensor) of everything that a spec stores."""
         stored = self._ranks.tensors_of(spec)
         for plan in plans_of(spec, self._names):
-            if plan.transformed is not None:
+            if plan.transformed is not None and (plan.transformed.restore is None or isinstance(spec, LinearSpec)):
                 raise EngineError(
                     f"{self.engine.path}: {plan.name} is computed from tensors of {self.architecture.name}, and cannot be exported.",
                     cure="Use the checkpoint that the engine was built from.",
@@ -202,5 +202,7 @@ class _Exported:
 
 def _plain(plan: TensorPlan, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """(checkpoint name, tensor) of an engine tensor that is not quantized: its experts, and the parts of each."""
+    if plan.transformed is not None and plan.transformed.restore is not None:
+        tensor = plan.transformed.restore(tensor)
     for matrix, sources in zip(tensor if plan.stacked else (tensor,), plan.sources, strict=True):
         yield from zip(sources, matrix.split(plan.parts) if len(sources) > 1 else (matrix,), strict=True)

@@ -9,7 +9,7 @@ from stoker.core.model_config import LayerConfig, Mamba1Config, ModelConfig, Nor
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.mamba2 import MAMBA_KEYS, UNLIMITED
 from stoker.models.config_fields import read_activation, value_or, with_defaults
-from stoker.models.tensor_transforms import squeeze_conv
+from stoker.models.tensor_transforms import squeeze_conv, unsqueeze_conv
 
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 50280, "hidden_size": 768, "state_size": 16, "num_hidden_layers": 32, "layer_norm_epsilon": 1e-5, "expand": 2,
@@ -66,7 +66,7 @@ def mamba_block_names(engine: str, block: str) -> TensorNames:
         f"{engine}.step": f"{block}.dt_proj",
         f"{engine}.dt_bias": f"{block}.dt_proj.bias",
         f"{engine}.out": f"{block}.out_proj",
-        f"{engine}.conv": Transformed((f"{block}.conv1d",), squeeze_conv),
+        f"{engine}.conv": Transformed((f"{block}.conv1d",), squeeze_conv, unsqueeze_conv),
         f"{engine}.a_log": f"{block}.A_log",
         f"{engine}.skip": f"{block}.D",
     }

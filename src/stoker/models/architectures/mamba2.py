@@ -9,7 +9,7 @@ from stoker.base.errors import CheckpointError
 from stoker.core.model_config import LayerConfig, Mamba2Config, ModelConfig, NormConfig
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.config_fields import read_activation, require_values, value_or, with_defaults
-from stoker.models.tensor_transforms import squeeze_conv
+from stoker.models.tensor_transforms import squeeze_conv, unsqueeze_conv
 
 UNLIMITED = 1 << 20  # positions of a model whose config.json has no limit
 
@@ -71,7 +71,7 @@ def mamba2_block_names(engine: str, block: str) -> TensorNames:
     return {
         f"{engine}.in": f"{block}.in_proj",
         f"{engine}.out": f"{block}.out_proj",
-        f"{engine}.conv": Transformed((conv,), squeeze_conv),
+        f"{engine}.conv": Transformed((conv,), squeeze_conv, unsqueeze_conv),
         f"{engine}.a_log": f"{block}.A_log",
         f"{engine}.dt_bias": f"{block}.dt_bias",
         f"{engine}.skip": f"{block}.D",

@@ -12,7 +12,7 @@ from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.llama import IGNORED, llama_config
 from stoker.models.architectures.qwen2 import qwen2_moe_names, with_experts
 from stoker.models.config_fields import read_activation, read_rope, replace_fields, require_values, value_or, with_defaults
-from stoker.models.tensor_transforms import add_one, squeeze_conv
+from stoker.models.tensor_transforms import add_one, squeeze_conv, unsqueeze_conv
 
 
 @with_defaults(
@@ -83,7 +83,7 @@ def delta_net_names(block: str) -> TensorNames:
     """The modules of the gated delta net `block`, without its input projections."""
     return {
         "layers.{i}.state.out": f"{block}.out_proj",
-        "layers.{i}.state.conv": Transformed((f"{block}.conv1d",), squeeze_conv),
+        "layers.{i}.state.conv": Transformed((f"{block}.conv1d",), squeeze_conv, unsqueeze_conv),
         "layers.{i}.state.a_log": f"{block}.A_log",
         "layers.{i}.state.dt_bias": f"{block}.dt_bias",
         "layers.{i}.state.norm": f"{block}.norm",
