@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
-from stoker.base.config import Mapping
+from stoker.base.config import Limits, Mapping
 from stoker.base.errors import CheckpointError, ConfigError
+from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.builder.prepare import prepare
+from stoker.engine.layerwise import LayerwiseModel
+from stoker.engine.reader import Engine
 from stoker.layers.decoder import kv_width, layer_specs
 from stoker.models import get_architecture
 from stoker.runtime.worker.memory import block_bytes, make_caches
@@ -58,3 +62,44 @@ def test_a_stage_without_the_cache_that_it_reads_is_refused(tmp_path: Path) -> N
 def test_settings_of_gemma_3n_without_a_meaning_are_refused(keys: dict, reason: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(reason)):
         get_architecture("Gemma3nForCausalLM").read_config(keys)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Gemma3nForCausalLM]:
+    """A model whose last three layers read the keys and values of the first two."""
+    config = Gemma3nTextConfig(
+        vocab_size=101, hidden_size=48, intermediate_size=64, num_hidden_layers=5, num_attention_heads=6, num_key_value_heads=2, head_dim=8,
+        sliding_window=9, layer_types=["sliding_attention", "full_attention"] * 2 + ["sliding_attention"], num_kv_shared_layers=3,
+        hidden_size_per_layer_input=12, vocab_size_per_layer_input=101, laurel_rank=5, max_position_embeddings=256,
+        activation_sparsity_pattern=[0.5, 0.0, 0.9, 0.0, 0.0], bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Gemma3nForCausalLM._from_config(config, attn_implementation="eager").eval().float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3 if parameter.dim() > 1 else 1.0)
+    folder = tmp_path_factory.mktemp("gemma3n")
+    model.save_pretrained(folder)
+    return folder, model
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: tuple[Path, Gemma3nForCausalLM], letters: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """The engine of the checkpoint, whose greedy tokens the build has compared with those of transformers."""
+    limits = Limits(max_input_len=64, max_output_len=64, max_num_tokens=128, max_batch_size=4, tokens_per_block=16)
+    settings = BuildConfig(tokenizer=str(letters), device="cpu", dtype="float32", limits=limits)
+    return build(checkpoint[0], tmp_path_factory.mktemp("engine") / "e", settings, verify="full")
+
+
+def test_layers_that_run_one_after_the_other_read_the_cache_of_an_earlier_one(
+    checkpoint: tuple[Path, Gemma3nForCausalLM], engine: Engine
+) -> None:
+    greedy = engine.config.checks["greedy"]
+    assert greedy["equal"] == greedy["tokens"] == 32, greedy
+    tokens = [torch.randint(3, 96, (n,), generator=torch.Generator().manual_seed(n), dtype=torch.int32) for n in (40, 23)]
+    scores = LayerwiseModel(engine.config.model, tokens).run(engine.loader(0, torch.device("cpu")))
+    with torch.inference_mode():
+        logits = [checkpoint[1](input_ids=window[None].long(), use_cache=False).logits[0, :-1] for window in tokens]
+    wanted = sum(float(torch.nn.functional.cross_entropy(x, w[1:].long(), reduction="sum")) for x, w in zip(logits, tokens, strict=True))
+    assert scores.count == 61 and scores.nll == pytest.approx(wanted, rel=1e-5)
+    assert [best.tolist() for best in scores.best] == [x.argmax(-1).tolist() for x in logits]

@@ -217,3 +217,27 @@ def engines(folder: Path, tiny_engine: Path) -> Callable[[str | None], Path]:
         return build_tiny(folder, kv_cache_dtype=kv_cache, calibration_size=4, calibration_seq_len=32)
 
     return find
+
+
+def test_a_cache_that_several_layers_read_is_transferred_once(pair: type[Pair], tokenizer: Path, tmp_path: Path) -> None:
+    """Gemma 3n, whose last layers read the keys and values of earlier ones."""
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    config = Gemma3nTextConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=40, num_kv_shared_layers=2, hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=320, laurel_rank=4, max_position_embeddings=512, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Gemma3nForCausalLM._from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    model.save_pretrained(tmp_path / "hf")
+    limits = Limits(max_input_len=256, max_output_len=64, max_num_tokens=64, max_batch_size=4, tokens_per_block=16)
+    settings = BuildConfig(tokenizer=str(tokenizer), device="cpu", dtype="float32", limits=limits)
+    engine = build(tmp_path / "hf", tmp_path / "engine", settings, verify="none").path
+    both, wanted = pair(engine), request(prompt(1, 150))
+    found = both.generate(wanted)
+    assert both.decode.stats.imported_bytes == 9 * 16 * 2 * (2 * 2 * 8 * 4)  # two layers
+    assert found == pair(engine).prefill.generate(wanted) and len(set(found[0])) > 3
