@@ -49,6 +49,17 @@ def test_logits_equal_those_of_the_model(name: str, tmp_path: Path, tokenizer: P
     assert found.argmax(-1).tolist() == expected.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("name", ["nemotron_h", "granitehybrid", "llama4"])
+def test_the_build_compares_greedy_tokens_with_transformers(name: str, tmp_path: Path, tokenizer: Path) -> None:
+    """Convolutions and experts are converted back to the layout of transformers."""
+    case = GGUF_CASES[name]
+    case.reference().save(tmp_path / "hf")
+    source = write_gguf(tmp_path / "m.gguf", tmp_path / "hf", case.arch, case.change, case.describe)
+    engine = build(source, tmp_path / "engine", BuildConfig(tokenizer=str(tokenizer), device="cpu", dtype="float32", limits=LIMITS))
+    greedy = engine.config.checks["greedy"]
+    assert greedy["equal"] == greedy["tokens"] == 32, greedy
+
+
 def check_metadata(weights: GGUFWeights, path: Path) -> None:
     """Any value of a key is read, or refused with a CheckpointError. A key that the architecture does not have is refused by name."""
     file, row = weights.file, weights.row

@@ -13,7 +13,7 @@ from stoker.builder.conversion.tensor_plan import TensorPlan, plan_tensors, tens
 from stoker.builder.prepare import read_model
 from stoker.core.model_config import AttentionConfig, ModelConfig
 from stoker.models import resolve_architecture
-from stoker.models.tensor_transforms import add_one, flatten, transpose_conv1d, ungroup_qkv
+from stoker.models.tensor_transforms import add_one, flatten, in_features_last, squeeze_conv, transpose_conv1d, ungroup_qkv
 
 
 def read_published_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -37,7 +37,7 @@ def _separate(value: Tensor, plan: TensorPlan, model: ModelConfig) -> dict[str, 
     tensors: dict[str, Tensor] = {}
     for part, group in zip(value.unbind(0) if plan.stacked else (value,), plan.sources, strict=True):
         rows = plan.parts if len(plan.parts) == len(group) else (len(part) // len(group),) * len(group)
-        tensors |= dict(zip(group, part.split(rows), strict=True))
+        tensors |= dict(zip(group, (part,) if len(group) == 1 else part.split(rows), strict=True))
     return tensors
 
 
@@ -55,6 +55,8 @@ def _group_qkv(value: Tensor, model: ModelConfig) -> Tensor:
 _INVERSES: dict[Callable[..., Tensor], Callable[[Tensor, ModelConfig], Tensor]] = {
     add_one: lambda value, model: value - 1,
     flatten: lambda value, model: value,
+    in_features_last: lambda value, model: value.transpose(1, 2) if value.dim() == 3 else value,
+    squeeze_conv: lambda value, model: value.unsqueeze(1) if value.dim() == 2 else value,
     transpose_conv1d: lambda value, model: value.t() if value.dim() == 2 else value,
     ungroup_qkv: _group_qkv,
 }

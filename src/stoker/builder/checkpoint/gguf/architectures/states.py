@@ -89,8 +89,13 @@ def _read_mamba(m: Metadata) -> dict[str, Any]:
 def _read_mamba2(m: Metadata) -> dict[str, Any]:
     """Mamba 2. The key time_step_rank has the number of heads."""
     config, (heads, size) = _state_only(m), state_heads(m)
-    expand = fraction(heads * size, config["hidden_size"])
+    expand = _expansion(heads * size, config["hidden_size"])
     return config | {"num_heads": heads, "head_dim": size, "expand": expand, "n_groups": m.require("ssm.group_count", int)}
+
+
+def _expansion(inner: int, hidden: int) -> float:
+    """The ratio of the features of a block to the hidden size. transformers accepts a whole number only, if there is one."""
+    return inner // hidden if inner % hidden == 0 else fraction(inner, hidden)
 
 
 def state_heads(m: Metadata) -> tuple[int, int]:
@@ -199,7 +204,7 @@ def _read_granite_hybrid(m: Metadata) -> dict[str, Any]:
     return config | {
         "position_embedding_type": "rope" if m.get("rope.scaling.finetuned", bool, True) else "nope",
         "layer_types": ["attention" if count else "mamba" for count in kv_heads],
-        "mamba_expand": fraction(heads * size, config["hidden_size"]),
+        "mamba_expand": _expansion(heads * size, config["hidden_size"]),
         **_mamba2_keys(m, heads, size),
     }
 
