@@ -37,6 +37,7 @@ def steps(draw: st.DrawFn) -> tuple[PackedStep, bool]:
     packed = PackedStep(
         torch.empty(0), Shape(tokens, rows, flags[0], drafts if flags[1] else 0), width, rows, rows, 0, tokens, 40, flags[1], [],
         is_prefix_lm=flags[2], has_adapters=flags[3], max_drafts=drafts, num_sequences=rows,
+        num_moves=draw(st.integers(0, 5)),
     )  # fmt: skip
     packed.host = torch.full((packed.buffer_size,), draw(st.integers(0, 1 << 30)), dtype=torch.int32)
     return packed, flags[4]

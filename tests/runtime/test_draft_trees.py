@@ -11,6 +11,7 @@ import pytest
 import torch
 from drive import Driven, request
 from head_oracles import ORACLES, Oracle, write
+from test_draft_engine import build_tiny
 from test_draft_heads import Watched
 from test_padded_drafts import CalledSteps
 from test_speculation import COUNT, FEATURES, comparable
@@ -18,6 +19,7 @@ from test_speculation import COUNT, FEATURES, comparable
 from stoker.base.draft_tree import DraftTree, parse_tree
 from stoker.base.errors import ConfigError
 from stoker.runtime.request import Sequence
+from stoker.runtime.sampling.grammar_client import CompileProcess
 from stoker.runtime.worker.model_runner import ModelRunner
 
 Make = Callable[..., Driven]
@@ -85,6 +87,18 @@ def test_features(drive: Make, prompts: list[list[int]], heads: dict[str, tuple[
     """All sampling features, with trees that cross block boundaries, beside prefill chunks, and with preemption."""
     driven = check_features(drive, heads["medusa"][0], prompts, FEATURES, **settings)
     assert driven.stats.num_preemptions > 0 or not settings
+
+
+def test_a_quantized_cache_and_a_window(compiler: CompileProcess, heads: dict[str, tuple[Path, Oracle]], tmp_path: Path) -> None:
+    """Keys of 8 bits are moved as they are, and a window ends at the same keys as in plain decoding. Prompts are longer than the window."""
+    engine = build_tiny(tmp_path, "mistral", sliding_window=70, kv_cache_dtype="int8")
+
+    def make(**settings: Any) -> Driven:
+        return Driven(engine, compiler, **{"kv_cache_tokens": 1024} | settings)
+
+    prompts = [[(7 * i + j) % 290 + 3 for j in range(count)] for i, count in enumerate((100, 61))]
+    driven = check_features(make, heads["medusa"][0], prompts, FEATURES[:6])
+    driven.check_idle()
 
 
 @pytest.mark.parametrize("name", ["medusa", "medusa-vllm", "eagle", "eagle3"])

@@ -117,7 +117,7 @@ static void run_cache(int dtype, int cache_dtype, int interleaved, int64_t windo
     put(cache_dtype, values, cache);
     struct attention a = {
         .threads = 1, .q = q, .keys = array(cache_dtype, cache, 1), .values = values, .key_scale = r.key_scale,
-        .value_scale = r.value_scale, .block_tables = tables, .seq_lens = lengths, .out = array(dtype, ROWS * heads * SIZE, 0), .rows = ROWS,
+        .value_scale = r.value_scale, .block_tables = tables, .lengths = lengths, .out = array(dtype, ROWS * heads * SIZE, 0), .rows = ROWS,
         .heads = heads, .kv_heads = KV_HEADS, .size = SIZE, .value_size = SIZE, .q_token_stride = heads * SIZE, .q_head_stride = SIZE,
         .max_blocks = BLOCKS, .num_blocks = BLOCKS, .block_size = PLACES, .window = window, .dtype = dtype, .cache_dtype = cache_dtype,
         .scale = 0.144,

@@ -401,6 +401,7 @@ def test_positions_and_slots_out_of_range_raise_and_store_nothing(position: int,
     assert not cache.keys.any()
 
 
+TREES = {1: [-1, 0, 0, 1, 2, 2], 3: [-1, 0, 0]}
 CASES = {
     "one": Case([(1, 1)]),
     "tiles": Case([(1, 127), (1, 128), (1, 129), (1, 300)], heads=6, kv_heads=2),
@@ -410,13 +411,18 @@ CASES = {
     "chunk": Case([(1, 64), (1, 65), (1, 150)], chunk=64),
     "bfloat16": Case([(1, 33), (1, 140)], dtype=torch.bfloat16),
     "int8": Case([(1, 33), (1, 140)], cache_dtype=torch.int8),
+    "tree": Case([(1, 37), (6, 130), (2, 40), (3, 20)], heads=6, kv_heads=2, trees=TREES),
+    "tree, window": Case([(1, 97), (6, 133), (2, 140), (3, 120)], window=64, dtype=torch.bfloat16, trees=TREES),
+    "tree, int8": Case([(1, 37), (6, 37), (2, 40), (3, 20)], cache_dtype=torch.int8, block_size=32, trees=TREES),
+    "tree of 64 nodes": Case([(64, 190), (5, 9)], trees={0: [-1, *(i // 3 for i in range(63))]}),
+    "level of a tree": Case([(2, 30), (2, 77)], trees={0: [-1, -1, 0, 0, 1], 1: [-1, -1, -1, 1, 1, 2]}),
 }
 
 
 @needs_compiler
 @kernel_only
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_attention_of_decode_rows(case: Case) -> None:
+def test_attention_of_single_queries(case: Case) -> None:
     q, cache, batch, params = case.build()
     found = attention.attention(q, cache, batch, params)
     assert found.dtype == q.dtype

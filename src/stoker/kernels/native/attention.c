@@ -1,10 +1,12 @@
-/* Paged attention of decode rows, which have one query each. See `ops.attention`.
+/* Paged attention of single queries: those of decode rows, and of rows with draft trees. See `ops.attention`.
  *
- * A work item is one KV head of one row. It goes through the row's keys in tiles of KEY_TILE, with an online softmax, and computes up to
- * GROUP_QUERIES query heads of the head's group (GQA) in one pass, so that each key and value is loaded once for all of them.
+ * A work item is one KV head of one query. It goes through the keys of the query in tiles of KEY_TILE, with an online softmax, and computes
+ * up to GROUP_QUERIES query heads of the head's group (GQA) in one pass, so that each key and value is loaded once for all of them.
  *
- *     keys, values    [num_blocks, kv_heads, block_size, size]       block_tables [rows, max_blocks]
+ *     keys, values    [num_blocks, kv_heads, block_size, size]       block_tables [tables, max_blocks]
  *     key i of row r  block block_tables[r][i / block_size], place i % block_size
+ *
+ * A node of a draft tree attends to all keys before the tree, and to the keys of the tree whose bits are set in its mask.
  */
 
 #include "head.h"
@@ -20,23 +22,35 @@ struct attention {
     int64_t threads;
     const char *q, *keys, *values;       /* q [rows, heads, size] */
     const float *key_scale, *value_scale; /* [kv_heads] of an int8 cache, else NULL */
-    const int32_t *block_tables, *seq_lens;
+    const int32_t *block_tables, *lengths; /* lengths [rows]: the keys up to that of the query */
+    /* For draft trees, else NULL, [rows] each: the row of the block table; the position of the query + 1; the first key of the tree; and
+     * a mask of its keys. */
+    const int32_t *tables, *ends, *tree_starts;
+    const int64_t *masks;
     void *out; /* [rows, heads × value_size] */
-    int64_t rows, heads, kv_heads, size, value_size, q_token_stride, q_head_stride, max_blocks, num_blocks, block_size;
+    int64_t rows; /* queries */
+    int64_t heads, kv_heads, size, value_size, q_token_stride, q_head_stride, max_blocks, num_blocks, block_size;
     int64_t window, chunk; /* 0: none */
     int64_t dtype, cache_dtype;
     double scale;
 };
 
-/* The first key that the query at position length - 1 sees. */
-static int64_t first_visible_key(const struct attention *a, int64_t length) {
+/* The first key that query `row` sees. */
+static int64_t first_visible_key(const struct attention *a, int64_t row) {
+    int64_t length = a->ends ? a->ends[row] : a->lengths[row];
     int64_t window = a->window && length > a->window ? length - a->window : 0, chunk = a->chunk ? (length - 1) / a->chunk * a->chunk : 0;
     return window > chunk ? window : chunk;
 }
 
+/* The blocks of the keys of query `row`. */
+static INLINE const int32_t *block_table(const struct attention *a, int64_t row) {
+    return a->block_tables + (a->tables ? a->tables[row] : row) * a->max_blocks;
+}
+
 /* Queries of a row that share a KV head, and their online softmax (arXiv 1805.02867) over the keys so far. */
 struct queries {
-    int64_t row, kv_head;
+    const int32_t *blocks;
+    int64_t kv_head;
     float q[GROUP_QUERIES][MAX_HEAD_SIZE];      /* times the scale of the scores */
     float out[GROUP_QUERIES][MAX_HEAD_SIZE];    /* Σ exp(score - highest) × value */
     float weights[GROUP_QUERIES][KEY_TILE];     /* scores of a tile, then exp(score - highest) */
@@ -45,7 +59,7 @@ struct queries {
 
 /* Where key i is in the cache, in tokens of one head. `run`: the number of consecutive keys there, including itself. */
 static INLINE int64_t key_place(const struct attention *a, const struct queries *s, int64_t i, int64_t *run) {
-    int64_t block = a->block_tables[s->row * a->max_blocks + i / a->block_size], place = i % a->block_size;
+    int64_t block = s->blocks[i / a->block_size], place = i % a->block_size;
     *run = a->block_size - place;
     return (block * a->kv_heads + s->kv_head) * a->block_size + place;
 }
@@ -100,10 +114,10 @@ static INLINE void add_values(int G, int dtype, const struct attention *a, struc
 
 /* Attention of query heads query : query + count of one row. G >= count is a constant; the last query stands in for those beyond. */
 static INLINE void attend(int G, int dtype, const struct attention *a, int64_t row, int64_t kv_head, int64_t query, int64_t count) {
-    int64_t length = a->seq_lens[row], bytes = size_of(a->dtype);
+    int64_t length = a->lengths[row], tree = a->masks ? a->tree_starts[row] : length, bytes = size_of(a->dtype);
     float factor = a->scale * (a->key_scale ? a->key_scale[kv_head] : 1);
     struct queries s;
-    s.row = row;
+    s.blocks = block_table(a, row);
     s.kv_head = kv_head;
     for (int g = 0; g < G; g++) {
         int64_t from = query + min_i64(g, count - 1);
@@ -113,9 +127,12 @@ static INLINE void attend(int G, int dtype, const struct attention *a, int64_t r
         s.highest[g] = -INFINITY;
         s.sum[g] = 0;
     }
-    for (int64_t first = first_visible_key(a, length); first < length; first += KEY_TILE) {
+    for (int64_t first = first_visible_key(a, row); first < length; first += KEY_TILE) {
         int64_t keys = min_i64(KEY_TILE, length - first);
         compute_scores(G, dtype, a, &s, first, keys);
+        for (int64_t i = tree > first ? tree - first : 0; i < keys; i++)
+            if (!(a->masks[row] >> (first + i - tree) & 1))
+                for (int g = 0; g < G; g++) s.weights[g][i] = -INFINITY;
         for (int g = 0; g < G; g++) update_softmax(a->value_size, keys, s.weights[g], &s.highest[g], &s.sum[g], s.out[g]);
         add_values(G, dtype, a, &s, first, keys);
     }
@@ -153,10 +170,11 @@ static void attend_head(void *job, int64_t index) {
 static int64_t count_keys(const struct attention *a) {
     int64_t keys = 0;
     for (int64_t r = 0; r < a->rows; r++) {
-        int64_t length = a->seq_lens[r];
-        if (length < 1 || length > a->max_blocks * a->block_size) return 0;
-        for (int64_t b = first_visible_key(a, length) / a->block_size; b * a->block_size < length; b++) {
-            int32_t block = a->block_tables[r * a->max_blocks + b];
+        int64_t length = a->lengths[r], first = first_visible_key(a, r);
+        if (length < 1 || first < 0 || first >= length || length > a->max_blocks * a->block_size) return 0;
+        if (a->masks && a->tree_starts[r] < length && (length - a->tree_starts[r] > 64 || first > a->tree_starts[r])) return 0;
+        for (int64_t b = first / a->block_size; b * a->block_size < length; b++) {
+            int32_t block = block_table(a, r)[b];
             if (block < 0 || block >= a->num_blocks) return 0;
         }
         keys += length;

@@ -1,37 +1,71 @@
-"""Paged attention of decode rows by the C kernel (attention.c)."""
+"""Paged attention of decode rows, and of rows with draft trees, by the C kernel (attention.c)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from stoker.core.forward_batch import NO_TREE, TreeMask
 from stoker.kernels.native.library import ATTENTION, INT32, kernels, tensor_info
 from stoker.kernels.native.linear import ACTIVATION_DTYPES
 from stoker.kernels.native.pages import native_pages
 from stoker.kernels.reference import attention as reference
+from stoker.kernels.reference.attention import step_value
 from stoker.kernels.types import AttentionParams
+
+MAX_TREE_QUERIES = 64  # queries of a row in a step with trees; the reference computes longer prefills beside trees
 
 if TYPE_CHECKING:
     from stoker.core.forward_batch import ForwardBatch, KVCache
 
 
 def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
-    """Paged attention (`ops.attention`) by the C kernel for decode steps that it supports, otherwise by the reference."""
-    out = _decode(q, cache, batch, params) if batch.num_decodes == q.shape[0] else None
+    """Paged attention (`ops.attention`) by the C kernel for steps that it supports, otherwise by the reference.
+
+    These are decode steps, and steps with draft trees whose rows are short: the kernel computes each query by itself.
+    """
+    out = None
+    if batch.num_decodes == q.shape[0] or (batch.tree is not None and batch.max_query_len <= MAX_TREE_QUERIES):
+        out = _attend(q, cache, batch, params)
     return reference.attention(q, cache, batch, params) if out is None else out
 
 
-def _decode(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor | None:
-    """Attention [R, heads × Dv] of R rows with one query each, or None when the kernel does not support the arguments."""
+class _Queries(NamedTuple):
+    """The queries of a step as arguments of the kernel: int32 [Q], and int64 [Q] for `masks`. None for decode rows."""
+
+    lengths: Tensor  # the keys up to that of the query
+    tables: Tensor | None = None  # the row of the block table
+    ends: Tensor | None = None  # the position of the query + 1
+    tree_starts: Tensor | None = None  # the position of the first key of the tree
+    masks: Tensor | None = None  # the keys of the tree to which the query attends
+
+
+def _queries(batch: ForwardBatch, tree: TreeMask) -> _Queries:
+    """The queries of a step with trees."""
+    starts = batch.query_starts.long()
+    tables = torch.arange(batch.num_rows).repeat_interleave(starts.diff())
+    lengths = batch.seq_lens[tables] - starts[1:][tables] + torch.arange(len(tables)) + 1
+    tree_starts = tree.starts[tables]
+    ends = torch.where(tree_starts == NO_TREE, lengths, batch.positions[: len(tables)] + 1)
+    return _Queries(lengths.int(), tables.int(), ends.int(), tree_starts, tree.masks[: len(tables)].contiguous())
+
+
+def _attend(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor | None:
+    """Attention [Q, heads × Dv] of Q queries, or None when the kernel does not support the arguments."""
     library, dtype = kernels(), ACTIVATION_DTYPES.get(q.dtype, -1)
-    pages, tables, lens = native_pages(cache, dtype), tensor_info(batch.block_tables), tensor_info(batch.seq_lens)
+    queries = _Queries(batch.seq_lens)
+    if (tree := batch.tree) is not None:
+        queries = step_value(batch, "queries", lambda: _queries(batch, tree))
+    pages, tables, lens = native_pages(cache, dtype), tensor_info(batch.block_tables), tensor_info(queries.lengths)
     if isinstance(library, str) or pages is None or not _is_supported(params):
         return None
     (rows, heads, size), stride, value_size = q.shape, q.stride(), pages.values.shape[3]
     num_blocks, kv_heads, block_size, key_size = pages.keys.shape
-    if size != key_size or stride[2] != 1 or tables.dtype != INT32 or lens.dtype != INT32 or not lens.numel == tables.shape[0] == rows:
+    if size != key_size or stride[2] != 1 or tables.dtype != INT32 or lens.dtype != INT32 or lens.numel != rows:
+        return None
+    if queries.tables is None and tables.shape[0] != rows:
         return None
     out = torch.empty(rows, heads * value_size, dtype=q.dtype)
     status = library.attention(
@@ -45,6 +79,7 @@ def _decode(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionPar
             pages.value_scale.address,
             tables.address,
             lens.address,
+            *(0 if tensor is None else tensor.data_ptr() for tensor in queries[1:]),
             out.data_ptr(),
             rows,
             heads,

@@ -40,7 +40,7 @@ CALL_ARGUMENTS = struct.Struct("@6q").pack  # `struct linear` up to `dtype`: wha
 LINEAR_ARGUMENTS = struct.Struct("@18qd").pack  # the rest of it: the weight and its fusion
 WIDENING = struct.Struct("@5q").pack  # `struct widening` up to `linear`
 ROPE_STORE = struct.Struct("@29q").pack
-ATTENTION = struct.Struct("@24qd").pack
+ATTENTION = struct.Struct("@28qd").pack
 
 Function = Callable[[bytes], int]
 

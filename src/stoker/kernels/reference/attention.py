@@ -33,12 +33,12 @@ def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionP
     if n:
         out[:n] = _decode(q[:n], cache, batch, params)
     if n < batch.num_rows:
-        starts = _step_value(batch, "starts", lambda: batch.query_starts.tolist())
+        starts = step_value(batch, "starts", lambda: batch.query_starts.tolist())
         for row in range(n, batch.num_rows):
             tokens = slice(starts[row], starts[row + 1])
             if tokens.start == tokens.stop:
                 continue
-            plan = _step_value(batch, f"prefill{row}", partial(_RowPlan, batch, slice(row, row + 1), cache.block_size))
+            plan = step_value(batch, f"prefill{row}", partial(_RowPlan, batch, slice(row, row + 1), cache.block_size))
             out[tokens] = _attend(q[tokens].unsqueeze(0), cache, plan, params)[0].flatten(1)
     return out
 
@@ -46,7 +46,7 @@ def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionP
 def _decode(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
     """Attention of rows with one query each: q [R, heads, D] → [R, heads × Dv]."""
     rows, _, size = q.shape
-    plan = _step_value(batch, "decode", partial(_RowPlan, batch, slice(0, rows), cache.block_size))
+    plan = step_value(batch, "decode", partial(_RowPlan, batch, slice(0, rows), cache.block_size))
     if cache.values is None or not _is_plain(q, cache, params):
         return _attend(q.unsqueeze(1), cache, plan, params).flatten(1)
     # One PyTorch kernel instead of ten in `_attend`. The query heads of a group are the queries of one KV head.
@@ -178,7 +178,7 @@ def _attend_queries(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, 
 T = TypeVar("T")
 
 
-def _step_value(batch: ForwardBatch, key: str, compute: Callable[[], T]) -> T:
+def step_value(batch: ForwardBatch, key: str, compute: Callable[[], T]) -> T:
     """The value of `compute()`, which is called once per step: layers share the value through `batch.shared[key]`."""
     if key not in batch.shared:
         batch.shared[key] = compute()
