@@ -166,3 +166,33 @@ def test_a_drafter_that_never_drafts_never_runs(engine: Path, monkeypatch: pytes
     monkeypatch.setattr(executor.scheduler.draft_length, "limit", lambda *_: 0)
     found, stats = run(executor, calls)
     assert found == expected and set(replayed) == {None} and stats.num_steps <= plain.num_steps + 2
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle3"])
+@pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False}, {"overlap": False}], ids=str)
+def test_trees_of_heads(engine: Path, tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+    """Captured and launched steps with trees give the tokens of plain decoding: greedy, sampled, and with features."""
+    import tiny
+    from head_oracles import ORACLES, write
+
+    oracle = ORACLES[name](tiny.model())
+    path = str(write(tmp_path / name, oracle.config, oracle.files))
+    tree = ",".join([*(f"[{i}]" for i in range(12)), *(f"[{i},{j}]" for i in range(4) for j in range(4)), "[0,0,0]", "[1,0,0]"])
+    calls = feature_calls()
+    expected, _ = answers(engine, calls)
+    found, stats = answers(engine, calls, speculate=path, draft_tree=tree, **settings)
+    assert found == expected and stats.num_draft_tokens > 100
+
+
+def test_moves_equal_the_reference() -> None:
+    from stoker.core.forward_batch import KVCache
+    from stoker.kernels.reference import pages
+
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        keys, values = (torch.randint(0, 120, (6, 2, 16, 48), dtype=torch.uint8).view(dtype) for _ in range(2))
+        expected, found = KVCache(keys.clone(), values.clone()), KVCache(keys.cuda(), values.cuda())
+        moves = torch.tensor([(17, 15), (18, 16), (33, 17), (80, 40)], dtype=torch.int32)
+        pages.move_tokens([expected], moves)
+        ops.move_tokens([found], moves.cuda())
+        for one, other in ((expected.keys, found.keys), (expected.values, found.values)):
+            assert one is not None and other is not None and torch.equal(one.view(torch.uint8), other.cpu().view(torch.uint8))

@@ -10,6 +10,7 @@ import pytest
 from stoker.base.types import SamplingParams
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.schedule.draft_length import DraftLength
+from stoker.runtime.schedule.node_acceptance import NodeAcceptance
 from stoker.runtime.schedule.proposers.ngram import MAX_PROMPT, NgramProposer
 from stoker.runtime.schedule.proposers.supplied import SuppliedDrafts
 from stoker.runtime.schedule.proposers.token_index import SIZES, TokenIndex
@@ -104,6 +105,32 @@ def test_the_number_of_drafts_is_the_one_with_the_largest_rate(
     assert least <= late[len(late) // 2] <= most
     if most == 0:
         assert sum(late) <= 30, "attempts become rare"
+
+
+@pytest.mark.parametrize(("base", "rows", "least", "most"), [(100.0, 1, 6, 9), (100.0, 400, 0, 0), (12.0, 2, 1, 4)])
+def test_the_number_of_nodes_of_a_tree(base: float, rows: int, least: int, most: int) -> None:
+    """Node i follows the newest token or node 1, and is accepted with a known probability; the last seven nodes are useless."""
+    parents, probabilities = (0, 1, 0, 1, 0, 2, 0, 1, 0, 0, 0, 1, 2), (0.5, 0.6, 0.2, 0.2, 0.1, 0.5)
+    length, rng, seq = DraftLength(13, is_adaptive=True, nodes=NodeAcceptance(parents)), random.Random(1), sequence([1])
+    counts = []
+    for _ in range(600):
+        count = length.limit(seq, rows)
+        counts.append(count)
+        length.record_step(rows * (1 + count), (base + rows * (1 + count)) * rng.uniform(0.95, 1.05))
+        length.record_step(rows, (base + rows) * rng.uniform(0.95, 1.05))
+        path, node = list[int](), 0
+        while children := [i for i, parent in enumerate(parents[:count], 1) if parent == node and i <= len(probabilities)]:
+            weights = [probabilities[i - 1] for i in children]
+            (node,) = rng.choices([*children, 0], [*weights, max(1 - sum(weights), 0)])
+            if not node:
+                break
+            path.append(node)
+        if count:
+            length.record(seq, count, path)
+        seq.tokens += [0] * (1 + len(path))
+    late = sorted(counts[300:])
+    assert least <= late[len(late) // 2] <= most
+    assert length.nodes is not None and (rows > 1 or length.nodes.rates[0] > 0.3 > 0.1 > max(length.nodes.rates[6:9]))
 
 
 def test_a_sequence_that_begins_to_copy_gets_drafts_again() -> None:
