@@ -185,6 +185,33 @@ def test_misfits_are_refused(drive: Make, heads: dict[str, tuple[Path, Oracle]],
     assert all(part in str(caught.value) for part in (*parts, str(path) if "config.json:" not in str(caught.value) else "")), caught.value
 
 
+@pytest.mark.parametrize(("name", "file"), [("eagle", "pytorch_model.bin"), ("medusa", "medusa_lm_head.pt")])
+def test_pickles_of_tensors(
+    drive: Make, prompts: list[list[int]], heads: dict[str, tuple[Path, Oracle]], tmp_path: Path, name: str, file: str
+) -> None:
+    """The files of SafeAILab and FasterDecoding. One that contains code is refused, and the code is not run."""
+    oracle = heads[name][1]
+    path = write(tmp_path / "heads", oracle.config, oracle.files)
+    (path / "model.safetensors").unlink()
+    torch.save(oracle.files, path / file)
+    check_drafts(drive, path, oracle, prompts[0])
+
+    class Code:
+        def __reduce__(self) -> tuple[Any, tuple[str]]:
+            return (Path.touch, (tmp_path / "ran",))  # type: ignore[return-value]
+
+    torch.save(oracle.files | {"code": Code()}, path / file)
+    with pytest.raises(StokerError, match="contains Python objects other than tensors"):
+        drive(speculate=str(path))
+    assert not (tmp_path / "ran").exists()
+    torch.save({key: tensor.t() if tensor.dim() == 2 else tensor for key, tensor in oracle.files.items()}, path / file)
+    with pytest.raises(StokerError, match=r"in another order\. Convert it: python -c "):
+        drive(speculate=str(path))
+    torch.save(oracle.files, path / file, _use_new_zipfile_serialization=False)
+    with pytest.raises(StokerError, match=r"was written by a torch before 1\.6\. Convert it"):
+        drive(speculate=str(path))
+
+
 def test_damaged_files_are_refused(drive: Make, heads: dict[str, tuple[Path, Oracle]], tmp_path: Path) -> None:
     path = write(tmp_path / "heads", heads["eagle"][1].config, heads["eagle"][1].files)
     weights, config = path / "model.safetensors", path / "config.json"
@@ -198,7 +225,9 @@ def test_damaged_files_are_refused(drive: Make, heads: dict[str, tuple[Path, Ora
     weights.write_bytes(content[:-8])
     assert "truncated" in error()
     weights.rename(path / "pytorch_model.bin")
-    assert "pytorch_model.bin is a pickle" in error()
+    assert "pytorch_model.bin contains Python objects other than tensors" in error()
+    (path / "pytorch_model.bin").rename(path / "training_args.bin")
+    assert "training_args.bin is not a name of weights of heads" in error()
     for wrong in (text[:-9], "[]", '{"a":' * 30000, " " * (2 << 20)):
         config.write_text(wrong)
         assert str(config) in error()

@@ -104,7 +104,7 @@ PRIVATE_APIS = (
         "torch",
         "torch._subclasses.fake_tensor",
         ("FakeTensorMode",),
-        "stoker.builder.checkpoint.pytorch_bin",
+        "stoker.engine.pickled_tensors",
         "the shapes of a .bin file are read without its data",
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Reads the directory of a head checkpoint: config.json and safetensors files. Everything in it is checked before it is used."""
+"""Reads the directory of a head checkpoint: config.json, and safetensors files or pickles. Everything in it is checked before use."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from stoker.base.errors import CheckpointError
 from stoker.base.json_object import read_bounded_object
 from stoker.core.packed_weight import PackedWeight
 from stoker.engine.byte_io import as_bytes, read_into
+from stoker.engine.pickled_tensors import storage_offset, unpickle_tensors
 from stoker.engine.safetensors_header import TensorEntry, read_header
 from stoker.kernels.reference.quant_fp8 import widen_blocks
 
 FP8_BLOCK = 128  # rows and columns that share a scale in the FP8 checkpoints of DeepSeek V3
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")  # names that SafeAILab (EAGLE) and FasterDecoding (Medusa) use
 MAX_CONFIG_BYTES = 1 << 20
 MAX_INDEX_BYTES = 64 << 20
 DOWNLOAD_AGAIN = "Download the heads again."
@@ -38,11 +40,16 @@ class HeadFolder:
         config = _read_object(path / "config.json", MAX_CONFIG_BYTES)
         tensors: dict[str, tuple[Path, TensorEntry]] = {}
         for file in _weight_files(path):
-            for name, entry in read_header(file, CheckpointError, DOWNLOAD_AGAIN).items():
+            for name, entry in _read_entries(file).items():
                 if name in tensors:
                     raise CheckpointError(f"tensor {name!r} is in {tensors[name][0]} and in {file}.", cure=DOWNLOAD_AGAIN)
                 tensors[name] = (file, entry)
         return HeadFolder(path, config, tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the files."""
+        return sum(file.stat().st_size for file in {file for file, _ in self._tensors.values()})
 
     @property
     def names(self) -> set[str]:
@@ -130,7 +137,10 @@ def _read_object(file: Path, limit: int) -> dict[str, Any]:
 
 
 def _weight_files(path: Path) -> Iterable[Path]:
-    """The safetensors files of a directory: those of its index, or else all. Raises CheckpointError if there are none."""
+    """The safetensors files of a directory: those of its index, or else all; without any, the pickles that publishers of heads name so.
+
+    Raises CheckpointError if there are none.
+    """
     index = path / "model.safetensors.index.json"
     if index.is_file():
         listed = _read_object(index, MAX_INDEX_BYTES).get("weight_map")
@@ -139,10 +149,31 @@ def _weight_files(path: Path) -> Iterable[Path]:
             raise CheckpointError(f"{index} does not list files next to it.", cure=DOWNLOAD_AGAIN)
         return [path / name for name in names]
     files = sorted(path.glob("*.safetensors"))
+    if not files and (pickles := [path / name for name in PICKLES if (path / name).is_file()]):
+        return pickles[:1]
     if not files:
         other = next((file.name for pattern in WEIGHT_FILES[1:] for file in path.glob(pattern)), None)
-        problem = f"{other} is a pickle, which can execute code when it is read" if other else "it has no *.safetensors file"
-        raise CheckpointError(
-            f"{path}: {problem}.", cure="Use heads in safetensors files, or convert them with safetensors.torch.save_file."
-        )
+        problem = f"{other} is not a name of weights of heads" if other else "it has no *.safetensors file"
+        raise CheckpointError(f"{path}: {problem}.", cure=f"Use heads in safetensors files, or in {' or '.join(PICKLES)}.")
     return files
+
+
+def _read_entries(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of a safetensors file or a pickle. Raises CheckpointError for a pickle that contains more than tensors."""
+    if file.suffix == ".safetensors":
+        return read_header(file, CheckpointError, DOWNLOAD_AGAIN)
+    return {name: _pickled_entry(file, name, tensor) for name, tensor in unpickle_tensors(file).items()}
+
+
+def _pickled_entry(file: Path, name: str, tensor: Tensor) -> TensorEntry:
+    """Where a tensor of a pickle is stored. Raises CheckpointError for one whose elements are not in one piece of the file."""
+    start = storage_offset(tensor)
+    if start is None or not tensor.is_contiguous():
+        problem = "was written by a torch before 1.6" if start is None else f"stores {name!r} in another order"
+        command = f"import torch, safetensors.torch as s; s.save_file({{k: t.contiguous() for k, t in torch.load('{file.name}').items()}}, "
+        raise CheckpointError(f"{file} {problem}.", cure=f"Convert it: python -c \"{command}'model.safetensors')\"")
+    start += int(tensor.storage_offset()) * tensor.dtype.itemsize
+    stop = start + tensor.numel() * tensor.dtype.itemsize
+    if stop > file.stat().st_size:
+        raise CheckpointError(f"{file} was truncated: {name!r} ends at byte {stop}.", cure=DOWNLOAD_AGAIN)
+    return TensorEntry(tensor.dtype, tuple(tensor.shape), start, stop)

@@ -41,7 +41,7 @@ class HeadSource(DraftSource):
             tree = tree.prefix(self.head.num_drafts)
         _check_ranks(path, tree, self.head.target_ids, model.config.vocab_size)
         self.tree, self.num_drafts = tree, len(tree)
-        self.num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        self.num_bytes = HeadFolder.open(path).num_bytes
         self.engine, self.model = engine, model
         self.name = kind_of(HeadFolder.open(path))
 
