@@ -39,10 +39,10 @@ class PickledWeights(CheckpointWeights):
         if storage_start is None:
             yield tensor.flatten()
         elif tensor.is_contiguous():
-            start = storage_start + tensor.storage_offset() * tensor.dtype.itemsize
+            start = storage_start + int(tensor.storage_offset()) * tensor.dtype.itemsize
             yield from file.chunks(start, start + self.tensors[name].num_bytes, tensor.dtype)
         else:
-            whole = torch.cat([chunk.clone() for chunk in file.chunks(storage_start, storage_start + storage.nbytes(), tensor.dtype)])
+            whole = torch.cat([chunk.clone() for chunk in file.chunks(storage_start, storage_start + int(storage.nbytes()), tensor.dtype)])
             yield whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).flatten()
 
     def location(self, name: str) -> str:
