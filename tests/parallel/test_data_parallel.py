@@ -180,7 +180,7 @@ def test_only_experts_are_divided(engines: Callable[[str], Path]) -> None:
     folder = engines("Mixtral")
     config, single = Engine.open(folder / "dp").config, Engine.open(folder / "one").config
     sizes, of_one = estimate(config), estimate(single)
-    assert sizes.files == {name: config.files[name].size for name in sizes.files} and len(sizes.files) == 3
+    assert len(sizes.files) == 3 and all(0 < config.files[name].size - size < 8192 for name, size in sizes.files.items())  # the headers
     assert sizes.kv_token == of_one.kv_token and sizes.activations > of_one.activations
     one = load_file(folder / "one" / "rank0.safetensors")
     ranks = [load_file(folder / "dp" / f"rank{rank}.safetensors") for rank in range(3)]
