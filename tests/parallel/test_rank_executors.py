@@ -11,11 +11,15 @@ from oracles import hf_model
 from rank_executors import generate, load
 
 from stoker.base.config import Limits, Mapping
+from stoker.base.draft_tree import parse_tree
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.profiling.roofline import products_of
 from stoker.runtime.executor import Executor
+from stoker.runtime.request import Sequence
 from stoker.runtime.schedule.plan import StepPlan
+from stoker.runtime.schedule.scheduler import Scheduler
+from stoker.runtime.worker.draft_sources import DRAFT_KINDS
 from stoker.runtime.worker.model_runner import ModelRunner
 
 MAPPINGS = {
@@ -29,6 +33,8 @@ MAPPINGS = {
 MODEL = GROUPED | {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8, "tie_word_embeddings": True}
 # Short steps and a small cache, so that prompts are chunked, sequences are preempted, and prefixes are shared.
 TIGHT = {"kv_cache_tokens": 256, "max_num_tokens": 32, "policy": "max_utilization"}
+
+TREE = "[0],[1],[0,0],[1,0],[0,1],[1,0,0],[1,0,1],[1,1]"
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +92,38 @@ def test_a_draft_engine_on_one_of_the_ranks(engines: Path, expected: list[list[i
         assert generate(executor, prompts(), 24) == expected
         stats = executor.snapshot()
         assert stats.num_accepted_draft_tokens > 0.9 * stats.num_draft_tokens > 100
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("name", ["tp2", "pp2"])
+def test_trees_of_drafts_on_several_ranks(engines: Path, expected: list[list[int]], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks and moves reach the other ranks with the plan. The test proposes the trees, because heads need an engine of one rank."""
+    tree, rng = parse_tree(TREE), random.Random(4)
+    answers = dict(zip(map(tuple, prompts()), expected, strict=True))
+
+    def propose(seq: Sequence, limit: int) -> list[int]:
+        answer, ids = answers[tuple(seq.tokens[: seq.num_prompt])][len(seq.tokens) - seq.num_prompt :], list[int]()
+        true_path, node = set[int](), rng.randrange(limit + 1)
+        while node > 0:
+            true_path.add(node)
+            node = tree.parents[node - 1]
+        for i, (parent, depth) in enumerate(zip(tree.parents[:limit], tree.depths, strict=False), 1):
+            siblings = [ids[j] for j in range(i - 1) if tree.parents[j] == parent]
+            right = answer[depth - 1 : depth] if i in true_path else []
+            ids.append(next(token for token in (*right, *range(3, 20)) if token not in siblings))
+        return ids
+
+    monkeypatch.setitem(DRAFT_KINDS, "engine", DRAFT_KINDS["engine"]._replace(check=lambda task: None))
+    settings = {"speculate": str(engines / "one"), "draft_tree": TREE}
+    executor = load(engines / name, **TIGHT, **settings, adaptive_drafts=False)
+    try:
+        assert isinstance(executor.scheduler, Scheduler) and isinstance(executor.runner, ModelRunner)
+        executor.runner.draft_runner = None
+        monkeypatch.setattr(executor.scheduler._planner._proposer, "propose", propose)
+        assert generate(executor, prompts(), 24) == expected
+        stats = executor.snapshot()
+        assert stats.num_accepted_draft_tokens > stats.num_draft_steps / 2 > 20
     finally:
         executor.close()
 
