@@ -6,8 +6,10 @@ import contextlib
 import fnmatch
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
+from cases import GEMMA3N, native
 from gguf_cases import GGUF_CASES
 from gguf_writer import write_gguf
 from harness import Harness, prefill_logits
@@ -58,6 +60,19 @@ def test_the_build_compares_greedy_tokens_with_transformers(name: str, tmp_path:
     engine = build(source, tmp_path / "engine", BuildConfig(tokenizer=str(tokenizer), device="cpu", dtype="float32", limits=LIMITS))
     greedy = engine.config.checks["greedy"]
     assert greedy["equal"] == greedy["tokens"] == 32, greedy
+
+
+def test_the_quantized_table_of_layer_inputs_keeps_its_values(tmp_path: Path, tokenizer: Path) -> None:
+    """Rows of 4-bit weights cannot be looked up, so the table of Gemma 3n is stored as int8 in the same groups."""
+    wide = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "hidden_size_per_layer_input": 32, "intermediate_size": [96] * 6}
+    native("Gemma3nText", **GEMMA3N | wide).save(tmp_path / "hf")
+    case = GGUF_CASES["gemma3n"]
+    source = write_gguf(tmp_path / "m.gguf", tmp_path / "hf", case.arch, case.change, case.describe, gguf.GGMLQuantizationType.Q4_0)
+    engine = build(source, tmp_path / "engine", BuildConfig(tokenizer=str(tokenizer), device="cpu", dtype="float32", limits=LIMITS))
+    formats = {name: type(found).__name__ for name, found in engine.config.recipe.overrides.items()}
+    assert formats["layer_inputs.embed"] == "GroupedInt8" and type(engine.config.recipe.default).__name__ == "Int4"
+    greedy = engine.config.checks["greedy"]
+    assert greedy["equal"] == greedy["tokens"] == 32, "those of transformers with the dequantized weights"
 
 
 def check_metadata(weights: GGUFWeights, path: Path) -> None:

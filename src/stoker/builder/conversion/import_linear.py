@@ -24,6 +24,7 @@ from stoker.quant.formats.int8_grouped import GroupedInt8
 
 # Tensors of which the parts of a fused linear have one in common, since they have the same input. The largest value is used for all.
 SHARED_SUFFIXES = ("input_scale",)
+LAYER_INPUTS = "layer_inputs.embed"  # a table of Gemma 3n, which has a third of the weights and whose rows are looked up
 _PER_GROUP_SUFFIXES = ("scale", "zero", "offset")
 
 
@@ -40,6 +41,8 @@ def import_format(spec: LinearSpec, plans: Mapping[str, TensorPlan], weights: Ch
     found = formats.pop() if len(formats) == 1 else _common_groups(formats)
     if spec.name == "embed" and not isinstance(found, (Int8, GroupedInt8)):
         return None  # only these formats have a row lookup
+    if spec.name == LAYER_INPUTS and not isinstance(found, (Int8, GroupedInt8)):
+        return _common_groups({found})
     if isinstance(found, BlockFp8):
         # A block must not span two parts. Blocks of fewer rows repeat the scale of the block they are cut from.
         found = msgspec.structs.replace(found, rows=math.gcd(found.rows, *(weights.tensors[s].shape[0] for s in sources)))
@@ -49,7 +52,8 @@ def import_format(spec: LinearSpec, plans: Mapping[str, TensorPlan], weights: Ch
 def is_widened(spec: LinearSpec, plans: Mapping[str, TensorPlan], weights: CheckpointWeights) -> bool:
     """Whether the checkpoint stores a part of `spec` in fewer bits than `import_format`, which stores all parts in the same way."""
     stored = {weights.prequantized.get(source) for group in plans[f"{spec.name}.weight"].sources for source in group}
-    return stored != {None} and (len(stored) > 1 or import_format(spec, plans, weights) is None)
+    found = import_format(spec, plans, weights)
+    return stored != {None} and (len(stored) > 1 or found is None or (spec.name == LAYER_INPUTS and stored != {found}))
 
 
 def _common_groups(formats: set[Format | None]) -> GroupedInt8 | None:
