@@ -266,7 +266,7 @@ def test_merges_are_all_divisions_into_two_tokens() -> None:
 
 
 def test_the_time_of_merges_is_bounded() -> None:
-    """One long token costs little; many of different lengths would take hours, and are refused before any is compared."""
+    """One long token costs little; many of different lengths are refused before any is compared."""
     rest = "b" * 4000
     assert list(divisions({"a": 0, rest: 1, "a" + rest: 2})) == [("a" + rest, "a", rest)]
     hostile = {letter * size: 0 for size in range(1, 4097) for letter in "abcd"}

@@ -235,3 +235,31 @@ def test_damaged_files_are_refused(drive: Make, heads: dict[str, tuple[Path, Ora
     assert f"{config} does not exist" in error()
     with pytest.raises(StokerError, match="speculate='/nowhere/heads'"):
         drive(speculate="/nowhere/heads")
+
+
+@pytest.mark.parametrize("path", [(), ("speculators_config",), ("transformer_layer_config",), ("eagle_config",)])
+def test_unknown_keys_of_each_object_are_refused(
+    drive: Make, heads: dict[str, tuple[Path, Oracle]], tmp_path: Path, path: tuple[str, ...]
+) -> None:
+    oracle = heads["eagle3-speculators"][1]
+    config = json.loads(json.dumps(oracle.config)) | {"eagle_config": {"use_last_layernorm": True}}
+    section = config
+    for key in path:
+        section = section[key]
+    section["unheard_of"] = 1
+    with pytest.raises(StokerError, match="unheard_of"):
+        drive(speculate=str(write(tmp_path / "heads", config, oracle.files)))
+
+
+def test_published_keys_of_speculators_are_accepted(drive: Make, heads: dict[str, tuple[Path, Oracle]], tmp_path: Path) -> None:
+    oracle = heads["eagle3-speculators"][1]
+    method = {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}
+    published = {
+        "speculators_version": "0.1.0", "has_no_defaults_at_init": False, "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+        "transformers_version": "4.55.4", "target_hidden_size": None, "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [method],
+            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "meta-llama/Llama-3.1-8B-Instruct"},
+        },
+    }  # fmt: skip
+    drive(speculate=str(write(tmp_path / "heads", oracle.config | published, oracle.files)))

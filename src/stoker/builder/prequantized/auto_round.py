@@ -51,7 +51,7 @@ def read_auto_round(tensors: Mapping[str, TensorInfo], quantization: dict[str, A
     check_known_keys(quantization, _KEYS)
     check_values(quantization, {"packing_format": tuple(_PACKING)} | _VALUES)
     packing = str(quantization.get("packing_format", "auto_round")).lower()
-    extra = read_section(quantization, "extra_config")
+    extra = _read_extra_config(quantization)
     patterns = {_as_glob(key): key for key in extra}
     modules: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for module in modules_with(tensors, ".qweight", (".qzeros", ".scales")):
@@ -83,12 +83,20 @@ def _as_glob(key: str) -> str:
 
 
 def _settings_of(module: str, extra: dict[str, Any], patterns: dict[str, str]) -> dict[str, Any]:
-    """The settings of a module in extra_config. `patterns` are the keys by their pattern of fnmatch.
+    """The settings of a module in extra_config. `patterns` are the keys by their pattern of fnmatch."""
+    key = module if module in extra else next((patterns[one] for one in patterns if fnmatch.fnmatchcase(module, one)), None)
+    return {} if key is None else read_section(extra, key)
+
+
+def _read_extra_config(quantization: dict[str, Any]) -> dict[str, Any]:
+    """The settings of modules by name or pattern: those of extra_config, then those of regex_config, which were given as patterns.
 
     Raises CheckpointError for settings that are not known or not supported.
     """
-    key = module if module in extra else next((patterns[one] for one in patterns if fnmatch.fnmatchcase(module, one)), None)
-    settings = {} if key is None else read_section(extra, key)
-    check_known_keys(settings, (*_MODULE_KEYS, *_OTHER_MODULE_KEYS, *_VALUES), f"extra_config.{key}.")
-    check_values(settings, _VALUES, f"extra_config.{key}.")
-    return settings
+    extra = read_section(quantization, "extra_config")
+    extra = extra | {key: value for key, value in read_section(quantization, "regex_config").items() if key not in extra}
+    for key in extra:
+        settings = read_section(extra, key)
+        check_known_keys(settings, (*_MODULE_KEYS, *_OTHER_MODULE_KEYS, *_VALUES), f"extra_config.{key[:60]}.")
+        check_values(settings, _VALUES, f"extra_config.{key[:60]}.")
+    return extra

@@ -38,6 +38,7 @@ _INPUT_VALUES: dict[str, tuple[Any, ...]] = {
     "symmetric": (True,), "strategy": ("token", "tensor", "group", "tensor_group", None), "dynamic": (True, False, "local", None),
     "actorder": (False, None),
 }  # fmt: skip
+_SPARSITY_KEYS = ("format", "targets", "ignore", "global_sparsity", "sparsity_structure", "registry_requires_subclass")
 _CACHE_KEYS = ("symmetric", "strategy", "dynamic", "actorder")
 _ALL_LINEARS = "Linear"  # a target: the name of a class
 _REGEX = "re:"
@@ -144,8 +145,10 @@ def _check_model_settings(quantization: dict[str, Any]) -> None:
     check_known_keys(cache, (*_NUMBER_KEYS, *_CACHE_KEYS), "kv_cache_scheme.")
     check_values(cache, {"symmetric": (True, None), "actorder": (False, None)}, "kv_cache_scheme.")
     sparsity, transforms = read_section(quantization, "sparsity_config"), read_section(quantization, "transform_config")
+    check_known_keys(sparsity, _SPARSITY_KEYS, "sparsity_config.")
     check_values(sparsity, {"format": ("dense", None)}, "sparsity_config.")
-    if used := transforms.get("config_groups", transforms):
+    check_known_keys(transforms, ("config_groups",), "transform_config.")
+    if used := transforms.get("config_groups"):
         raise CheckpointError(
             f"quantization_config: transform_config={str(used)[:60]!r} is not supported.", cure="Use a checkpoint without it."
         )

@@ -23,6 +23,7 @@ from stoker.builder.prequantized.checks import (
     check_known_keys,
     check_scales,
     check_tensor,
+    check_values,
     matrix_shape,
     modules_with,
     read_section,
@@ -51,6 +52,7 @@ _KEYS = (
     "exclude_modules", "ignore", "quantized_layers", "config_groups", "producer", "quantization", "smoothquant_val", "clamp_val",
     "use_meta_recipe",
 )  # fmt: skip
+_LAYER_KEYS = ("quant_algo", "group_size", "has_zero_point", "pre_quant_scale")  # of a layer in quantized_layers
 KV_ALGORITHMS = (None, "FP8", "INT8", "NVFP4", "NVFP4_AFFINE")
 
 
@@ -79,8 +81,11 @@ def modelopt_settings(quantization: dict[str, Any]) -> dict[str, Any]:
     settings = quantization | {key: value for key, value in nested.items() if value is not None}
     if settings.get("has_zero_point"):
         raise CheckpointError("quantization_config: has_zero_point=true is not supported.", cure="Use a checkpoint without zero points.")
-    if not isinstance(settings.get("quantized_layers") or {}, dict):
-        raise CheckpointError("quantization_config: quantized_layers is not an object.", cure=DOWNLOAD_AGAIN)
+    layers = read_section(settings, "quantized_layers")
+    for name in layers:
+        section = read_section(layers, name)
+        check_known_keys(section, _LAYER_KEYS, f"quantized_layers.{name[:60]}.")
+        check_values(section, {"has_zero_point": (False, None)}, f"quantized_layers.{name[:60]}.")
     return settings
 
 

@@ -29,7 +29,7 @@ from stoker.quant.linear_ops import LinearOp
 from stoker.runtime.heads.eagle import canonical_name
 from stoker.runtime.heads.folder import HeadFolder
 from stoker.runtime.heads.head import RecurrentHead, Target, check_equal
-from stoker.runtime.heads.layer_config import check_flags, check_size, read_layers
+from stoker.runtime.heads.layer_config import HEAD_KEYS, check_flags, check_size, read_layers
 from stoker.runtime.heads.weights import HeadLoader, HeadTensors
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
@@ -40,6 +40,14 @@ _EAGLE_CONFIG: dict[str, tuple[bool | int | None, ...]] = {
     "use_mtp_layernorm": (False, None), "next_layer_regular": (True, None), "parallel_draft_step": (1, None),
     "parallel_draft_heads_num_layers": (0, 1, None),
 }  # fmt: skip
+
+
+# Keys of `speculators` beside the layers. Drafts are accepted by exact verification, whatever the proposal methods say.
+_OUTER_KEYS = (
+    "architectures", "auto_map", "transformer_layer_config", "model_type", "dtype", "torch_dtype", "transformers_version",
+    "tie_word_embeddings", "_name_or_path",
+)  # fmt: skip
+_SPECULATORS_KEYS = ("algorithm", "default_proposal_method", "proposal_methods", "verifier")
 
 
 def is_eagle3(folder: HeadFolder) -> bool:
@@ -159,6 +167,7 @@ def _check_settings(folder: HeadFolder) -> None:
     check_flags(path, data, ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"))
     if not isinstance(inner, dict | None):
         raise CheckpointError(f"{path}: eagle_config={str(inner)[:60]!r} is not an object.", cure="Download the heads again.")
+    _check_keys(path, data)
     for key, value in (inner or {}).items():
         supported = _EAGLE_CONFIG.get(key, ())
         if key != _IDS and not any(value is one for one in supported):
@@ -171,6 +180,18 @@ def _check_settings(folder: HeadFolder) -> None:
     for key, found in (("speculators_model_type", data.get("speculators_model_type")), ("speculators_config.algorithm", algorithm)):
         if found not in (None, "eagle3"):
             raise CheckpointError(f"{path}: {key}={str(found)[:60]!r} is not supported, only eagle3.", cure="Use EAGLE-3 heads.")
+
+
+def _check_keys(path: object, data: dict[str, Any]) -> None:
+    """Raise CheckpointError for an unknown key of `speculators`, whose config has the sizes of the layers in an object of their own."""
+    section = data.get("speculators_config")
+    section = {} if section is None else section
+    if not isinstance(section, dict):
+        raise CheckpointError(f"{path}: speculators_config={str(section)[:60]!r} is not an object.", cure="Download the heads again.")
+    outer = data if data.get("transformer_layer_config") is not None else {}
+    for prefix, settings, known in (("", outer, (*HEAD_KEYS, *_OUTER_KEYS)), ("speculators_config.", section, _SPECULATORS_KEYS)):
+        if unknown := sorted(str(key) for key in settings if key not in known):
+            raise CheckpointError(f"{path}: {prefix}{unknown[0][:60]} is not known.", cure="Heads of this variant are not supported.")
 
 
 def _layers(folder: HeadFolder, num_layers: int) -> tuple[int, ...]:
