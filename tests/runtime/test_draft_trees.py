@@ -89,6 +89,23 @@ def test_features(drive: Make, prompts: list[list[int]], heads: dict[str, tuple[
     assert driven.stats.num_preemptions > 0 or not settings
 
 
+def test_blocks_of_accepted_paths_are_reused(drive: Make, prompts: list[list[int]], heads: dict[str, tuple[Path, Oracle]]) -> None:
+    """A second turn reuses the blocks with moved keys of the first one, and generates what it generates without them."""
+    calls = [request(prompt, max_tokens=50) for prompt in prompts[:3]]
+    plain = drive()
+    first = [answer.tokens for answer in plain.run(*calls)]
+    driven = drive(speculate=str(heads["medusa"][0]), draft_tree=TREE, adaptive_drafts=False)
+    Script(driven, parse_tree(TREE), {(call.request_id, 0): tokens for call, tokens in zip(calls, first, strict=True)}, 5)
+    assert [answer.tokens for answer in driven.run(*calls)] == first
+    turns = [[*call.prompt_ids, *tokens, 7, 8, 9] for call, tokens in zip(calls, first, strict=True)]
+    expected = drive(prefix_reuse=False).run(*(request(turn, max_tokens=12, logprobs=1) for turn in turns))
+    again = [request(turn, max_tokens=12, logprobs=1) for turn in turns]
+    Script(driven, parse_tree(TREE), {(call.request_id, 0): one.tokens for call, one in zip(again, expected, strict=True)}, 6)
+    found = driven.run(*again)
+    assert [comparable(answer) for answer in found] == [comparable(answer) for answer in expected]
+    assert all(answer.cached >= 48 for answer in found)
+
+
 def test_a_quantized_cache_and_a_window(compiler: CompileProcess, heads: dict[str, tuple[Path, Oracle]], tmp_path: Path) -> None:
     """Keys of 8 bits are moved as they are, and a window ends at the same keys as in plain decoding. Prompts are longer than the window."""
     engine = build_tiny(tmp_path, "mistral", sliding_window=70, kv_cache_dtype="int8")
