@@ -11,11 +11,13 @@ import pytest
 from stoker.base.draft_tree import node_depths
 from stoker.base.types import FinishReason, Guide, SamplingParams
 from stoker.runtime.request import Sequence, Status, TokenRequest
+from stoker.runtime.schedule import planner
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
 
 SIZE, NUM_BLOCKS, MAX_LEN, NUM_STEPS = 4, 22, 48, 2500
 CASES = [(proposer, depth, adaptive) for proposer in ("ngram", "request", "drafter") for depth in (1, 2) for adaptive in (False, True)]
+PERIOD = 16
 TREE = (0, 0, 1, 1, 2, 3, 5)  # the parents of the drafts of `drafter`
 
 
@@ -117,7 +119,8 @@ def check(scheduler: Scheduler, known: dict[int, Sequence]) -> None:
 
 
 @pytest.mark.parametrize(("proposer", "depth", "adaptive"), CASES)
-def test_random_requests(proposer: str, depth: int, adaptive: bool) -> None:
+def test_random_requests(proposer: str, depth: int, adaptive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "TREE_PERIOD", PERIOD)
     rng = random.Random(f"{proposer}{depth}{adaptive}")
     most = len(TREE) if proposer == "drafter" else 5
     scheduler = Scheduler(
@@ -147,7 +150,9 @@ def test_random_requests(proposer: str, depth: int, adaptive: bool) -> None:
             num_steps += 1
             assert plan.num_tokens == sum(plan.num_new) <= 24 and len(plan) <= 6
             assert all(not drafts or num_new == 1 + len(drafts) for drafts, num_new in zip(plan.drafts, plan.num_new, strict=True))
-            for seq, drafts in zip(plan.sequences, plan.drafts, strict=True):
+            for seq, start, drafts, parents in zip(plan.sequences, plan.starts, plan.drafts, plan.parents, strict=True):
+                is_chain = list(parents) == list(range(len(drafts)))
+                assert is_chain or start // PERIOD == (start + len(drafts)) // PERIOD, "a tree in two parts with different key means"
                 assert len(drafts) <= (most if seq.request.max_drafts is None else seq.request.max_drafts)
             fails = rng.random() < 0.01
             if not fails or rng.random() < 0.5:
