@@ -15,6 +15,7 @@ from head_oracles import ORACLES, MtpOracle, Oracle, per_expert, write
 from torch import Tensor
 
 from stoker.base.config import Limits
+from stoker.base.draft_tree import parse_tree
 from stoker.base.errors import StokerError
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
@@ -109,6 +110,12 @@ def test_multi_token_prediction_of_mimo(prompts: list[list[int]], tmp_path: Path
     oracle = MtpOracle(model, Qwen2DecoderLayer, mimo=True)
     make, path = served(model, oracle, {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}, tmp_path)
     check_drafts(make, path, oracle, prompts[0])
+    tree = "[0],[1],[0,0],[1,0],[1,1],[1,1,0]"
+    driven = make(speculate=str(path), draft_tree=tree, adaptive_drafts=False)
+    watched = Watched(driven)
+    driven.run(request(prompts[0], max_tokens=9))
+    newest, drafts = watched.found[0]
+    assert drafts == oracle.tree([*prompts[0], newest], parse_tree(tree))
     with pytest.raises(StokerError, match="num_layers of its heads is 2, and that of the model is 3"):
         config = json.loads((path / "config.json").read_text()) | {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
         (path / "config.json").write_text(json.dumps(config))
