@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
 from stoker.base.config import Limits, Mapping
@@ -18,6 +20,7 @@ from stoker.engine.layerwise import LayerwiseModel
 from stoker.engine.reader import Engine
 from stoker.layers.decoder import kv_width, layer_specs
 from stoker.models import get_architecture
+from stoker.runtime.heads.source import check_heads
 from stoker.runtime.worker.memory import block_bytes, make_caches
 
 MODEL = get_architecture("Gemma3nForCausalLM").read_config({})
@@ -89,6 +92,14 @@ def engine(checkpoint: tuple[Path, Gemma3nForCausalLM], letters: Path, tmp_path_
     limits = Limits(max_input_len=64, max_output_len=64, max_num_tokens=128, max_batch_size=4, tokens_per_block=16)
     settings = BuildConfig(tokenizer=str(letters), device="cpu", dtype="float32", limits=limits)
     return build(checkpoint[0], tmp_path_factory.mktemp("engine") / "e", settings, verify="full")
+
+
+def test_draft_heads_are_refused_for_several_residual_streams(engine: Engine, tmp_path: Path) -> None:
+    """Heads read one hidden state. Drafts of n-grams and draft engines do not need it."""
+    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 1, "medusa_num_layers": 1, "base_model_name_or_path": "x"}))
+    save_file({"0.0.linear.weight": torch.zeros(48, 48), "0.1.weight": torch.zeros(101, 48)}, tmp_path / "medusa_lm_head.safetensors")
+    with pytest.raises(ConfigError, match="Gemma3nForCausalLM has several residual streams"):
+        check_heads(tmp_path, engine)
 
 
 def test_layers_that_run_one_after_the_other_read_the_cache_of_an_earlier_one(
