@@ -125,9 +125,9 @@ def test_engines_that_a_checkpoint_cannot_represent_are_rejected(tmp_path: Path)
     (tmp_path / "exported").mkdir()
     with pytest.raises(ConfigError, match=r"exported exists\. Name a new directory"):
         export_hugging_face(engine.path, tmp_path / "exported")
-    tiny.save(tiny.model("gpt2"), tmp_path / "gpt2")
-    computed = build(tmp_path / "gpt2", tmp_path / "gpt2-engine", BuildConfig(device="cpu"), verify="none")
-    with pytest.raises(EngineError, match=r"is computed from tensors of GPT2LMHeadModel, and cannot be exported"):
+    tiny.save(tiny.model("cohere", use_qk_norm=True), tmp_path / "cohere")
+    computed = build(tmp_path / "cohere", tmp_path / "cohere-engine", BuildConfig(device="cpu"), verify="none")
+    with pytest.raises(EngineError, match=r"is computed from tensors of CohereForCausalLM, and cannot be exported"):
         export_hugging_face(computed.path, tmp_path / "other")
 
 
@@ -235,3 +235,22 @@ def test_stored_values_of_act_order_and_offsets_are_exported() -> None:
         assert torch.allclose(found, dequantize(chosen, dict(stored)), atol=1e-6)
     offset = {"weight": values, "scale": scale, "offset": -zero * scale + 0.01}
     assert scheme_of(GroupedInt8(group_size=32, shifted=True), offset) is None
+
+
+REARRANGED: list[tuple[str, str | None, dict[str, Any]]] = [
+    ("gemma2", None, {}), ("gemma3_text", "WEIGHTS_ONLY_INT8", {}), ("gpt2", None, {"n_embd": 96, "n_head": 6}),
+    ("gpt_neox", "WEIGHTS_ONLY_INT8", {}), ("bloom", None, {"n_head": 6}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "quantization", "sizes"), REARRANGED)
+def test_rearranged_tensors_are_exported(model_type: str, quantization: str | None, sizes: dict[str, Any], tmp_path: Path) -> None:
+    """Norms of Gemma (1 + w), Conv1D of GPT-2, and the fused QKV of GPT-NeoX and BLOOM. Quantized ones become plain numbers."""
+    made = tiny.model(model_type, **sizes)
+    tiny.save(made, tmp_path / "checkpoint")
+    made.save_pretrained(tmp_path / "checkpoint")  # with the names of files
+    engine = engine_of(tmp_path, quantization)
+    export_hugging_face(engine.path, tmp_path / "exported")
+    assert nll_of_transformers(tmp_path / "exported") == pytest.approx(nll_of(engine), rel=1e-4)
+    again = build(tmp_path / "exported", tmp_path / "again", BuildConfig(device="cpu", dtype="float32"), verify="none")
+    assert nll_of(again) == pytest.approx(nll_of(engine), rel=1e-5)

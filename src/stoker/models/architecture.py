@@ -26,7 +26,7 @@ class Transformed:
 
     sources: tuple[str, ...]
     transform: Callable[[list[Tensor], ModelConfig], Tensor]
-    restore: Callable[[Tensor], Tensor] | None = None
+    restore: Callable[[Tensor, ModelConfig], Tensor] | None = None
 
 
 # Maps engine names to checkpoint names. Both are module names: ".weight" and ".bias" are appended on both sides. "{i}" stands for the

@@ -41,7 +41,7 @@ def squeeze_conv(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     return tensors[0].squeeze(1) if tensors[0].dim() == 3 else tensors[0]
 
 
-def unsqueeze_conv(tensor: Tensor) -> Tensor:
+def unsqueeze_conv(tensor: Tensor, config: ModelConfig) -> Tensor:
     """The inverse of `squeeze_conv`."""
     return tensor.unsqueeze(1) if tensor.dim() == 2 else tensor
 
@@ -63,3 +63,23 @@ def split_qkv_groups(fused: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor
     group = attention.num_heads // attention.num_kv_heads
     rows = fused.unflatten(0, (attention.num_kv_heads, group + 2, attention.head_size))
     return rows[:, :group].flatten(0, 1), rows[:, group], rows[:, group + 1]
+
+
+def subtract_one(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """The inverse of `add_one`."""
+    return tensor.float() - 1
+
+
+def untranspose_conv1d(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """The inverse of `transpose_conv1d` of one weight or bias."""
+    return tensor.t() if tensor.dim() == 2 else tensor
+
+
+def group_qkv(tensor: Tensor, config: ModelConfig) -> Tensor:
+    """Rows that are fused in groups, from all q rows, then all k rows, then all v rows: the inverse of `ungroup_qkv`."""
+    attention = config.layers[0].attention
+    assert isinstance(attention, AttentionConfig)
+    kv_heads, size = attention.num_kv_heads, attention.head_size
+    q, k, v = tensor.split((attention.num_heads * size, kv_heads * size, kv_heads * size))
+    parts = (q.unflatten(0, (kv_heads, -1, size)), k.unflatten(0, (kv_heads, 1, size)), v.unflatten(0, (kv_heads, 1, size)))
+    return torch.cat(parts, dim=1).flatten(0, 2)

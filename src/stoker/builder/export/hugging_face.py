@@ -136,15 +136,35 @@ class _Exported:
         """(checkpoint name, tensor) of everything that a spec stores."""
         stored = self._ranks.tensors_of(spec)
         for plan in plans_of(spec, self._names):
-            if plan.transformed is not None and (plan.transformed.restore is None or isinstance(spec, LinearSpec)):
-                raise EngineError(
-                    f"{self.engine.path}: {plan.name} is computed from tensors of {self.architecture.name}, and cannot be exported.",
-                    cure="Use the checkpoint that the engine was built from.",
-                )
-            if isinstance(spec, LinearSpec) and plan.name.endswith(".weight"):
+            if plan.transformed is not None:
+                yield self._restored(spec, plan, stored)
+            elif isinstance(spec, LinearSpec) and plan.name.endswith(".weight"):
                 yield from self._linear(spec, plan, stored)
             else:
                 yield from _plain(plan, stored[plan.name])
+
+    def _restored(self, spec: Spec, plan: TensorPlan, stored: dict[str, Tensor]) -> tuple[str, Tensor]:
+        """(checkpoint name, tensor) of a tensor that the engine has in another arrangement. A quantized one becomes plain numbers.
+
+        Raises EngineError for one that cannot be computed from the engine tensor.
+        """
+        restore = None if plan.transformed is None else plan.transformed.restore
+        if restore is None or plan.stacked or len(plan.sources[0]) > 1:
+            raise EngineError(
+                f"{self.engine.path}: {plan.name} is computed from tensors of {self.architecture.name}, and cannot be exported.",
+                cure="Use the checkpoint that the engine was built from.",
+            )
+        name, is_weight = plan.sources[0][0], isinstance(spec, LinearSpec) and plan.name.endswith(".weight")
+        if is_weight:
+            self.schemes[name.removesuffix(".weight")] = None
+        if isinstance(spec, LinearSpec) and is_weight and self._is_quantized(spec):
+            log.warning("%s is exported as %s: the engine has it in another arrangement.", name, self.engine.config.dtype)
+            chosen = self.engine.config.recipe.format_for(spec)
+            layouts = chosen.layout(spec, self.engine.dtype)
+            tensor = dequantize(chosen, {suffix: stored[f"{spec.name}.{suffix}"] for suffix in layouts})
+        else:
+            tensor = stored[plan.name]
+        return name, restore(tensor, self.engine.config.model).to(self.engine.dtype)
 
     def _linear(self, spec: LinearSpec, plan: TensorPlan, stored: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, tensor) of the modules that make a linear, of each expert if it has several."""
@@ -202,7 +222,5 @@ class _Exported:
 
 def _plain(plan: TensorPlan, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """(checkpoint name, tensor) of an engine tensor that is not quantized: its experts, and the parts of each."""
-    if plan.transformed is not None and plan.transformed.restore is not None:
-        tensor = plan.transformed.restore(tensor)
     for matrix, sources in zip(tensor if plan.stacked else (tensor,), plan.sources, strict=True):
         yield from zip(sources, matrix.split(plan.parts) if len(sources) > 1 else (matrix,), strict=True)

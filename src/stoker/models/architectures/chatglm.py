@@ -13,7 +13,7 @@ from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.glm import is_chatglm1
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
 from stoker.models.config_fields import read_head_size, read_rope, replace_fields, require_values, with_defaults
-from stoker.models.tensor_transforms import ungroup_qkv
+from stoker.models.tensor_transforms import group_qkv, ungroup_qkv
 
 
 def is_chatglm2(hf: dict[str, Any]) -> bool:
@@ -76,7 +76,7 @@ def chatglm_names(config: ModelConfig) -> TensorNames:
         "head": "transformer.output_layer",
         "layers.{i}.attention_norm": f"{layer}.input_layernorm",
         "layers.{i}.mlp_norm": f"{layer}.post_attention_layernorm",
-        "layers.{i}.attention.qkv": Transformed((fused,), ungroup_qkv) if by_head else fused,
+        "layers.{i}.attention.qkv": Transformed((fused,), ungroup_qkv, group_qkv) if by_head else fused,
         "layers.{i}.attention.out": f"{layer}.self_attention.dense",
         "layers.{i}.mlp.up": f"{layer}.mlp.dense_h_to_4h",
         "layers.{i}.mlp.down": f"{layer}.mlp.dense_4h_to_h",

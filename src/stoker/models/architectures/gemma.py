@@ -21,7 +21,7 @@ from stoker.models.config_fields import (
     value_or,
     with_defaults,
 )
-from stoker.models.tensor_transforms import add_one
+from stoker.models.tensor_transforms import add_one, subtract_one
 
 
 @with_defaults(
@@ -112,7 +112,7 @@ def gemma2_names(config: ModelConfig) -> TensorNames:
 def _with_one_plus_norms(names: TensorNames) -> TensorNames:
     """`names` with every norm weight w replaced by 1 + w."""
     return {
-        key: Transformed((source,), add_one) if key.endswith("norm") and isinstance(source, str) else source
+        key: Transformed((source,), add_one, subtract_one) if key.endswith("norm") and isinstance(source, str) else source
         for key, source in names.items()
     }
 

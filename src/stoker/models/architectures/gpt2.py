@@ -13,7 +13,7 @@ import msgspec
 from stoker.core.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.config_fields import GPT_KEY_ALIASES, read_activation, replace_fields, require_values, value_or, with_defaults
-from stoker.models.tensor_transforms import transpose_conv1d, ungroup_qkv
+from stoker.models.tensor_transforms import group_qkv, transpose_conv1d, ungroup_qkv, untranspose_conv1d
 
 
 @with_defaults(
@@ -67,7 +67,7 @@ def bigcode_names(config: ModelConfig) -> TensorNames:
         "head": "lm_head",
         "layers.{i}.attention_norm": f"{layer}.ln_1",
         "layers.{i}.mlp_norm": f"{layer}.ln_2",
-        "layers.{i}.attention.qkv": Transformed((f"{layer}.attn.c_attn",), ungroup_qkv),
+        "layers.{i}.attention.qkv": Transformed((f"{layer}.attn.c_attn",), ungroup_qkv, group_qkv),
         "layers.{i}.attention.out": f"{layer}.attn.c_proj",
         "layers.{i}.mlp.up": f"{layer}.mlp.c_fc",
         "layers.{i}.mlp.down": f"{layer}.mlp.c_proj",
@@ -78,10 +78,10 @@ def gpt2_names(config: ModelConfig) -> TensorNames:
     """The checkpoint modules of GPT-2 that make each engine module, by engine name; see `TensorNames`."""
     layer = "transformer.h.{i}"
     return bigcode_names(config) | {
-        "layers.{i}.attention.qkv": Transformed((f"{layer}.attn.c_attn",), transpose_conv1d),
-        "layers.{i}.attention.out": Transformed((f"{layer}.attn.c_proj",), transpose_conv1d),
-        "layers.{i}.mlp.up": Transformed((f"{layer}.mlp.c_fc",), transpose_conv1d),
-        "layers.{i}.mlp.down": Transformed((f"{layer}.mlp.c_proj",), transpose_conv1d),
+        "layers.{i}.attention.qkv": Transformed((f"{layer}.attn.c_attn",), transpose_conv1d, untranspose_conv1d),
+        "layers.{i}.attention.out": Transformed((f"{layer}.attn.c_proj",), transpose_conv1d, untranspose_conv1d),
+        "layers.{i}.mlp.up": Transformed((f"{layer}.mlp.c_fc",), transpose_conv1d, untranspose_conv1d),
+        "layers.{i}.mlp.down": Transformed((f"{layer}.mlp.c_proj",), transpose_conv1d, untranspose_conv1d),
     }
 
 

@@ -8,7 +8,7 @@ from stoker.core.model_config import ModelConfig
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
 from stoker.models.config_fields import value_or, with_defaults
-from stoker.models.tensor_transforms import ungroup_qkv
+from stoker.models.tensor_transforms import group_qkv, ungroup_qkv
 
 
 @with_defaults(vocab_size=103168, bias=True, max_position_embeddings=2048)
@@ -35,7 +35,7 @@ def internlm2_names(config: ModelConfig) -> TensorNames:
         "head": "output",
         "layers.{i}.attention_norm": f"{layer}.attention_norm",
         "layers.{i}.mlp_norm": f"{layer}.ffn_norm",
-        "layers.{i}.attention.qkv": Transformed((f"{layer}.attention.wqkv",), ungroup_qkv),
+        "layers.{i}.attention.qkv": Transformed((f"{layer}.attention.wqkv",), ungroup_qkv, group_qkv),
         "layers.{i}.attention.out": f"{layer}.attention.wo",
         "layers.{i}.mlp.up": (f"{layer}.feed_forward.w1", f"{layer}.feed_forward.w3"),
         "layers.{i}.mlp.down": f"{layer}.feed_forward.w2",

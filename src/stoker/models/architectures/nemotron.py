@@ -9,7 +9,7 @@ from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.arcee import names_without_gates, without_gates
 from stoker.models.architectures.llama import IGNORED, llama_config
 from stoker.models.config_fields import read_head_size, read_rope, replace_fields, require_values, value_or, with_defaults
-from stoker.models.tensor_transforms import add_one
+from stoker.models.tensor_transforms import add_one, subtract_one
 
 
 @with_defaults(
@@ -30,7 +30,7 @@ def nemotron_names(config: ModelConfig) -> TensorNames:
     names: TensorNames = {}
     for key, source in names_without_gates(config).items():
         if key.endswith("norm") and isinstance(source, str):  # 1 is added to the weight, but not to the bias
-            names[f"{key}.weight"] = Transformed((f"{source}.weight",), add_one)
+            names[f"{key}.weight"] = Transformed((f"{source}.weight",), add_one, subtract_one)
             names[f"{key}.bias"] = f"{source}.bias"
         else:
             names[key] = source

@@ -12,7 +12,7 @@ from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.llama import IGNORED, llama_config
 from stoker.models.architectures.qwen2 import qwen2_moe_names, with_experts
 from stoker.models.config_fields import read_activation, read_rope, replace_fields, require_values, value_or, with_defaults
-from stoker.models.tensor_transforms import add_one, squeeze_conv, unsqueeze_conv
+from stoker.models.tensor_transforms import add_one, squeeze_conv, subtract_one, unsqueeze_conv
 
 
 @with_defaults(
@@ -76,7 +76,7 @@ def gated_attention_names() -> TensorNames:
         "layers.{i}.attention.q_norm": f"{attention}.q_norm",
         "layers.{i}.attention.k_norm": f"{attention}.k_norm",
     }
-    return names | {name: Transformed((source,), add_one) for name, source in norms.items()}
+    return names | {name: Transformed((source,), add_one, subtract_one) for name, source in norms.items()}
 
 
 def delta_net_names(block: str) -> TensorNames:
