@@ -84,6 +84,12 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed]]] = {
     "gptq 8 bits act-order": (
         {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": True}, lambda w: gptq(w, 32, bits=8, act_order=True),
     ),
+    "gptq, 8 bits and other groups in a module": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {
+            "-:lm_head": {}, r"+:.*\.down_proj": {"bits": 8, "group_size": 16}, ".*(down|gate)_proj": {"bits": 4},
+        }},
+        lambda w: gptq(w, 16, bits=8) if w.shape == (64, 96) else gptq(w, 32),
+    ),
     "auto-round": (ROUND | {"packing_format": "auto_round"}, lambda w: gptq(w, 32, v2=True)),
     "auto-round as gptq": (ROUND | {"packing_format": "auto_round:auto_gptq"}, lambda w: gptq(w, 32)),
     "auto-round as awq": (ROUND | {"packing_format": "auto_round:auto_awq"}, lambda w: awq(w, 32)),

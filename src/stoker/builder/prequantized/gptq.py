@@ -21,6 +21,7 @@ from stoker.builder.prequantized.checks import (
     read_bits_and_group,
     read_section,
 )
+from stoker.builder.prequantized.module_patterns import compile_pattern
 from stoker.builder.prequantized.packed_int32 import feature_order, int4_tensors, split_groups, supported_group, unpack_int32
 from stoker.builder.prequantized.weight import PrequantizedWeight
 from stoker.quant.format import Format
@@ -35,6 +36,9 @@ _KEYS = (
     "cache_block_outputs", "batch_size", "pad_token_id", "block_name_to_quantize", "module_name_preceding_first_block", "version",
     "modules_in_block_to_quantize", "modules_to_not_convert", "mse", "pack_impl", "dynamic", "zero_point", "gptaq", "gptaq_alpha",
 )  # fmt: skip
+_BITS = (2, 3, 4, 8)
+# Settings of a pattern in `dynamic`; the last ones are those of the search for the values.
+_DYNAMIC_KEYS = ("bits", "group_size", "desc_act", "sym", "damp_percent", "damp_auto_increment", "mse", "static_groups", "true_sequential")
 _VALUES: dict[str, tuple[Any, ...]] = {
     "checkpoint_format": ("gptq", "gptq_v2", None), "format": ("gptq", "gptq_v2", None), "method": ("gptq", None),
     "is_marlin_format": (False, None), "pack_dtype": ("int32", None), "adapter": (None,), "rotation": (None,),
@@ -50,11 +54,13 @@ def read_gptq(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -
     """
     check_known_keys(quantization, (*_KEYS, *_VALUES))
     check_values(quantization, _VALUES)
-    _check_dynamic(quantization)
-    bits, size = read_bits_and_group(quantization, (2, 3, 4, 8))
+    settings_of = _dynamic_settings(quantization)
+    read_bits_and_group(quantization, _BITS)
     zero_offset = 0 if _is_second_version(quantization) else 1
     found = {}
     for module in modules_with(tensors, ".qweight", (".qzeros", ".scales")):
+        settings = settings_of(module)
+        bits, size = read_bits_and_group(settings, _BITS)
         words, out_features = matrix_shape(tensors, f"{module}.qweight")
         in_features = words * 32 // bits
         if words * 32 % bits or out_features * bits % 32:
@@ -68,7 +74,7 @@ def read_gptq(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -
         check_tensor(tensors, f"{module}.qzeros", (num_groups, out_features * bits // 32), torch.int32)
         check_tensor(tensors, f"{module}.scales", (num_groups, out_features), *FLOATS)
         has_group_index = f"{module}.g_idx" in tensors
-        reordered = bool(quantization.get("desc_act")) and has_group_index
+        reordered = bool(settings.get("desc_act")) and has_group_index
         if has_group_index:
             check_tensor(tensors, f"{module}.g_idx", (in_features,), torch.int32)
         sources = tuple(f"{module}.{part}" for part in ("qweight", "qzeros", "scales", *(("g_idx",) if has_group_index else ())))
@@ -86,13 +92,19 @@ def _is_second_version(quantization: dict[str, Any]) -> bool:
     return found == {"gptq_v2"}
 
 
-def _check_dynamic(quantization: dict[str, Any]) -> None:
-    """Raise CheckpointError for modules with settings of their own in `dynamic`. Keys with "-:" name modules that are not quantized."""
-    if own := [key for key in read_section(quantization, "dynamic") if not key.startswith("-:")]:
-        raise CheckpointError(
-            f"quantization_config: dynamic has settings of its own for {own[0][:60]!r}, which are not supported.",
-            cure="Use a checkpoint whose modules have the same bits and group_size.",
-        )
+def _dynamic_settings(quantization: dict[str, Any]) -> Callable[[str], dict[str, Any]]:
+    """The settings of a module by its name: those of the first pattern in `dynamic` that matches, then those of the checkpoint.
+
+    A pattern with "-:" names modules that are not quantized. Raises CheckpointError for unknown settings, and invalid patterns.
+    """
+    dynamic = read_section(quantization, "dynamic")
+    rows = []
+    for key in dynamic:
+        if not key.startswith("-:"):
+            section = read_section(dynamic, key)
+            check_known_keys(section, _DYNAMIC_KEYS, f"dynamic.{key[:60]}.")
+            rows.append((compile_pattern(key.removeprefix("+:"), "dynamic"), quantization | section))
+    return lambda module: next((settings for matches, settings in rows if matches(module)), quantization)
 
 
 def _choose_format(bits: int, group: int, reordered: bool, scale_dtype: torch.dtype) -> Format:
