@@ -110,7 +110,7 @@ def constants(job: CompileJob) -> dict[str, object]:
     [
         (MIXTRAL, "WEIGHTS_ONLY_INT4", {}, Mapping(tensor_parallel=2, expert_parallel=True), "int4"),
         (MIXTRAL, "AWQ", {"group_size": 32}, Mapping(), "int4"),
-        (DEEPSEEK, "FP8_BLOCK", {"rows": 32, "columns": 32}, Mapping(), "block_fp8"),
+        (DEEPSEEK, "FP8_BLOCK", {"rows": 32, "columns": 32}, Mapping(data_parallel=2, expert_parallel=True), "block_fp8"),
     ],
 )
 def test_steps_of_quantized_experts_do_not_wait_for_the_device(
@@ -124,7 +124,7 @@ def test_steps_of_quantized_experts_do_not_wait_for_the_device(
     )  # fmt: skip
     engine = build(tmp_path, tmp_path / "engine", config, verify="none")
     found = [constants(job) for job in launches(engine.path, 90) if job.name == "expert_linear_kernel"]
-    experts = int(model.get("num_local_experts", 8)) // mapping.tensor_parallel  # type: ignore[call-overload]
+    experts = int(model.get("num_local_experts", 8)) // mapping.stage_size  # type: ignore[call-overload]
     assert found and {kernel["EXPERTS"].count for kernel in found} == {experts}  # type: ignore[attr-defined]
     assert {kernel["FORMAT"].form for kernel in found} == {form}  # type: ignore[attr-defined]
     assert {kernel["EXPERTS"].scatter for kernel in found} == {True, False}  # type: ignore[attr-defined]
