@@ -189,7 +189,8 @@ def train(module: nn.Module, steps: int, rate: float, loss_of: Callable[[Tensor]
     torch.manual_seed(0)
     optimizer = torch.optim.AdamW(module.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps + 1, pct_start=0.1)
-    started, order, losses = time.monotonic(), torch.empty(0, dtype=torch.long), []
+    started, cpu_started = time.monotonic(), time.process_time()
+    order, losses = torch.empty(0, dtype=torch.long), []
     for step in range(steps):
         if len(order) < BATCH:
             order = torch.randperm(count)
@@ -207,6 +208,7 @@ def train(module: nn.Module, steps: int, rate: float, loss_of: Callable[[Tensor]
     return {
         "steps": steps,
         "seconds": time.monotonic() - started,
+        "cpu_seconds": time.process_time() - cpu_started,  # of all threads; a shared machine needs more time than these
         "first_loss": losses[0],
         "last_loss": sum(losses[-20:]) / len(losses[-20:]),
     }

@@ -79,13 +79,13 @@ def answers_of_the_model(folder: Path, count: int) -> list[tuple[list[int], list
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    started = time.monotonic()
+    started, cpu_started = time.monotonic(), time.process_time()
     sequences = answers_of_the_model(args.out, args.things)
     model = load_reference_model(open_checkpoint(default_checkpoint(), "SmolLM2"), "float32", False)
     answers = read_states(model, sequences)
     vocabulary = draft_vocabulary(sequences, args.draft_vocabulary)
     found: dict[str, Any] = {"answers": len(sequences), "tokens": sum(len(answer) for _, answer in sequences)}
-    found["prepare_seconds"] = time.monotonic() - started
+    found |= {"prepare_seconds": time.monotonic() - started, "prepare_cpu_seconds": time.process_time() - cpu_started}
     print(found, flush=True)
     for name, function, steps in (("medusa", train_medusa, args.medusa_steps), ("eagle3", train_eagle, args.eagle_steps)):
         record = args.out / f"{name}.json"

@@ -35,6 +35,7 @@ from stoker.kernels.reference import causal_conv as conv_ref
 from stoker.kernels.reference import delta_rule as delta_ref
 from stoker.kernels.reference import embedding as embedding_ref
 from stoker.kernels.reference import fused_layer as fused_layer_ref
+from stoker.kernels.reference import gated_norm as gated_norm_ref
 from stoker.kernels.reference import linear as linear_ref
 from stoker.kernels.reference import mamba2 as mamba2_ref
 from stoker.kernels.reference import moe as moe_ref
@@ -44,9 +45,20 @@ from stoker.kernels.reference import quant_int8 as int8_ref
 from stoker.kernels.reference import rope as rope_ref
 from stoker.kernels.reference import sampling as sampling_ref
 from stoker.kernels.reference import selective_scan as selective_scan_ref
+from stoker.kernels.reference import state_copy as state_copy_ref
 from stoker.kernels.reference.linear import format_reference
 from stoker.kernels.routing import Routing, RoutingParams
-from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, FusedLayer, Fusion, Mamba2Params, Rotary, SelectiveScanParams
+from stoker.kernels.types import (
+    PLAIN,
+    AttentionParams,
+    DeltaParams,
+    DrawParams,
+    FusedLayer,
+    Fusion,
+    Mamba2Params,
+    Rotary,
+    SelectiveScanParams,
+)
 
 if TYPE_CHECKING:
     from stoker.core.forward_batch import ForwardBatch, KVCache
@@ -70,10 +82,13 @@ def use_launchers() -> None:
     from stoker.kernels.triton.fused_layer import launch as fused_layer_launcher
     from stoker.kernels.triton.gemm.dense import launch as linear
     from stoker.kernels.triton.moe import launch as moe
+    from stoker.kernels.triton.recurrent import causal_conv, delta_rule, gated_norm, mamba2, selective_scan, state_copy
 
     _GPU.update({
         activation_ref: activation, all_reduce_ref: all_reduce, attention_ref: attention, embedding_ref: embedding, linear_ref: linear,
         moe_ref: moe, norm_ref: norm, pages_ref: pages, rope_ref: rope, sampling_ref: sampling, fused_layer_ref: fused_layer_launcher,
+        conv_ref: causal_conv, delta_ref: delta_rule, gated_norm_ref: gated_norm, mamba2_ref: mamba2,
+        selective_scan_ref: selective_scan, state_copy_ref: state_copy,
         **_by_format("stoker.kernels.triton.gemm.quantized", ""),
     })  # fmt: skip
 
@@ -441,10 +456,30 @@ def selective_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, params: Selectiv
     return _pick(x, selective_scan_ref).selective_scan(x, dt, b, c, params, states, batch)
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor, batch: ForwardBatch) -> Tensor:
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, dt: Tensor, beta: Tensor, params: DeltaParams, states: Tensor, batch: ForwardBatch
+) -> Tensor:
     """The gated delta rule, in float32, with q and k divided by their length, and q by √Dk.
 
-    state = exp(decay) × state; state = state + k (beta × (v - stateᵀ k))ᵀ; out = stateᵀ q. q, k [T, Hk, Dk] of groups of H / Hk heads;
-    v [T, H, Dv]; decay (at most 0), beta [T, H]; states float32 [slots, H, Dk, Dv] are read and replaced. Returns [T, H, Dv].
+    state = exp(decay) × state; state = state + k (sigmoid(beta) × (v - stateᵀ k))ᵀ; out = stateᵀ q; decay = a × softplus(dt + dt_bias).
+    q, k [T, Hk, Dk] of groups of H / Hk heads; v [T, H, Dv]; dt, beta [T, H]; states float32 [slots, H, Dk, Dv] are read and replaced.
+    Returns [T, H, Dv].
     """
-    return _pick(q, delta_ref).delta_rule(q, k, v, decay, beta, states, batch)
+    return _pick(q, delta_ref).delta_rule(q, k, v, dt, beta, params, states, batch)
+
+
+def copy_states(storage: Tensor, pairs: Tensor) -> None:
+    """Copy slot pairs[i, 0] of `storage` to slot pairs[i, 1] for each i. No target is a source.
+
+    `storage` uint8 [slots, bytes], dense, with a multiple of 4 bytes; `pairs` int32 [N, 2].
+    """
+    _pick(storage, state_copy_ref).copy_states(storage, pairs)
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int, gate_first: bool) -> Tensor:
+    """An RMS norm within each group of features, gated by silu(gate) before or after the norm.
+
+    norm(x × silu(gate)) × weight with `gate_first`, else norm(x) × weight × silu(gate). x, gate [T, C]; weight [C], or [C / num_groups]
+    for all groups. Returns [T, C].
+    """
+    return _pick(x, gated_norm_ref).gated_norm(x, gate, weight, eps, num_groups, gate_first)

@@ -61,6 +61,14 @@ class SelectiveScanParams:
     skip: Tensor  # [features], multiplies the input that is added to the output
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaParams:
+    """The parameters of the recurrence of a gated delta net: see `ops.delta_rule`. Tensors are float32 [heads]."""
+
+    a: Tensor  # below 0: the state decays by exp(a × time step)
+    dt_bias: Tensor  # added to the time step before the softplus
+
+
 @dataclass(slots=True)
 class DrawParams:
     """The sampling parameters of L rows. Tensors are [L], on the device of the logits."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.core.model_config import DeltaNetConfig
 from stoker.core.specs import LinearSpec, Spec, TensorSpec
 from stoker.kernels import ops
-from stoker.kernels.types import PLAIN
+from stoker.kernels.types import PLAIN, DeltaParams
 from stoker.layers.linear import linear_all_reduce
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
@@ -24,7 +22,7 @@ class DeltaNet:
         weights = loader.load(self.specs(config, name, hidden))
         self.project, self.gates, self.out, self.conv = weights["in"], weights["gates"], weights["out"], weights["conv"]
         self.norm_weight: Tensor = weights["norm"]
-        self.a, self.dt_bias = -weights["a_log"].exp(), weights["dt_bias"]
+        self.params = DeltaParams(-weights["a_log"].exp(), weights["dt_bias"])
         self.group, size = loader.group, loader.sharding.size
         self.num_heads = config.num_heads // size
         self.key_heads = max(config.key_heads // size, 1)
@@ -70,8 +68,6 @@ class DeltaNet:
         convolved = ops.causal_conv(inputs, self.conv, None, state.conv, batch, config.activation)
         q, k, v = convolved.split_with_sizes((keys, keys, values), dim=-1)
         q, k, v = q.unflatten(-1, (key_heads, -1)), k.unflatten(-1, (key_heads, -1)), v.unflatten(-1, (heads, -1))
-        decay = self.a * F.softplus(dt.float() + self.dt_bias)
-        out = ops.delta_rule(q, k, v, decay, torch.sigmoid(beta), state.recurrent, batch)
-        normalized = ops.norm(out, self.norm_weight, None, config.norm.eps, "rms").flatten(1)
-        gated = (normalized * F.silu(gate.float())).to(out.dtype)
+        out = ops.delta_rule(q, k, v, dt, beta, self.params, state.recurrent, batch)
+        gated = ops.gated_norm(out.flatten(1), gate, self.norm_weight, config.norm.eps, heads, gate_first=False)
         return linear_all_reduce(self.out, gated, self.group, residual)

@@ -82,22 +82,21 @@ class Mamba2:
 
     def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
         """The output of the recurrence [T, inner], multiplied by silu(gate) and normalized within each group of features."""
-        config, factor = self.config, F.silu(gate.float())
-        wide = out.float()
+        config, num_ranks = self.config, self.config.num_heads // self.num_heads
         if config.norm is None:
-            return (wide * factor).to(out.dtype)
+            return (out.float() * F.silu(gate.float())).to(out.dtype)
         assert self.norm_weight is not None
-        if config.gate_first:
-            wide = wide * factor
-        wide = (wide * self._rsqrt(wide, config.norm.eps)).to(out.dtype) * self.norm_weight
-        return wide if config.gate_first else (wide * factor).to(out.dtype)
+        if config.norm_groups % num_ranks == 0:
+            groups = config.norm_groups // num_ranks
+            return ops.gated_norm(out, gate, self.norm_weight, config.norm.eps, groups, config.gate_first)
+        return self._gated_over_ranks(out, gate, self.norm_weight, config.norm.eps)
 
-    def _rsqrt(self, x: Tensor, eps: float) -> Tensor:
-        """1 / the root mean square of the group of each feature of x [T, inner]. All ranks have features of a single group."""
-        num_groups, size = self.config.norm_groups, self.config.num_heads // self.num_heads
-        if num_groups == 1 and size > 1:
-            total = ops.all_reduce(x.square().sum(-1, keepdim=True), self.group)
-            return (total / (x.shape[-1] * size) + eps).rsqrt()
-        groups = x.unflatten(-1, (num_groups // size, -1))
-        factors = (groups.square().mean(-1, keepdim=True) + eps).rsqrt()
-        return factors.expand_as(groups).flatten(-2)
+    def _gated_over_ranks(self, out: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`ops.gated_norm` of a single group whose features are divided over the ranks."""
+        wide, factor = out.float(), F.silu(gate.float())
+        if self.config.gate_first:
+            wide = wide * factor
+        total = ops.all_reduce(wide.square().sum(-1, keepdim=True), self.group)
+        features = self.config.num_heads * self.config.head_size
+        wide = (wide * (total / features + eps).rsqrt()).to(out.dtype) * weight
+        return wide if self.config.gate_first else (wide * factor).to(out.dtype)

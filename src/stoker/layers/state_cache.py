@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from stoker.core.forward_batch import LayerState
 from stoker.core.model_config import ModelConfig, StateConfig
+from stoker.kernels import ops
 
 _ALIGN = 256  # bytes
-COPIED_SLOTS = 2  # whose states are copied at the same time
 
 
 class StateCache:
@@ -44,10 +45,16 @@ class StateCache:
 
         No target is a source: sequences are saved to slots of snapshots, and restored to their rows.
         """
-        # In parts, because sequences that began together are saved together, and a copy of all their states is not in the memory plan.
-        for part in pairs.split(COPIED_SLOTS):
-            source, target = part.long().unbind(1)
-            self._storage.index_copy_(0, target, self._storage.index_select(0, source))
+        ops.copy_states(self._storage, pairs)
+
+    @contextmanager
+    def around_step(self, restores: Tensor | None, saves: Tensor | None) -> Iterator[None]:
+        """Copy `restores` before the step that the block runs, and `saves` after it; None: nothing to copy."""
+        if restores is not None:
+            self.copy(restores)
+        yield
+        if saves is not None:
+            self.copy(saves)
 
     def _view(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """[slots, *shape] of `dtype` in the storage, from byte number `start` of each slot on."""

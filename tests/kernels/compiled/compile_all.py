@@ -33,7 +33,20 @@ from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
 from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 from stoker.kernels.triton.gemm.quantized import int8 as quant_int8
 from stoker.kernels.triton.moe import launch as moe
-from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, FusedLayer, FusedLinear, Fusion, Rotary, supports_key_mean
+from stoker.kernels.triton.recurrent import causal_conv, delta_rule, gated_norm, mamba2, selective_scan
+from stoker.kernels.types import (
+    PLAIN,
+    AttentionParams,
+    DeltaParams,
+    DrawParams,
+    FusedLayer,
+    FusedLinear,
+    Fusion,
+    Mamba2Params,
+    Rotary,
+    SelectiveScanParams,
+    supports_key_mean,
+)
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
@@ -52,6 +65,41 @@ def cache(kv_heads: int, block: int, size: int, value_size: int | None, dtype: t
     balance = None if scale is None or values is None else meta(kv_heads, 2, size, dtype=FP32)
     mean = meta(kv_heads, 8, size, dtype=FP32) if dtype == FP8 and balance is not None and supports_key_mean(size) else None
     return KVCache(meta(4096, kv_heads, block, size, dtype=dtype), values, scale, scale, balance, mean)
+
+
+def state_rows(rows: int, tokens: int) -> ForwardBatch:
+    """`rows` rows of `tokens` tokens of a model with recurrent states."""
+    total, decodes = rows * tokens, rows if tokens == 1 else 0
+    empty = index(total)
+    return ForwardBatch(
+        empty, empty, empty, index(rows + 1), index(rows), index(rows, 8), decodes, tokens, 4096, state_slots=index(rows)
+    )  # fmt: skip
+
+
+def convolve(tokens: int, channels: int = 8192) -> None:
+    x, weight = meta(tokens * 2, 2 * channels)[:, :channels], meta(channels, 4)
+    causal_conv.causal_conv(x, weight, meta(channels), meta(9, channels, 3), state_rows(2, tokens), "silu")
+
+
+def recur_mamba2(tokens: int, *, heads: int = 128, size: int = 64, state: int = 128, dtype: torch.dtype = BF16) -> None:
+    params = Mamba2Params(*(meta(heads, dtype=FP32) for _ in range(3)))
+    x, b = meta(2 * tokens, heads, size, dtype=dtype), meta(2 * tokens, 8, state, dtype=dtype)
+    states = meta(9, heads, size, state, dtype=FP32)
+    mamba2.mamba2(x, meta(2 * tokens, heads, dtype=dtype), b, b, params, states, state_rows(2, tokens))
+
+
+def recur_delta(tokens: int, *, heads: int = 32, size: int = 128, dtype: torch.dtype = BF16) -> None:
+    """The sizes of Qwen3-Next: 16 key heads, 32 value heads."""
+    params = DeltaParams(meta(heads, dtype=FP32), meta(heads, dtype=FP32))
+    q, v = meta(2 * tokens, heads // 2, size, dtype=dtype), meta(2 * tokens, heads, size, dtype=dtype)
+    dt, states = meta(2 * tokens, heads, dtype=dtype), meta(9, heads, size, size, dtype=FP32)
+    delta_rule.delta_rule(q, q, v, dt, dt, params, states, state_rows(2, tokens))
+
+
+def scan(tokens: int, features: int = 8192) -> None:
+    params = SelectiveScanParams(meta(features, 16, dtype=FP32), meta(features, dtype=FP32), meta(features, dtype=FP32))
+    x, b = meta(2 * tokens, features), meta(2 * tokens, 16)
+    selective_scan.selective_scan(x, x, b, b, params, meta(9, features, 16, dtype=FP32), state_rows(2, tokens))
 
 
 def attend(
@@ -228,6 +276,19 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "fused layer int4, of one block": lambda: fused_layer_of("int4", "float", last=True, sizes=(256, 256, 768, 512)),
     "norm": lambda: norm.norm(meta(1, 4096), meta(4096), None, 1e-5, "rms"),
     "norm of heads": lambda: norm.norm(meta(64, 32, 128), meta(128), None, 1e-5, "rms"),
+    "recurrent conv decode": lambda: convolve(1),
+    "recurrent conv prefill": lambda: convolve(300),
+    "recurrent mamba2 decode": lambda: recur_mamba2(1),
+    "recurrent mamba2 prefill": lambda: recur_mamba2(300),
+    "recurrent mamba2 prefill of 256 states": lambda: recur_mamba2(300, state=256),
+    "recurrent mamba2 prefill fp32": lambda: recur_mamba2(300, heads=24, dtype=FP32),
+    "recurrent delta decode": lambda: recur_delta(1),
+    "recurrent delta prefill": lambda: recur_delta(300),
+    "recurrent delta prefill fp32": lambda: recur_delta(300, dtype=FP32),
+    "recurrent scan decode": lambda: scan(1),
+    "recurrent scan prefill": lambda: scan(300),
+    "recurrent norm": lambda: gated_norm.gated_norm(meta(4, 8192), meta(4, 16384)[:, :8192], meta(8192), 1e-5, 8, True),
+    "recurrent norm of heads": lambda: gated_norm.gated_norm(meta(64, 4096), meta(64, 4096), meta(128), 1e-6, 32, False),
     "norm wide": lambda: norm.norm(meta(8, 16384), meta(16384), meta(16384), 1e-5, "layer"),
     **{f"gated {name}": lambda name=name: activation.gated(meta(64, 28672), name) for name in ACTIVATIONS},  # type: ignore[misc]
     "xielu": lambda: activation.xielu(meta(64, 21504), meta(4, dtype=FP32)),

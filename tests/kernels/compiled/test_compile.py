@@ -45,6 +45,7 @@ BOUNDS = {
 
 GROUPS = [
     ("norm", "gated", "activate", "xielu", "rotate", "embedding", "resolve", "remember", "rope", "sample"),
+    ("recurrent",),
     ("linear", "skinny"),
     ("decode", "four", "sum of"),
     ("prefill f", "prefill i", "prefill b", "prefill,"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stoker.kernels.reference.state_rows import state_rows
+from stoker.kernels.types import DeltaParams
 
 if TYPE_CHECKING:
     from stoker.core.forward_batch import ForwardBatch
@@ -16,13 +18,15 @@ CHUNK = 64  # tokens whose pairs are computed at once
 _EPS = 1e-6  # of the norm of queries and keys
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor, batch: ForwardBatch) -> Tensor:
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, dt: Tensor, beta: Tensor, params: DeltaParams, states: Tensor, batch: ForwardBatch
+) -> Tensor:
     """The output [T, H, Dv] of the recurrence (`ops.delta_rule`). Replaces the states of the rows."""
     rows = state_rows(batch)
     num, repeats = rows.num_decodes, v.shape[1] // k.shape[1]
     q = _normalized(q) * q.shape[-1] ** -0.5
     q, k = (t.repeat_interleave(repeats, dim=1) for t in (q, _normalized(k)))
-    values, decay, beta = v.float(), decay.float(), beta.float()
+    values, decay, beta = v.float(), params.a * F.softplus(dt.float() + params.dt_bias), beta.float().sigmoid()
     parts = []
     if num:
         state = rows.initial(states, slice(num)) * decay[:num].exp()[..., None, None]

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from stoker.core.forward_batch import ForwardBatch
 
 # The bytes of the states that a prefill updates in one operation. A CPU is fastest with one state at a time, except for small ones, whose
-# operations cost more than their arithmetic; a GPU needs enough work for each launch.
-CPU_STEP_BYTES, GPU_STEP_BYTES = 1 << 16, 1 << 26
+# operations cost more than their arithmetic.
+STEP_BYTES = 1 << 16
 
 
 def selective_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, params: SelectiveScanParams, states: Tensor, batch: ForwardBatch) -> Tensor:
@@ -74,5 +74,4 @@ def _scan(x: Tensor, step: Tensor, b: Tensor, c: Tensor, a: Tensor, state: Tenso
 
 def _num_blocks(length: int, state: Tensor) -> int:
     """The number of blocks of each row, at most the square root of its tokens: more would be more than the tokens of a block."""
-    budget = CPU_STEP_BYTES if state.is_cpu else GPU_STEP_BYTES
-    return max(1, min(math.isqrt(length), budget // (state.numel() * state.element_size())))
+    return max(1, min(math.isqrt(length), STEP_BYTES // (state.numel() * state.element_size())))

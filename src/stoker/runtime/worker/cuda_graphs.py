@@ -16,7 +16,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.logging import get_logger
+from stoker.layers.state_cache import StateCache
 from stoker.runtime.sampling.verification import Verified
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.planner import max_sampled_tokens
@@ -123,8 +124,10 @@ class Graphs:
         max_tokens: int,
         max_drafts: int,
         device: torch.device,
+        states: StateCache | None = None,
     ) -> None:
-        """`max_drafts`: the largest number of drafts of a row; 0: without speculative decoding."""
+        """`max_drafts`: the largest number of drafts of a row; 0: without speculative decoding. `states`: the storage of recurrent states."""
+        self.states = states
         self.forward = forward
         self.inputs = inputs
         self.max_seq_len = max_seq_len
@@ -184,8 +187,9 @@ class Graphs:
         """
         shape = packed.shape
         captured = self._captured.get((shape, all_greedy)) or self.capture(shape, all_greedy)
-        self.inputs.unpack(packed, self._static, self._tables[: shape.rows])
-        return captured.replay(num_wanted)
+        inputs = self.inputs.unpack(packed, self._static, self._tables[: shape.rows])
+        with nullcontext() if self.states is None else self.states.around_step(inputs.restores, inputs.saves):
+            return captured.replay(num_wanted)
 
     def capture(self, shape: Shape, all_greedy: bool) -> CapturedStep:
         """Capture the step of a shape. It is run once before, which compiles kernels and allocates workspaces of libraries."""

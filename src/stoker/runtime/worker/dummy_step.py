@@ -28,8 +28,11 @@ class Bounds:
 
 
 def static_buffer_size(max_tokens: int, max_rows: int, width: int) -> int:
-    """The number of int32 elements of a buffer for the inputs of any padded step, including block tables of `width` columns."""
-    return buffer_size((*_sizes(Shape(max_tokens, max_rows, False, max_drafts=1)), max_rows * width))
+    """The number of int32 elements of a buffer for the inputs of any padded step.
+
+    It includes block tables of `width` columns, and for each row a copy of recurrent states before and after the step.
+    """
+    return buffer_size((*_sizes(Shape(max_tokens, max_rows, False, max_drafts=1)), max_rows * width, 2 * max_rows, 2 * max_rows))
 
 
 def fill_dummy_step(

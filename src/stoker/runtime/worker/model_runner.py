@@ -97,6 +97,7 @@ class ModelRunner:
                 max_tokens=max_num_tokens,
                 max_drafts=max_drafts,
                 device=device,
+                states=states,
             )
 
     def prepare(self, request: TokenRequest) -> Future[Any] | None:
@@ -329,11 +330,8 @@ class ModelRunner:
 
     def _compute(self, inputs: StepInputs, batch: ForwardBatch) -> Tensor:
         """The logits [L, V] of a step whose ids were resolved, with the copies of recurrent states before and after it."""
-        if self.states is not None and inputs.restores is not None:
-            self.states.copy(inputs.restores)
-        logits = self.model(batch, self.caches)
-        if self.states is not None and inputs.saves is not None:
-            self.states.copy(inputs.saves)
+        with contextlib.nullcontext() if self.states is None else self.states.around_step(inputs.restores, inputs.saves):
+            logits = self.model(batch, self.caches)
         return logits if self.all_rows is None or batch.ranks is None else sampled_first(logits, batch.ranks)
 
     def _resolve(self, batch: ForwardBatch) -> ForwardBatch:

@@ -206,10 +206,9 @@ class LoadedRank:
 def captures_steps(config: RuntimeConfig, model: ModelConfig) -> bool:
     """Whether steps are captured as CUDA graphs.
 
-    Prefix LMs are excluded, because a captured step has no block positions, and models with recurrent states, because their ops pad rows
-    to the longest one, which in a captured step is as long as the step.
+    Prefix LMs are excluded, because a captured step has no block positions.
     """
-    return config.cuda_graphs and not model.requires_whole_prompt and not model.has_state
+    return config.cuda_graphs and not model.requires_whole_prompt
 
 
 def largest_steps(capacity: Capacity, *, speculates: bool = False, pads: bool = False) -> list[tuple[Shape, Bounds]]:

@@ -1,0 +1,76 @@
+"""What the kernels of recurrent states have in common: the row of a CTA, and functions that Triton lacks.
+
+A launch has one CTA per row and part of its state. The CTA passes over the tokens of its row in order, because each state depends on the
+one before. Decode rows have one token; they have a launch of their own, without loops.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from stoker.core.forward_batch import ForwardBatch
+
+
+class StateRows(NamedTuple):
+    """Runtime: the rows of a launch, from `first_row` of the step on."""
+
+    query_starts_ptr: Tensor  # int32 [R + 1]
+    seq_lens_ptr: Tensor  # int32 [R]
+    slots_ptr: Tensor  # int32 [R]
+    first_row: int
+
+
+@triton.jit
+def row_tokens(rows, index, DECODE: tl.constexpr):
+    """(first token, number of tokens, slot, whether its sequence begins) of row `index` of the launch."""
+    row = rows.first_row + index
+    first = tl.load(rows.query_starts_ptr + row)
+    count = 1
+    if not DECODE:
+        count = tl.load(rows.query_starts_ptr + row + 1) - first
+    is_new = tl.load(rows.seq_lens_ptr + row) <= count
+    return first.to(tl.int64), count, tl.load(rows.slots_ptr + row).to(tl.int64), is_new
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), with a relative error of float32 also where exp(x) is small."""
+    y = tl.exp(tl.minimum(x, 20.0))
+    u = 1.0 + y
+    # log1p(y) = log(u) × y / (u - 1): the rounding errors of u cancel.
+    log1p = tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.where(x > 20.0, x, log1p)
+
+
+class ChunkTile(NamedTuple):
+    """The work of a CTA of a prefill kernel at a time."""
+
+    tokens: int  # of a chunk
+    features: int  # of a head
+    precision: str  # of the products
+    num_warps: int
+
+
+def chunk_tile(x: Tensor) -> ChunkTile:
+    """The tile for inputs of x's dtype: the largest one whose kernels spill no more than a few registers (tests/kernels/compiled).
+
+    TF32 rounds operands to 11 bits, which is as fine as float16 inputs are, and finer than bfloat16. Float32 inputs need three products each
+    ("tf32x3"), whose operands take twice the registers and shared memory.
+    """
+    return ChunkTile(16, 32, "tf32x3", 4) if x.dtype == torch.float32 else ChunkTile(32, 64, "tf32", 8)
+
+
+def launches(batch: ForwardBatch) -> list[tuple[StateRows, int, bool]]:
+    """(rows, their number, whether each has one token) of the launches of a step. The batch must have `state_slots`."""
+    assert batch.state_slots is not None, "the model has recurrent states, and the step names no slots"
+    num_rows, num_decodes = batch.num_rows, batch.num_decodes
+    parts = [(0, num_decodes, True), (num_decodes, num_rows - num_decodes, False)]
+    return [
+        (StateRows(batch.query_starts, batch.seq_lens, batch.state_slots, first), count, decode) for first, count, decode in parts if count
+    ]
