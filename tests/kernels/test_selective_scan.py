@@ -46,7 +46,7 @@ def batch_of(rows: list[tuple[int, int]]) -> ForwardBatch:
 def test_selective_scan_equals_a_loop_over_tokens(step: str, states_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = STEPS[step]
     num_prefills = max(sum(new > 1 for new, _ in rows), 1)
-    monkeypatch.setattr(reference, "CPU_STEP_BYTES", states_at_once * num_prefills * FEATURES * ELEMENTS * 4)
+    monkeypatch.setattr(reference, "STEP_BYTES", states_at_once * num_prefills * FEATURES * ELEMENTS * 4)
     batch, generator = batch_of(rows), torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:

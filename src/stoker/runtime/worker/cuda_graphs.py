@@ -126,7 +126,7 @@ class Graphs:
         device: torch.device,
         states: StateCache | None = None,
     ) -> None:
-        """`max_drafts`: the largest number of drafts of a row; 0: without speculative decoding. `states`: the storage of recurrent states."""
+        """`max_drafts`: the largest number of drafts of a row; 0: without speculative decoding. `states`: those of recurrences."""
         self.states = states
         self.forward = forward
         self.inputs = inputs

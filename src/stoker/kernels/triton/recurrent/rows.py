@@ -60,8 +60,8 @@ class ChunkTile(NamedTuple):
 def chunk_tile(x: Tensor) -> ChunkTile:
     """The tile for inputs of x's dtype: the largest one whose kernels spill no more than a few registers (tests/kernels/compiled).
 
-    TF32 rounds operands to 11 bits, which is as fine as float16 inputs are, and finer than bfloat16. Float32 inputs need three products each
-    ("tf32x3"), whose operands take twice the registers and shared memory.
+    TF32 rounds operands to 11 bits, which is as fine as float16 inputs are, and finer than bfloat16. Float32 inputs need three products
+    each ("tf32x3"), whose operands take twice the registers and shared memory.
     """
     return ChunkTile(16, 32, "tf32x3", 4) if x.dtype == torch.float32 else ChunkTile(32, 64, "tf32", 8)
 

@@ -77,7 +77,7 @@ def selective_scan_kernel(
     pdl_launch_dependents(USE_PDL)
     first, count, slot, is_new = row_tokens(rows, tl.program_id(0), DECODE)
     state = tl.load(states_ptr + slot * stride_slot + places, mask=inside & (is_new == 0), other=0.0)
-    for i in range(0, count):
+    for i in range(count):
         token = first + i
         step = softplus(tl.load(inputs.dt_ptr + token * inputs.stride_dt + features, mask=is_feature, other=0.0).to(tl.float32) + bias)
         x = tl.load(inputs.x_ptr + token * inputs.stride_x + features, mask=is_feature, other=0.0).to(tl.float32)
