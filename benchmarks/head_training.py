@@ -113,6 +113,7 @@ class EagleHead(nn.Module):
             self.post_norm.weight.copy_(last.post_attention_layernorm.weight)
             self.norm.weight.copy_(model.model.norm.weight)
             self.lm_head.weight.copy_(model.lm_head.weight[vocabulary])
+        self.lm_head.requires_grad_(False)  # a third of the parameters, which would fit the few answers and not others
 
     def forward(self, layers: Tensor, tokens: Tensor) -> Iterator[Tensor]:
         """The output [N, T, H] before the norm of each draft step: at t of step j, that from which token t + 2 + j is predicted."""

@@ -9,6 +9,7 @@ Everything is deterministic for one version of PyTorch and one number of threads
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from pathlib import Path
@@ -26,33 +27,52 @@ from stoker.builder.verification.reference_model import load_reference_model
 from stoker.cli.benchmark.results import provenance
 from stoker.cli.default_model import default_checkpoint
 
-QUESTIONS = (
-    "What is a {}? Answer in three sentences.",
-    "Explain to a child what a {} is.",
-    "How is a {} made, and what is it used for?",
-)
+QUESTIONS = {
+    "prose": (
+        "What is a {}? Answer in three sentences.",
+        "Explain to a child what a {} is.",
+        "How is a {} made, and what is it used for?",
+    ),
+    "records": ("Describe a {} as a JSON object with the keys name, category, material, colour, price and use.",),
+}
 THINGS = (
     "bicycle", "bridge", "camera", "candle", "castle", "clock", "compass", "desk", "diamond", "drum", "elephant", "engine", "farm",
     "flute", "forest", "fountain", "garden", "glacier", "guitar", "hammer", "harbour", "helicopter", "island", "kettle", "kite",
     "ladder", "lake", "lamp", "lantern", "lens", "library", "lighthouse", "lock", "magnet", "map", "microscope", "mill", "mirror",
-    "monument", "motor", "museum", "needle", "newspaper", "ocean", "orchestra", "oven", "painting", "park", "pencil", "piano",
-    "planet", "poem", "printer", "pump", "pyramid", "radio", "railway", "river", "robot", "rocket", "sail", "satellite", "saw",
-    "school", "scissors", "sculpture", "ship", "shoe", "snowflake", "spoon", "stadium", "star", "station", "statue", "sword", "table",
+    "monument", "motor", "museum", "needle", "newspaper", "ocean", "orchestra", "oven", "painting", "park", "pencil", "piano", "planet",
+    "poem", "printer", "pump", "pyramid", "radio", "railway", "river", "robot", "rocket", "sail", "satellite", "saw", "school",
+    "scissors", "sculpture", "ship", "shoe", "snowflake", "spoon", "stadium", "star", "station", "statue", "sword", "table",
     "telephone", "telescope", "temple", "tent", "theatre", "thermometer", "tower", "tractor", "train", "tree", "trumpet", "tunnel",
     "umbrella", "valley", "vase", "violin", "volcano", "wagon", "watch", "waterfall", "wheel", "whistle", "windmill", "window", "zoo",
     "airplane", "anchor", "balloon", "barrel", "basket", "battery", "beach", "bell", "blanket", "book", "bottle", "bread", "broom",
     "brush", "bucket", "button", "cable", "cake", "calendar", "canal", "carpet", "cart", "chain", "chair", "cheese", "church", "coat",
-    "coin", "computer", "cup", "curtain", "dam", "dress", "envelope", "factory", "fence", "ferry",
+    "coin", "computer", "cup", "curtain", "dam", "dress", "envelope", "factory", "fence", "ferry", "field", "fire", "fishing rod",
+    "flag", "flower", "fork", "fort", "frame", "furnace", "gate", "glass", "glove", "goat", "greenhouse", "gun", "harp", "hat",
+    "helmet", "herb", "hill", "hinge", "horn", "horse", "hospital", "hotel", "house", "ice cream", "ink", "iron", "jacket", "jar",
+    "jewel", "jug", "keyboard", "key", "kitchen", "knife", "knot", "laboratory", "lawn mower", "leaf", "lemon", "letter", "lever",
+    "lift", "loom", "lorry", "machine", "market", "mask", "mattress", "medal", "metal", "microphone", "milk", "mine", "moon", "mosque",
+    "motorway", "mountain", "mouse", "mug", "nail", "necklace", "net", "notebook", "nut", "oar", "office", "oil lamp", "orange",
+    "organ", "oven glove", "paddle", "palace", "pan", "paper", "parachute", "passport", "path", "pear", "pebble", "pepper", "perfume",
+    "pier", "pillow", "pin", "pipe", "plate", "plough", "pocket", "pond", "port", "pot", "power plant", "prison", "puppet", "purse",
+    "puzzle", "quilt", "rake", "raft", "razor", "refrigerator", "ring", "roof", "room", "rope", "rose", "rug", "ruler", "saddle",
+    "salt", "sandal", "sauce", "scarf", "screen", "screw", "seed", "sewing machine", "shelf", "shield", "shirt", "shop", "shovel",
+    "sink", "skateboard", "ski", "sledge", "soap", "sock", "sofa", "solar panel", "spade", "spider", "sponge", "spring", "stage",
+    "staircase", "stamp", "stapler", "stove", "straw", "street", "submarine", "sugar", "suitcase", "sundial", "swimming pool", "switch",
+    "syringe", "tape measure", "tap", "taxi", "teapot", "theme park", "thread", "ticket", "tile", "tin", "toaster", "tool box",
+    "toothbrush", "torch", "towel", "town hall", "toy", "traffic light", "tram", "trap", "tray", "trolley", "trousers", "truck", "tube",
+    "turbine", "typewriter", "tyre", "uniform", "university", "vacuum cleaner", "van", "vegetable", "veil", "vending machine",
+    "village", "wall", "wallet", "wardrobe", "washing machine", "waterwheel", "weapon", "well", "wheelbarrow", "wire", "wool",
+    "workshop", "yacht", "yoghurt", "zip",
 )  # fmt: skip
 HELD_OUT_EVERY = 8  # every eighth thing is not in the training data
 NEW_TOKENS = 96
 DRAFT_TOKENS = {"eagle3": (2, 3), "medusa": (2, 3)}
 
 
-def prompts(count: int, *, held_out: bool) -> list[str]:
-    """The questions about the first `count` things: those of the training data, or the others."""
+def prompts(count: int, kind: str, *, held_out: bool) -> list[str]:
+    """The questions of one kind about the first `count` things: those of the training data, or the others."""
     things = [thing for i, thing in enumerate(THINGS[:count]) if (i % HELD_OUT_EVERY == 0) is held_out]
-    return [question.format(thing) for thing in things for question in QUESTIONS]
+    return [question.format(thing) for thing in things for question in QUESTIONS[kind]]
 
 
 def engine(quantization: str) -> Path:
@@ -65,7 +85,7 @@ def answers_of_the_model(folder: Path, count: int) -> list[tuple[list[int], list
     """(prompt, greedy answer) in token ids, for the training prompts."""
     file = folder / "answers.json"
     if not file.exists():
-        texts = prompts(count, held_out=False)
+        texts = [text for kind in QUESTIONS for text in prompts(count, kind, held_out=False)]
         with LLM(str(engine("NO_QUANT")), kv_cache_tokens=32 * 256) as llm:
             found = llm.chat(
                 [[{"role": "user", "content": text}] for text in texts], SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
@@ -107,13 +127,14 @@ def timed_answers(llm: LLM, texts: list[str]) -> tuple[list[list[int]], float]:
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Tokens per step and per second of greedy decoding of one request at a time, alternating with plain decoding."""
-    texts, results = prompts(args.things, held_out=True)[: args.prompts], []
+    results: list[dict[str, Any]] = []
     settings: dict[str, dict[str, Any]] = {"plain": {}}
     for name, lengths in DRAFT_TOKENS.items():
         if (args.out / name).is_dir():
             chosen = {"speculate": str(args.out / name), "adaptive_drafts": False}
             settings |= {f"{name} {n}": chosen | {"draft_tokens": n} for n in lengths}
-    for quantization in args.formats.split(","):
+    for quantization, kind in itertools.product(args.formats.split(","), QUESTIONS):
+        texts = prompts(args.things, kind, held_out=True)[: args.prompts]
         path, seconds, answers = str(engine(quantization)), {name: [] for name in settings}, {}
         models = {name: LLM(path, kv_cache_tokens=2048, prefix_reuse=False, **options) for name, options in settings.items()}
         for _ in range(args.repeats):
@@ -122,7 +143,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 seconds[name].append(took)
         for name, llm in models.items():
             tokens, fastest, stats = sum(map(len, answers[name])), min(seconds[name]), llm.stats()
-            result = {"format": quantization, "proposer": name, "tokens": tokens, "tokens_per_s": tokens / fastest}
+            result = {"format": quantization, "kind": kind, "proposer": name, "tokens": tokens, "tokens_per_s": tokens / fastest}
             if name != "plain":
                 result |= {
                     "tokens_per_step": 1 + stats.num_accepted_draft_tokens / max(stats.num_draft_steps, 1),
@@ -139,12 +160,12 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="Folder for the answers and the heads.")
-    parser.add_argument("--eagle-steps", type=int, default=400)
+    parser.add_argument("--eagle-steps", type=int, default=600)
     parser.add_argument("--medusa-steps", type=int, default=300)
     parser.add_argument("--things", type=int, default=len(THINGS), help="Number of things that the questions are about.")
     parser.add_argument("--draft-vocabulary", type=int, default=4096)
     parser.add_argument("--formats", default="NO_QUANT,AS_STORED", help="Quantizations of the model to measure.")
-    parser.add_argument("--prompts", type=int, default=48, help="Largest number of prompts to measure.")
+    parser.add_argument("--prompts", type=int, default=32, help="Largest number of prompts of each kind to measure.")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--measure", action="store_true", help="Do not train: measure the heads in --out.")
     parser.add_argument("--train", action="store_true", help="Do not measure.")
