@@ -36,7 +36,7 @@ def conv_kernel(
     bias_ptr,  # [C] or None
     states_ptr,  # [slots, C, TAPS - 1], slots stride_slot apart
     out_ptr,  # [T, C], dense
-    rows,  # StateRows
+    rows,  # LaunchRows
     stride_x,
     stride_slot,
     C: tl.constexpr,
@@ -65,7 +65,7 @@ def conv_kernel(
     state_ptr = states_ptr + slot * stride_slot + channels[None, :] * LAST + places
     is_old = inside[None, :] & (places < LAST) & (is_new == 0)
     # The last inputs of the row: those of the state that remain, and those of this step.
-    kept = tl.load(state_ptr + count, mask=is_old & (places + count < LAST), other=0.0)
+    retained = tl.load(state_ptr + count, mask=is_old & (places + count < LAST), other=0.0)
     last = places + count - LAST
     newest_ptr = source_ptr[None, :] + last.to(tl.int64) * stride_x
     newest = tl.load(newest_ptr, mask=inside[None, :] & (places < LAST) & (last >= 0), other=0.0)
@@ -93,7 +93,7 @@ def conv_kernel(
             out_ptrs = target_ptr[None, :] + tokens[:, None].to(tl.int64) * C
             tl.store(out_ptrs, activated(result, ACTIVATION).to(out_ptr.dtype.element_ty), mask=is_token)
     tl.debug_barrier()  # other threads of the CTA may still read the old state
-    tl.store(state_ptr, kept + newest.to(kept.dtype), mask=inside[None, :] & (places < LAST))
+    tl.store(state_ptr, retained + newest.to(retained.dtype), mask=inside[None, :] & (places < LAST))
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, batch: ForwardBatch, activation: str) -> Tensor:

@@ -39,7 +39,7 @@ BLOCK_V = 32  # value features of a CTA of a decode: with 128 in a head, batch 1
 _EPS = tl.constexpr(1e-6)  # of the norm of queries and keys
 
 
-class Inputs(NamedTuple):
+class DeltaInputs(NamedTuple):
     """Runtime: the inputs of T tokens, usually views of one projection. Strides are in elements; the last axis is dense."""
 
     q_ptr: Tensor  # [T, Hk, Dk]
@@ -54,14 +54,14 @@ class Inputs(NamedTuple):
     stride_beta: int
 
 
-class Parameters(NamedTuple):
+class DeltaParameters(NamedTuple):
     """Runtime: float32 [H]."""
 
     a_ptr: Tensor
     dt_bias_ptr: Tensor
 
 
-class Sizes(NamedTuple):
+class DeltaSizes(NamedTuple):
     """Constants: the heads and the features of the state [Dk, Dv] of each."""
 
     heads: int
@@ -91,11 +91,11 @@ def load_decay(inputs, block, token, places, is_token, head):
 
 @triton.jit
 def delta_decode_kernel(
-    inputs,  # Inputs
-    block,  # Parameters
+    inputs,  # DeltaInputs
+    block,  # DeltaParameters
     states_ptr,  # float32 [slots, H, Dk, Dv], slots stride_slot apart
     out_ptr,  # [T, H, Dv], dense
-    rows,  # StateRows
+    rows,  # LaunchRows
     stride_slot,
     SIZES: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -129,10 +129,10 @@ def delta_decode_kernel(
 
 @triton.jit
 def chunk_inverse_kernel(
-    inputs,  # Inputs
-    block,  # Parameters
+    inputs,  # DeltaInputs
+    block,  # DeltaParameters
     inverses_ptr,  # float32 [T, H, CHUNK]
-    rows,  # StateRows
+    rows,  # LaunchRows
     SIZES: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -170,12 +170,12 @@ def chunk_inverse_kernel(
 
 @triton.jit
 def delta_prefill_kernel(
-    inputs,  # Inputs
-    block,  # Parameters
+    inputs,  # DeltaInputs
+    block,  # DeltaParameters
     inverses_ptr,  # float32 [T, H, CHUNK]
     states_ptr,  # float32 [slots, H, Dk, Dv], slots stride_slot apart
     out_ptr,  # [T, H, Dv], dense
-    rows,  # StateRows
+    rows,  # LaunchRows
     stride_slot,
     SIZES: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -236,9 +236,9 @@ def delta_rule(
     key_heads, key_size = k.shape[1:]
     q, k, v = (t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous() for t in (q, k, v))
     dt, beta = (t if t.stride(-1) == 1 else t.contiguous() for t in (dt, beta))
-    inputs = Inputs(q, k, v, dt, beta, *(t.stride(0) for t in (q, k, v, dt, beta)))
-    parameters = Parameters(params.a, params.dt_bias)
-    sizes = Sizes(heads, heads // key_heads, key_size, value_size, max(16, triton.next_power_of_2(key_size)))
+    inputs = DeltaInputs(q, k, v, dt, beta, *(t.stride(0) for t in (q, k, v, dt, beta)))
+    parameters = DeltaParameters(params.a, params.dt_bias)
+    sizes = DeltaSizes(heads, heads // key_heads, key_size, value_size, max(16, triton.next_power_of_2(key_size)))
     out = torch.empty(num_tokens, heads, value_size, dtype=v.dtype, device=v.device)
     options = pdl_launch_options(v)
     for rows, count, decode in launches(batch):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _NO_LIMIT = 3.0e38  # of the time step
 
 
-class Inputs(NamedTuple):
+class Mamba2Inputs(NamedTuple):
     """Runtime: the inputs of T tokens, usually views of one projection. Strides are in elements; the last axis is dense."""
 
     x_ptr: Tensor  # [T, H, P]
@@ -45,7 +45,7 @@ class Inputs(NamedTuple):
     stride_c: int
 
 
-class Parameters(NamedTuple):
+class Mamba2Parameters(NamedTuple):
     """Runtime: the parameters of the block. Tensors are float32 [H]."""
 
     a_ptr: Tensor
@@ -55,7 +55,7 @@ class Parameters(NamedTuple):
     max_step: float
 
 
-class Sizes(NamedTuple):
+class Mamba2Sizes(NamedTuple):
     """Constants: the heads and the features of the state [P, N] of each."""
 
     heads: int
@@ -73,11 +73,11 @@ def time_steps(dt, bias, block):
 
 @triton.jit
 def mamba2_decode_kernel(
-    inputs,  # Inputs
-    block,  # Parameters
+    inputs,  # Mamba2Inputs
+    block,  # Mamba2Parameters
     states_ptr,  # float32 [slots, H, P, N], slots stride_slot apart
     out_ptr,  # [T, H, P], dense
-    rows,  # StateRows
+    rows,  # LaunchRows
     stride_slot,
     SIZES: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -109,11 +109,11 @@ def mamba2_decode_kernel(
 
 @triton.jit
 def mamba2_prefill_kernel(
-    inputs,  # Inputs
-    block,  # Parameters
+    inputs,  # Mamba2Inputs
+    block,  # Mamba2Parameters
     states_ptr,  # float32 [slots, H, P, N], slots stride_slot apart
     out_ptr,  # [T, H, P], dense
-    rows,  # StateRows
+    rows,  # LaunchRows
     stride_slot,
     SIZES: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -170,10 +170,10 @@ def mamba2(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, params: Mamba2Params, st
     groups, state_size = b.shape[1:]
     x, b, c = (t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous() for t in (x, b, c))
     dt = dt if dt.stride(-1) == 1 else dt.contiguous()
-    inputs = Inputs(x, dt, b, c, x.stride(0), dt.stride(0), b.stride(0), c.stride(0))
+    inputs = Mamba2Inputs(x, dt, b, c, x.stride(0), dt.stride(0), b.stride(0), c.stride(0))
     limits = (params.min_step, _NO_LIMIT if params.max_step is None else params.max_step)
-    parameters = Parameters(params.a, params.dt_bias, params.skip, *limits)
-    sizes = Sizes(heads, heads // groups, size, state_size, max(16, triton.next_power_of_2(state_size)))
+    parameters = Mamba2Parameters(params.a, params.dt_bias, params.skip, *limits)
+    sizes = Mamba2Sizes(heads, heads // groups, size, state_size, max(16, triton.next_power_of_2(state_size)))
     out = torch.empty(num_tokens, heads, size, dtype=x.dtype, device=x.device)
     for rows, count, decode in launches(batch):
         if decode:

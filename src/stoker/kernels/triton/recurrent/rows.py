@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stoker.core.forward_batch import ForwardBatch
 
 
-class StateRows(NamedTuple):
+class LaunchRows(NamedTuple):
     """Runtime: the rows of a launch, from `first_row` of the step on."""
 
     query_starts_ptr: Tensor  # int32 [R + 1]
@@ -66,11 +66,11 @@ def chunk_tile(x: Tensor) -> ChunkTile:
     return ChunkTile(16, 32, "tf32x3", 4) if x.dtype == torch.float32 else ChunkTile(32, 64, "tf32", 8)
 
 
-def launches(batch: ForwardBatch) -> list[tuple[StateRows, int, bool]]:
+def launches(batch: ForwardBatch) -> list[tuple[LaunchRows, int, bool]]:
     """(rows, their number, whether each has one token) of the launches of a step. The batch must have `state_slots`."""
     assert batch.state_slots is not None, "the model has recurrent states, and the step names no slots"
     num_rows, num_decodes = batch.num_rows, batch.num_decodes
     parts = [(0, num_decodes, True), (num_decodes, num_rows - num_decodes, False)]
     return [
-        (StateRows(batch.query_starts, batch.seq_lens, batch.state_slots, first), count, decode) for first, count, decode in parts if count
+        (LaunchRows(batch.query_starts, batch.seq_lens, batch.state_slots, first), count, decode) for first, count, decode in parts if count
     ]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 BLOCK_D = 32  # 8,192 features of Jamba give 256 CTAs at batch 1
 
 
-class Inputs(NamedTuple):
+class ScanInputs(NamedTuple):
     """Runtime: the inputs of T tokens, usually views of one projection. Strides are in elements; the last axis is dense."""
 
     x_ptr: Tensor  # [T, D]
@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
     stride_c: int
 
 
-class Parameters(NamedTuple):
+class ScanParameters(NamedTuple):
     """Runtime: float32, a [D, N] and the others [D]."""
 
     a_ptr: Tensor
@@ -51,11 +51,11 @@ class Parameters(NamedTuple):
 
 @triton.jit
 def selective_scan_kernel(
-    inputs,  # Inputs
-    block,  # Parameters
+    inputs,  # ScanInputs
+    block,  # ScanParameters
     states_ptr,  # float32 [slots, D, N], slots stride_slot apart
     out_ptr,  # [T, D], dense
-    rows,  # StateRows
+    rows,  # LaunchRows
     stride_slot,
     D: tl.constexpr,
     N: tl.constexpr,
@@ -95,8 +95,8 @@ def selective_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, params: Selectiv
     num_tokens, num_features = x.shape
     state_size = b.shape[1]
     x, dt, b, c = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, dt, b, c))
-    inputs = Inputs(x, dt, b, c, *(t.stride(0) for t in (x, dt, b, c)))
-    parameters = Parameters(params.a, params.dt_bias, params.skip)
+    inputs = ScanInputs(x, dt, b, c, *(t.stride(0) for t in (x, dt, b, c)))
+    parameters = ScanParameters(params.a, params.dt_bias, params.skip)
     out = torch.empty(num_tokens, num_features, dtype=x.dtype, device=x.device)
     for rows, count, decode in launches(batch):
         selective_scan_kernel[(count, triton.cdiv(num_features, BLOCK_D))](
