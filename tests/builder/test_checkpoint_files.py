@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,66 @@ def test_pickled_sparse_and_meta_tensors_are_refused(tmp_path: Path, tensor: tor
     torch.save({"w": tensor}, tmp_path / "a.bin")
     with pytest.raises(CheckpointError, match=r"a\.bin: tensor 'w' is .*, and a dense CPU tensor is expected"):
         PickledWeights([tmp_path / "a.bin"])
+
+
+def copy_zip(source: Path, out: Path, compression: int = zipfile.ZIP_STORED, **changed: bytes) -> None:
+    """Copy a zip with other compression, and with other contents of the records whose names end so.
+
+    Without `.format_version`, torch looks offsets up instead of computing those that its own writer chooses.
+    """
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(out, "w", compression) as new:
+        for name in (name for name in old.namelist() if not name.endswith(".format_version")):
+            new.writestr(name, changed.get(name.rpartition("/")[2], old.read(name)))
+
+
+def test_records_that_do_not_hold_the_tensors_are_refused(tmp_path: Path) -> None:
+    whole, out = tmp_path / "whole.bin", tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.arange(64.0), "b": torch.ones(4096)}, whole)
+    copy_zip(whole, out)
+    assert torch.equal(PickledWeights([out]).read("a"), torch.arange(64.0))
+    copy_zip(whole, out, zipfile.ZIP_DEFLATED)  # torch.load decompresses it
+    with pytest.raises(CheckpointError, match="compressed record"):
+        PickledWeights([out])
+    copy_zip(whole, out, byteorder=b"big")  # torch swaps bytes in memory, which tensors without data do not have
+    with pytest.raises(CheckpointError, match="byte order b'big', and only little"):
+        PickledWeights([out])
+    copy_zip(whole, out)
+    with zipfile.ZipFile(out, "a") as more:
+        more.writestr("pytorch_model/DATA/0", bytes(256))
+        more.writestr("PYTORCH_MODEL/data/0", bytes(256))
+    with pytest.raises(CheckpointError, match="has two records"):
+        PickledWeights([out])
+    copy_zip(whole, out)
+    with zipfile.ZipFile(out, "a") as more:
+        more.writestr("whole/.format_version", b"1")
+    with pytest.raises(CheckpointError, match="tensor 'b' has no record where torch expects it"):
+        PickledWeights([out])
+
+
+def test_tensors_larger_than_their_record_are_refused(tmp_path: Path) -> None:
+    """torch checks this only for tensors with data. The bytes that follow would be those of other tensors."""
+    whole, out = tmp_path / "whole.bin", tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.arange(64.0), "b": torch.ones(4096)}, whole)
+    copy_zip(whole, out, **{"0": bytes(252)})
+    with pytest.raises(CheckpointError, match="tensor 'a' needs 256 bytes, and its record has 252"):
+        PickledWeights([out])
+
+
+def test_negated_views_are_refused(tmp_path: Path) -> None:
+    torch.save({"z": torch.ones(8, dtype=torch.complex64).conj().imag}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="negated"):
+        PickledWeights([tmp_path / "pytorch_model.bin"])
+
+
+class _Huge:
+    def __reduce__(self) -> tuple[object, ...]:
+        return bytearray, (1 << 46,)
+
+
+def test_a_pickle_that_allocates_too_much_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": _Huge()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="damaged"):
+        PickledWeights([tmp_path / "pytorch_model.bin"])
 
 
 def test_deeply_nested_json_is_refused(tmp_path: Path) -> None:
