@@ -199,3 +199,15 @@ def test_overlapped_steps_generate_the_tokens_of_one_rank(folder: Path, graphs: 
             assert {shape.is_decode for shape in shapes[0]} == {True, False}
     finally:
         followers.close()
+
+
+def test_only_the_rank_with_poisoned_blocks_zeroes_them(folder: Path) -> None:
+    executor, followers, runners = executor_of_threads(Engine.open(folder / "dp"), graphs=False)
+    try:
+        for runner in runners:
+            runner.caches[0].keys.fill_(1.0)
+        executor.runner.zero_blocks([BLOCKS + 2, BLOCKS + 3])
+    finally:
+        followers.close()
+    zeroed = [[block for block in range(BLOCKS) if not runner.caches[0].keys[block].any()] for runner in runners]
+    assert zeroed == [[], [2, 3], []]

@@ -290,7 +290,7 @@ class ModelRunner:
         if self.world.data_parallel > 1:
             per_rank = self.caches[0].keys.shape[0]
             blocks = [block % per_rank for block in blocks if block // per_rank == self.world.rank]
-        index = torch.tensor(blocks, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
+        index = torch.tensor(blocks, dtype=torch.int64, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
         for cache in (*self.caches, *(self.draft_runner.drafter.caches if self.draft_runner is not None else ())):
             for pages in (cache.keys, cache.values):
                 if pages is not None:
