@@ -195,6 +195,7 @@ def test_paths_of_trees() -> None:
         ("", "draft_tree='' is refused"), ("0,1", "is refused"), ("[0],[1,0],[1]", r"contains \[1, 0\], and not \[1\] before it"),
         ("[0],[0]", r"the path \[0\] twice"), ("[0];[1]", "is refused"), ("[64]", "the rank 64"), ("[0] [1]", "is refused"),
         (",".join(f"[{i}]" for i in range(64)), "has 64 nodes, and may have 63"), ("[0]" * 5000, "is refused"),
+        ("[0]" + " " * 4000 + "x", "is refused"), (" [ [0] , [1] ] ]", "is refused"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             parse_tree(text)

@@ -20,7 +20,7 @@ from stoker.base.errors import ConfigError
 MAX_TREE_NODES = 63  # with the newest token, the nodes of a path are the bits of a 64-bit mask
 _MAX_RANK = 63
 _PATH = re.compile(r"[\[({]\s*\d{1,4}(?:\s*,\s*\d{1,4})*\s*,?\s*[\])}]")
-_PATHS = re.compile(r"\s*[\[({]?\s*#(?:\s*,\s*#)*\s*,?\s*[\])}]?\s*")
+_PATHS = re.compile(r"[\[({]?#(?:,#)*,?[\])}]?")  # without spaces, whose repetitions would take cubic time
 MC_SIM_7B_63 = (
     "[0], [0,0], [1], [0,1], [2], [0,0,0], [1,0], [0,2], [3], [0,3], [4], [0,4], [2,0], [0,5], [0,0,1], [5], [0,6], [6], [0,7], [0,1,0], "
     "[1,1], [7], [0,8], [0,0,2], [3,0], [0,9], [8], [9], [1,0,0], [0,2,0], [1,2], [0,0,3], [4,0], [2,1], [0,0,4], [0,0,5], [0,0,0,0], "
@@ -104,6 +104,6 @@ def parse_tree(text: str) -> DraftTree:
 def _parse_paths(text: str) -> list[tuple[int, ...]]:
     """The paths in a text. Raises ConfigError."""
     found = _PATH.findall(text) if len(text) <= 4096 else []
-    if not found or not _PATHS.fullmatch(_PATH.sub("#", text)):
+    if not found or not _PATHS.fullmatch("".join(_PATH.sub("#", text).split())):
         raise ConfigError(f"draft_tree={text[:60]!r} is refused.", cure=_CURE)
     return [tuple(map(int, re.findall(r"\d+", path))) for path in found]
