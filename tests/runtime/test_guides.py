@@ -15,13 +15,17 @@ import jsonschema
 import msgspec
 import pytest
 import tokenizers
+import torch
 from drive import END, Answer, Driven, request
 
 from stoker import LLM
 from stoker.base.types import FinishReason, Guide, SamplingParams
 from stoker.runtime.client import Cancel
+from stoker.runtime.request import Sequence
+from stoker.runtime.sampling.feature import SampledRow
 from stoker.runtime.sampling.grammar_client import CompileProcess
 from stoker.runtime.sampling.grammar_source import compile_guide
+from stoker.runtime.sampling.guided_decoding import Guides, _Match
 from stoker.runtime.sampling.json_schema import check_schema
 
 Make = Callable[..., Driven]
@@ -233,6 +237,36 @@ def test_a_slow_grammar_ends_only_its_request(drive: Make, prompts: list[list[in
     assert ended.reason is FinishReason.ERROR and ended.error is not None and 0 < len(ended.tokens) < LONG
     assert (ended.error.code, ended.error.status) == ("guide_too_slow", 400) and "the regex took 0." in ended.error.message
     assert len(other.tokens) == LONG
+
+
+def test_rows_after_a_slow_one_of_a_tree_are_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a tree the rows after a slow one may be reached without it. They have no mask, and yield no token."""
+
+    class Matcher:
+        def accept_token(self, token: int) -> bool:
+            return True
+
+        def is_terminated(self) -> bool:
+            return False
+
+        is_completed = is_terminated
+
+        def rollback(self, count: int) -> None:
+            return
+
+        def fill_next_token_bitmask(self, masks: torch.Tensor, index: int) -> None:
+            masks[index] = 1 << index
+
+    times = iter([0.0, 0.1, 0.1, 9.0])  # the second row is slow
+    monkeypatch.setattr("stoker.runtime.sampling.guided_decoding.time.thread_time", lambda: next(times))
+    call = guided([5, 6], Guide("regex", "a"))
+    seq = Sequence(0, call, 0, 0.0)
+    guides = Guides(32)
+    guides._matches[0] = _Match(call.params.guide, Matcher(), frozenset([END]))
+    paths = [(), (7,), (8,), (8, 9)]
+    _, masks = guides.gather([SampledRow(at, seq, 2 + len(path), path) for at, path in enumerate(paths)])
+    assert masks.ravel().tolist() == [1, 0, 0, 0]
+    assert seq.fault is not None and seq.fault.code == "guide_too_slow"
 
 
 def test_many_distinct_grammars_at_once(drive: Make, prompts: list[list[int]], text_of: Callable[[Answer], str]) -> None:

@@ -120,7 +120,7 @@ class Guides(Feature):
                 continue
             self._fill_row(masks, i, match, row)
             if (took := time.thread_time() - started) > MAX_MATCH_S:
-                masks[i] = 0
+                masks[i:] = 0  # in a tree, later rows may be reached without this one
                 seq.fault = ErrorInfo("guide_too_slow", _too_slow(row, took), 400)
                 break
             started = time.thread_time()
