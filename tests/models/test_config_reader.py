@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stoker.base.errors import CheckpointError, StokerError
-from stoker.models import resolve_architecture
+from stoker.models import get_architecture, resolve_architecture
 from stoker.models.config_reader import read_model_config
 
 PUBLISHED = Path(__file__).parents[1] / "parity" / "published"
@@ -73,6 +73,7 @@ def test_wrong_values_are_harmless_or_refused(name: str) -> None:
         ("DeepSeek-R1", {"topk_group": 9}, "top_groups=9 is refused: at most 8"),
         ("DeepSeek-R1", {"n_group": 7}, "num_groups=7 is refused: it must divide the 256 experts"),
         ("deepseek-moe-16b-base", {"scoring_func": "tanh"}, "score=tanh is refused"),
+        ("Falcon-H1-0.5B-Instruct", {"mamba_n_groups": 5}, "num_groups=5 is refused: it must divide the 24 heads of the state"),
     ],
 )  # fmt: skip
 def test_messages_name_the_field_the_value_and_the_limit(name: str, change: dict[str, Any], message: str) -> None:
@@ -84,3 +85,17 @@ def test_messages_name_the_field_the_value_and_the_limit(name: str, change: dict
 def test_architectures_must_be_a_list_of_names(names: Any) -> None:
     with pytest.raises(CheckpointError, match="is not supported"):
         resolve_architecture(published("Llama-2-7b-hf") | {"architectures": names, "model_type": None})
+
+
+@pytest.mark.parametrize("name", ["Gemma3nForConditionalGeneration", "Llama4ForConditionalGeneration", "Qwen3_5ForCausalLM"])
+def test_the_layers_of_a_multimodal_model_are_counted_first(name: str) -> None:
+    """A reader would make a list of them, which fills the memory."""
+    with pytest.raises(CheckpointError, match=r"text_config\.num_hidden_layers=1000000000 is refused: the number of layers must be from 1"):
+        read_model_config(get_architecture(name), {"text_config": {"num_hidden_layers": 10**9}})
+
+
+@pytest.mark.parametrize("count", [2, 60])
+def test_gemma3n_has_a_type_for_each_layer(count: int) -> None:
+    """Fewer would be a model with fewer layers."""
+    with pytest.raises(CheckpointError, match=f"layer_types has {count} values. It must have one for each of the 35 layers"):
+        read_model_config(get_architecture("Gemma3nForCausalLM"), {"layer_types": ["sliding_attention", "full_attention"] * (count // 2)})

@@ -9,7 +9,16 @@ from typing import Any
 import msgspec
 
 from stoker.base.errors import CheckpointError
-from stoker.core.model_config import AttentionConfig, ModelConfig, MoEConfig, RopeConfig, decode_model, encode_model
+from stoker.core.model_config import (
+    AttentionConfig,
+    DeltaNetConfig,
+    Mamba2Config,
+    ModelConfig,
+    MoEConfig,
+    RopeConfig,
+    decode_model,
+    encode_model,
+)
 from stoker.models.architecture import Architecture
 from stoker.models.config_data import ConfigData, check_all_keys_used
 from stoker.models.config_fields import require_values
@@ -39,9 +48,7 @@ def read_model_config(row: Architecture, hf: dict[str, Any], ignored_keys: tuple
     `ignored_keys` are fnmatch patterns of keys that the caller declares to have no effect. Raises CheckpointError for a missing key, a
     value of the wrong type, a value that is out of range, and a key that is neither used nor known to have no effect.
     """
-    for key in _DEPTH_KEYS:  # before the reader creates one LayerConfig for each layer
-        if type(depth := hf.get(key)) is int and not 1 <= depth <= MAX_LAYERS:
-            raise _out_of_range(key, depth, f"the number of layers must be from 1 to {MAX_LAYERS}")
+    _check_depths(hf)
     data = ConfigData(hf)
     require_values(data, is_encoder_decoder=False, add_cross_attention=False)
     try:
@@ -53,6 +60,16 @@ def read_model_config(row: Architecture, hf: dict[str, Any], ignored_keys: tuple
     check_all_keys_used(data, row.name, (*row.ignored_keys, *ignored_keys))
     check_model_config(config)
     return config
+
+
+def _check_depths(hf: dict[str, Any], prefix: str = "") -> None:
+    """Raise CheckpointError for too many layers, before the reader creates one LayerConfig for each. Sections are those of modalities."""
+    for key in _DEPTH_KEYS:
+        if type(depth := hf.get(key)) is int and not 1 <= depth <= MAX_LAYERS:
+            raise _out_of_range(prefix + key, depth, f"the number of layers must be from 1 to {MAX_LAYERS}")
+    for key, section in hf.items() if not prefix else ():
+        if isinstance(section, dict):
+            _check_depths(section, f"{str(key)[:60]}.")
 
 
 def check_model_config(config: ModelConfig) -> None:
@@ -69,6 +86,8 @@ def check_model_config(config: ModelConfig) -> None:
             _check_heads(part)
         elif isinstance(part, MoEConfig):
             _check_experts(part)
+        elif isinstance(part, Mamba2Config | DeltaNetConfig):
+            _check_state_heads(part)
 
 
 def _config_parts(config: ModelConfig) -> Iterator[msgspec.Struct]:
@@ -115,6 +134,15 @@ def _check_heads(attention: AttentionConfig) -> None:
         raise _out_of_range("num_kv_heads", attention.num_kv_heads, f"it must divide the {attention.num_heads} heads")
     if attention.rope is not None and attention.rope.dim > attention.head_size:
         raise _out_of_range("rotary dimensions", attention.rope.dim, f"a head has {attention.head_size} features")
+
+
+def _check_state_heads(state: Mamba2Config | DeltaNetConfig) -> None:
+    """Raise CheckpointError for groups of different numbers of heads of a recurrent state, or of features of its norm."""
+    if state.num_heads % state.key_heads:
+        name = "num_groups" if isinstance(state, Mamba2Config) else "key_heads"
+        raise _out_of_range(name, state.key_heads, f"it must divide the {state.num_heads} heads of the state")
+    if isinstance(state, Mamba2Config) and state.inner_size % state.norm_groups:
+        raise _out_of_range("norm_groups", state.norm_groups, f"it must divide the {state.inner_size} features of the state")
 
 
 def _check_experts(moe: MoEConfig) -> None:

@@ -28,7 +28,7 @@ def gemma3n_config(hf: dict[str, Any], *, architecture: str = "Gemma3nForCausalL
     """The ModelConfig of a Gemma 3n checkpoint, from `hf`, the data of its config.json."""
     depth, norm = hf["num_hidden_layers"], NormConfig(eps=hf["rms_norm_eps"])
     activation = read_activation(hf, "hidden_activation", "gelu_pytorch_tanh")
-    kinds = value_or(hf, "layer_types", [_SLIDING if (i + 1) % 5 else _FULL for i in range(depth)])
+    kinds = _per_layer("layer_types", value_or(hf, "layer_types", [_SLIDING if (i + 1) % 5 else _FULL for i in range(depth)]), depth)
     altup = _read_altup(hf, depth, activation)
     ropes = _read_ropes(hf)
     sizes, sparsities = _read_sizes(hf, depth), _read_sparsities(hf, depth)
@@ -40,7 +40,7 @@ def gemma3n_config(hf: dict[str, Any], *, architecture: str = "Gemma3nForCausalL
             layout="altup",
             altup=altup,
         )
-        for i, kv_layer in enumerate(_kv_layers(kinds[:depth], hf["num_kv_shared_layers"]))
+        for i, kv_layer in enumerate(_kv_layers(kinds, hf["num_kv_shared_layers"]))
     ]
     return ModelConfig(
         architecture=architecture,
