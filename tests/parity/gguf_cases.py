@@ -457,6 +457,9 @@ GGUF_CASES: dict[str, Case] = {
     "falcon mamba": Case(CASES["FalconMambaForCausalLM", "plain"], "mamba", gguf_writer.state_tensors, only_states),
     "mamba2": Case(_OWN["mamba2"], "mamba2", gguf_writer.state_tensors, only_states),
     "jamba": Case(CASES["JambaForCausalLM", "plain"], "jamba", gguf_writer.jamba_tensors, jamba),
+    "jamba without experts": Case(
+        CASES["JambaForCausalLM", "no experts, tied, biased, long kernel"], "jamba", gguf_writer.jamba_tensors, jamba
+    ),
     "falcon-h1": Case(CASES["FalconH1ForCausalLM", "plain"], "falcon-h1", gguf_writer.falcon_h1_tensors, falcon_h1),
     "granitehybrid": Case(_OWN["granitehybrid"], "granitehybrid", gguf_writer.state_tensors, granite_hybrid),
     "granitehybrid, dense": Case(_OWN["granitehybrid dense"], "granitehybrid", gguf_writer.state_tensors, granite_hybrid),

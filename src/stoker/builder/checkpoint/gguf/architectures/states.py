@@ -107,7 +107,7 @@ def state_heads(m: Metadata) -> tuple[int, int]:
 
 
 def _read_jamba(m: Metadata) -> dict[str, Any]:
-    """Jamba. Layers with attention have key-value heads, and layers with experts have a router."""
+    """Jamba. Layers with attention have key-value heads, and layers with experts have a router. The converter counts an MLP as one expert."""
     kv_heads, layers = _kv_heads(m), m.require("block_count", int)
     config = llama_config(m, rotary=False) | {"num_key_value_heads": max(kv_heads)}
     hidden, inner = config["hidden_size"], m.require("ssm.inner_size", int)
@@ -115,6 +115,9 @@ def _read_jamba(m: Metadata) -> dict[str, Any]:
         raise m.unsupported("ssm.inner_size", inner, f"A multiple of embedding_length={hidden} is.")
     attention = [i for i, heads in enumerate(kv_heads) if heads]
     experts = [i for i in range(layers) if m.has_tensor(f"blk.{i}.ffn_gate_inp.weight")]
+    if not experts:
+        m.require_value("expert_count", 0, 1)
+        m.value("expert_used_count")  # has no effect
     return config | {
         **_period(m, "attn_layer", "attention.head_count_kv", attention, layers),
         **_period(m, "expert_layer", "expert_count", experts, layers),
