@@ -383,6 +383,5 @@ def head_norms(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tens
 
 
 def correction_bias(name: str, tensor: Tensor, c: Config) -> Iterator[tuple[str, Tensor]]:
-    """The correction bias of experts, which ERNIE stores as [1, experts]."""
-    is_bias = name.endswith("e_score_correction_bias")
-    yield name.replace("e_score_correction_bias", "e_score_correction.bias"), tensor.flatten() if is_bias else tensor
+    """The correction bias of experts. The converter leaves it [1, experts] in ERNIE."""
+    yield name.replace("e_score_correction_bias", "e_score_correction.bias"), tensor

@@ -7,6 +7,8 @@ from typing import Any
 from stoker.builder.checkpoint.gguf.architecture import GGUFArchitecture
 from stoker.builder.checkpoint.gguf.config_fields import expert_config, layer_types, llama_config, shared_expert_width
 from stoker.builder.checkpoint.gguf.metadata import Metadata
+from stoker.models.architecture import Transformed
+from stoker.models.tensor_transforms import flatten
 
 
 def _read_gpt_oss(m: Metadata) -> dict[str, Any]:
@@ -64,6 +66,11 @@ ARCHITECTURES = (
         read_config=_read_gpt_oss,
         names=lambda tensors: {"mlp_norm": "post_attention_norm"},
     ),
-    GGUFArchitecture(name="ernie4_5-moe", model_types=("ernie4_5_moe",), read_config=_read_ernie_moe),
+    GGUFArchitecture(
+        name="ernie4_5-moe",
+        model_types=("ernie4_5_moe",),
+        read_config=_read_ernie_moe,
+        names=lambda tensors: {"mlp.correction": Transformed(("exp_probs_b.bias",), flatten)},  # [1, experts], as in its checkpoints
+    ),
     GGUFArchitecture(name="minimax-m2", model_types=("minimax_m2",), read_config=_read_minimax_m2),
 )

@@ -107,7 +107,10 @@ def state_heads(m: Metadata) -> tuple[int, int]:
 
 
 def _read_jamba(m: Metadata) -> dict[str, Any]:
-    """Jamba. Layers with attention have key-value heads, and layers with experts have a router. The converter counts an MLP as one expert."""
+    """Jamba. Layers with attention have key-value heads, and layers with experts have a router.
+
+    The converter counts the MLPs of a model without experts as one expert.
+    """
     kv_heads, layers = _kv_heads(m), m.require("block_count", int)
     config = llama_config(m, rotary=False) | {"num_key_value_heads": max(kv_heads)}
     hidden, inner = config["hidden_size"], m.require("ssm.inner_size", int)
