@@ -12,7 +12,7 @@ import torch
 from drive import END, Driven, logits_of, plain_decode, request
 from torch import Tensor
 
-from stoker.base.types import FinishReason
+from stoker.base.types import FinishReason, Guide
 from stoker.runtime.request import Sequence
 from stoker.runtime.sampling.logprobs import Logprobs
 from stoker.runtime.sampling.prompt_logprobs import PromptChunk, PromptLogprobs, PromptScores
@@ -295,6 +295,17 @@ def test_features_do_not_affect_other_rows(drive: Make, model: Any, prompts: lis
         request(prompts[0], max_tokens=COUNT, min_tokens=3, end_ids=(END,)), request(prompts[0], max_tokens=COUNT, temperature=5.0, seed=1),
     )  # fmt: skip
     assert plain.tokens == plain_decode(model, prompts[0], COUNT, lambda row, _: row)
+
+
+def test_features_are_applied_in_one_order_whatever_the_other_rows_use(drive: Make, prompts: list[list[int]]) -> None:
+    """A bias is added before penalties, and a grammar that allows only an end id lowers the minimum length before ids are banned."""
+    biased: dict[str, Any] = {"logit_bias": dict.fromkeys(range(3, 40), 2.0), "repetition_penalty": 3.0}
+    guided: dict[str, Any] = {"guide": Guide("regex", "[a-c]{2}"), "end_ids": (END,), "min_tokens": 8}
+    others: list[dict[str, Any]] = [{"repetition_penalty": 1.1}, {"min_tokens": 3, "end_ids": (END,)}]  # later features come first
+    for params in (biased, guided):
+        (alone,) = drive().run(request(prompts[1], max_tokens=COUNT, **params))
+        *_, beside = drive().run(*(request(prompts[1], max_tokens=COUNT, **each) for each in (*others, params)))
+        assert (beside.tokens, beside.reason) == (alone.tokens, alone.reason)
 
 
 def test_banning_every_token_ends_only_that_request(drive: Make, prompts: list[list[int]]) -> None:

@@ -228,7 +228,7 @@ class Sampler:
         return token_ids, verified
 
     def _features_of(self, sequences: list[Sequence], drafts: DraftedRows | None) -> dict[Feature, list[SampledRow]]:
-        """The features that the step uses, each with its rows. `drafts`: None if no sequence has any."""
+        """The features that the step uses, each with its rows, in the order of `features`. `drafts`: None if no sequence has any."""
         if not self._users:
             return {}
         users: dict[Feature, list[SampledRow]] = {}
@@ -242,4 +242,4 @@ class Sampler:
                 for feature in features:
                     users.setdefault(feature, []).extend(rows)
             first += 1 + len(ids)
-        return users
+        return {feature: users[feature] for feature in self.features if feature in users}
