@@ -106,7 +106,7 @@ def test_refused(tmp_path: Path, name: str) -> None:
     [
         ({"speculative_decoding_mode": "MEDUSA"}, "mode=MEDUSA or EAGLE is refused: it needs draft heads"),
         ({"speculative_decoding_mode": "EAGLE", "checkpoint_repository": {"source": "GCS", "repo": "a/b"}}, "source='?GCS'? is refused"),
-        ({"num_draft_tokens": 60}, "num_draft_tokens=60 is refused"),
+        ({"num_draft_tokens": 64}, "num_draft_tokens=64 is refused"),
         (
             {"checkpoint_repository": {"source": "HF", "repo": "org/draft"}},
             "speculator.checkpoint_repository.repo=.* only DRAFT_TOKENS_EXTERNAL, MEDUSA and EAGLE",

@@ -218,17 +218,17 @@ def test_the_capture_of_a_graph_computes_no_layer_of_the_step(tiny_engine: Path,
     progress, reported = runner.progress, list[bool]()
     assert progress is not None
 
-    def run_graph(packed: object, all_greedy: bool) -> tuple[torch.Tensor, None]:
+    def run_graph(packed: object, all_greedy: bool, num_wanted: int | None = None) -> tuple[torch.Tensor, None, None]:
         if runner.model.after_layer is not None:
             runner.model.after_layer()
         reported.append(progress.wait(progress.num_planned, 0, 0.0))
-        return torch.zeros(1, dtype=torch.int64), None
+        return torch.zeros(1, dtype=torch.int64), None, None
 
     monkeypatch.setattr(runner, "graphs", SimpleNamespace(run=run_graph))
-    packed: Any = SimpleNamespace(is_padded=True, sampled=[])
+    packed: Any = SimpleNamespace(is_padded=True, sampled=[], moves=None, ranks=None)
     runner.follow(packed, True)
     progress.num_planned += 1
-    runner._start(cast(Any, None), packed, True)
+    runner._start(cast(Any, SimpleNamespace(num_wanted=0, parts=())), packed, True)
     assert reported == [False, False] and progress.wait(progress.num_planned, 0, 0.0)
 
 

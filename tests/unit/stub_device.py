@@ -225,7 +225,7 @@ class Device:
         seq, prefix_root = planned.seq, planned.seq.prefix_root
         start = planned.start - (self.num_rejected[seq.seq_id] - planned.num_rejected)
         drafts = drafts_after(seq, start + 1, len(planned.drafts)) if -1 in planned.drafts else planned.drafts
-        known = planned.known or [self.newest[planned.row]]
+        known = planned.known or [self.newest.get(planned.row, -1)]  # -1: the step that sampled it has failed
         assert len(planned.blocks) * self.size >= start + planned.num_new
         slots = [planned.blocks[p // self.size] * self.size + p % self.size for p in range(start + planned.num_new)]
         read = [self.slots[slot] for slot in slots[:start]]
