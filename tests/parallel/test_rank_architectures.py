@@ -11,13 +11,15 @@ import pytest
 import torch
 from cases import CASES
 from oracles import Reference
-from rank_processes import Job, run_jobs
+from rank_processes import LIMIT_S, Job, run_jobs
 
 from stoker.base.config import Limits, Mapping
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.core.model_config import MoEConfig
 from stoker.engine.reader import Engine
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 100)  # the first test of a group runs all jobs of the group
 
 NUM_NEW = 4
 TOLERANCE = 2e-4  # of a logit, because sums over ranks have another order

@@ -10,13 +10,15 @@ import pytest
 import torch
 from cases import GROUPED, MOE
 from oracles import hf_model
-from rank_processes import Job, run_jobs
+from rank_processes import LIMIT_S, Job, run_jobs
 
 from stoker.base.config import Limits, Mapping
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.engine.reader import Engine
 from stoker.quant.named_recipes import RECIPES
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 100)  # the first test of a group runs all jobs of the group
 
 # Heads of 16 features in groups of three: shards end at multiples of 16 or 32 columns.
 DENSE = GROUPED | {"hidden_size": 96, "head_dim": 16, "intermediate_size": 160}
