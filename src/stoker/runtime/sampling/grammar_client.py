@@ -20,7 +20,7 @@ from stoker.base import env
 from stoker.base.errors import GuideCostError, RequestError, UnavailableError
 from stoker.base.logging import get_logger
 from stoker.base.types import Guide
-from stoker.runtime.sampling.grammar_process import COMPILED, MAX_COMPILED_BYTES, REFUSED, STARTED, Job
+from stoker.runtime.sampling.grammar_process import COMPILED, MAX_COMPILED_BYTES, REFUSED, STARTED_AT, Job
 
 log = get_logger(__name__)
 
@@ -79,11 +79,11 @@ class CompileProcess:
         with ours:
             with theirs:
                 running = self._send(theirs)
-            _start_job(ours, job)
+            started = _start_job(ours, job)
             with self._lock:
                 self.num_started += 1
             try:
-                return _finish_job(ours, job)
+                return _finish_job(ours, job, started)
             except GuideCostError:
                 if running.has_ended():
                     raise UnavailableError("the process that compiles grammars has ended.", cure="Retry.") from None
@@ -152,25 +152,28 @@ def _end(process: subprocess.Popen[bytes], control: socket.socket, errors: IO[by
     errors.close()
 
 
-def _start_job(connection: socket.socket, job: Job) -> None:
-    """Send a job, and wait until its compilation starts. Raises _NotStartedError, or UnavailableError after START_TIMEOUT_S."""
+def _start_job(connection: socket.socket, job: Job) -> float:
+    """Send a job, and wait until its compilation starts. Returns the monotonic seconds at which its time began.
+
+    Raises _NotStartedError, or UnavailableError after START_TIMEOUT_S.
+    """
     deadline = time.monotonic() + START_TIMEOUT_S
     connection.settimeout(START_TIMEOUT_S)
     # A process that ends closes the connection, which the next `recv` returns.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.sendall(msgspec.msgpack.encode(job))
         connection.shutdown(socket.SHUT_WR)
-    if _receive(connection, 1) == STARTED:
-        return
+    started = _receive(connection, STARTED_AT.size)
+    if len(started) == STARTED_AT.size:
+        return float(STARTED_AT.unpack(started)[0])
     if time.monotonic() < deadline:
         raise _NotStartedError
     raise UnavailableError(f"a compilation of a grammar did not start in {START_TIMEOUT_S:g} s.", cure="Retry.")
 
 
-def _finish_job(connection: socket.socket, job: Job) -> str:
-    """The serialized grammar of a job that has started. Raises RequestError or GuideCostError."""
+def _finish_job(connection: socket.socket, job: Job, started: float) -> str:
+    """The serialized grammar of a job that has started at `started`. Raises RequestError or GuideCostError."""
     guide = job.guide
-    started = time.monotonic()
     connection.settimeout(job.timeout_s + _GRACE_S)
     answer = _receive(connection, MAX_COMPILED_BYTES + 1)
     took = time.monotonic() - started

@@ -12,7 +12,9 @@ import os
 import resource
 import signal
 import socket
+import struct
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,9 @@ from stoker.runtime.sampling.grammar_source import compile_guide, load_vocabular
 
 # The serialized grammar. Its loading takes 0.05 s per MiB, in the executor, outside the step loop.
 MAX_COMPILED_BYTES = 64 << 20
-STARTED, COMPILED, REFUSED = b"S", b"C", b"R"  # the first byte of an answer; then COMPILED and JSON, or REFUSED and a reason
+# What a child sends: STARTED_AT, the monotonic seconds at which its time began; then COMPILED and JSON, or REFUSED and a reason.
+STARTED_AT = struct.Struct("<d")
+COMPILED, REFUSED = b"C", b"R"
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
@@ -62,8 +66,7 @@ def _serve(connection: socket.socket, vocabulary: Any) -> None:
     """Answer the job of one connection, in a child process. Raises MemoryError, after which the connection ends without an answer."""
     with connection.makefile("rb") as file:
         job = msgspec.msgpack.decode(file.read(), type=Job)
-    _limit(job)
-    connection.sendall(STARTED)
+    connection.sendall(STARTED_AT.pack(_limit(job)))
     try:
         text = compile_guide(vocabulary, job.guide).serialize_json().encode()
         if len(text) > MAX_COMPILED_BYTES:
@@ -74,14 +77,19 @@ def _serve(connection: socket.socket, vocabulary: Any) -> None:
         connection.sendall(COMPILED + text)
 
 
-def _limit(job: Job) -> None:
-    """Limit the time and memory of this process, and disable its core dumps and output, which clients could make grow without limit."""
+def _limit(job: Job) -> float:
+    """Limit the time and memory of this process, and disable its core dumps and output, which clients could make grow without limit.
+
+    Returns the monotonic seconds at which the time begins. The client measures from there, to tell the two limits apart.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     size = pages * os.sysconf("SC_PAGE_SIZE") + job.memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    started = time.monotonic()
     signal.setitimer(signal.ITIMER_REAL, job.timeout_s)
+    return started
 
 
 if __name__ == "__main__":
