@@ -35,7 +35,7 @@ BOUNDS = {
     "fused layer of 64 rows 70B": (128, 64), "fused layer of 32 rows in groups of 32": (128, 64),
     "fused layer of 64 rows in groups of 64": (128, 64),
     "fused layer bfloat16": (128, 0), "fused layer float16 135M, with biases": (128, 0), "fused layer bfloat16 of 2 rows": (168, 0),
-    "fused layer fp8 of 4 rows": (168, 16), "fused layer int4 of 2 rows": (168, 16),
+    "fused layer fp8 of 4 rows": (168, 32), "fused layer int4 of 2 rows": (168, 16),
     "fused layer fp8 of 4 rows 70B": (168, 4096),  # its activations are quantized by 256 threads, 128 features each
     "fused layer int4 in groups of 32": (168, 0), "fused layer int4 of 2 rows in groups of 64": (168, 0),
     "fused layer fp8": (168, 0), "fused layer int8 70B, last, with biases": (168, 8),
@@ -47,7 +47,7 @@ GROUPS = [
     ("norm", "gated", "activate", "xielu", "rotate", "embedding", "resolve", "remember", "rope", "sample"),
     ("recurrent",),
     ("linear", "skinny"),
-    ("decode", "four", "sum of"),
+    ("decode", "four", "sum of", "move", "tree"),
     ("prefill f", "prefill i", "prefill b", "prefill,"),
     ("prefill 1", "prefill 2", "prefill 6", "prefill 8", "prefill 9", "prefill latent"),
     ("quant fp8", "quant block", "route", "clipped"),

@@ -184,7 +184,8 @@ def mamba2(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, params: Mamba2Params, st
             )  # fmt: skip
         else:
             tile = chunk_tile(x)
-            block_p = max(16, min(triton.next_power_of_2(size), tile.features))
+            features = tile.features if sizes.block_n <= 128 else tile.features // 2  # registers hold the states of all of them
+            block_p = max(16, min(triton.next_power_of_2(size), features))
             mamba2_prefill_kernel[(count, heads, triton.cdiv(size, block_p))](
                 inputs, parameters, states, out, rows, states.stride(0), SIZES=sizes, BLOCK_P=block_p, CHUNK=tile.tokens,
                 PRECISION=tile.precision, num_warps=tile.num_warps, num_stages=1, **pdl_launch_options(x),
