@@ -209,6 +209,25 @@ def test_flags_of_results_whose_bits_are_all_zero() -> None:
     assert not out.any() and not kernels._flag_words(q.device).any()
 
 
+DRAFTED = {
+    "chains": (Case([(5, 130), (3, 40), (1, 9)], heads=8, kv_heads=2, dtype=BF16, size=64), 20),
+    "groups of three": (Case([(4, 77), (2, 2)], heads=6, kv_heads=2, dtype=FP16, size=128, sinks=True), 12),
+    "trees": (Case([(5, 33), (6, 130)], heads=4, kv_heads=1, dtype=BF16, cache_dtype=FP8, size=64, trees={1: TREES[1]}), 24),
+}
+
+
+@pytest.mark.parametrize(("case", "rows"), DRAFTED.values(), ids=DRAFTED)
+def test_draft_tokens_combine_by_flags(case: Case, rows: int) -> None:
+    q, cache, batch, params = case.build()
+    out, tile = torch.empty(q.shape, dtype=q.dtype), AttentionTile(32, 16, 4, 2)
+    assert kernels.flag_columns(16, 32, q.shape[2], tile.num_warps, rows) and batch.num_decodes == 0
+    for _ in range(2):  # the first launch leaves the flags as it found them
+        out.fill_(float("nan"))
+        kernels.prefill(q, cache, batch, params, out, tile, Splits(16))
+        assert relative_error(out.flatten(1), expected_attention(q, cache, batch, params)) < TOLERANCE[q.dtype]
+        assert not kernels._flag_words(q.device).any()
+
+
 def test_rows_without_keys_give_zeros() -> None:
     q, cache, batch, params = Case([(1, 37), (1, 5)]).build()
     batch.seq_lens[1] = 0

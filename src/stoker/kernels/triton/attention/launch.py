@@ -41,7 +41,7 @@ CACHE_DTYPES = (*QUERY_DTYPES, torch.int8, torch.float8_e4m3fn)
 PAIRED_SIZES = (64, 128, 256)  # head sizes that are read two 8-bit features at a time: half of them is a power of two
 MAX_VERIFIED_TOKENS = 9  # rows of at most this number of tokens have tiles for draft tokens (`verify_tile`)
 MAX_SPLIT_TILES = 1 << 16  # query tiles that have a counter
-MAX_FLAG_WORDS = 4096  # words of a split's result when splits combine by flags
+MAX_FLAG_WORDS = 8192  # words of a split's result when splits combine by flags
 # Scratch for splits of one launch. A launch that would need more has thousands of tiles, which fill the device without splits: 8,192
 # tokens of a prompt of 131,072 with 32 / 8 heads would take 4 GiB, with 128 heads of a latent of 576 all 74 GiB.
 MAX_SCRATCH_BYTES = 512 << 20
@@ -134,7 +134,7 @@ def decode(
     shape = _head_shape(q, cache, out, tile, pairs)
     columns = 0
     if num_tiles * splits.count <= num_sms(q.device):  # all CTAs are resident at once
-        columns = flag_columns(triton.next_power_of_2(splits.count), tile_heads, shape.value_size, tile.num_warps)
+        columns = flag_columns(splits.count, tile_heads, shape.value_size, tile.num_warps)
     split_shape, scratch = _split_arguments(q, shape, tile, splits, num_tiles, tile_heads, columns)
     tokens, rotary = (None, None) if new is None else _new_tokens(new, batch)
     decode_attention_kernel[(num_tiles, splits.count)](
@@ -194,7 +194,10 @@ def prefill(
     splits = splits or _splits(num_tiles, tokens * tile_heads * out.shape[2], tile, batch.max_seq_len, q.device)
     tile = _aligned_to_means(tile, cache, params)
     shape = _head_shape(q, cache, out, tile, None)
-    split_shape, scratch = _split_arguments(q, shape, tile, splits, num_tiles, tokens * tile_heads)
+    columns = 0
+    if batch.max_query_len <= min(tokens, MAX_VERIFIED_TOKENS) and num_tiles * splits.count <= num_sms(q.device):
+        columns = flag_columns(splits.count, tokens * tile_heads, shape.value_size, tile.num_warps, batch.max_query_len * tile_heads)
+    split_shape, scratch = _split_arguments(q, shape, tile, splits, num_tiles, tokens * tile_heads, columns)
     prefill_attention_kernel[(num_tiles, splits.count)](
         q,
         out,
@@ -333,15 +336,18 @@ def _launches_dependents(q: Tensor, num_tiles: int, params: AttentionParams) -> 
     return 4 * num_tiles > num_sms(q.device) or _runs_beside_fused_layer(q, params)
 
 
-def flag_columns(power: int, heads: int, size: int, num_warps: int) -> int:
-    """The number of columns of a head that each of `power` splits combines by flags, so that each split has at most one slice.
+def flag_columns(num_splits: int, tile_rows: int, size: int, num_warps: int, verified_rows: int = 0) -> int:
+    """The number of columns of a head that a split combines at a time by flags. 0 means: combine by counter.
 
-    0 means: combine by counter. Each thread of a CTA reads at least two words. Where splits had two slices (8 rows of 32 / 8 heads over
-    1,000 keys, two splits) a step took 3.04 ms instead of 2.96.
+    A decode tile combines by flags if each split has at most one slice: where splits had two (8 rows of 32 / 8 heads over 1,000 keys, two
+    splits) a step took 3.04 ms instead of 2.96. The rows of draft tokens in a tile, at most `verified_rows`, may be two slices per split,
+    because the counter's last split would combine them alone, a few rows at a time. Each thread of a CTA reads at least two words.
     """
-    columns = min(size, max(16, triton.next_power_of_2(heads * size) // power))
-    one_slice = power >= max(heads, 2) and power * columns >= 64 * num_warps
-    return columns if one_slice and size & (size - 1) == 0 and heads * size <= MAX_FLAG_WORDS else 0
+    power, used_rows = triton.next_power_of_2(num_splits), verified_rows or tile_rows
+    columns = min(size, max(16, triton.next_power_of_2(used_rows * size) // power))
+    slices = triton.cdiv(used_rows * (size // columns), power)
+    fits = power > 1 and slices <= (2 if verified_rows else 1) and power * columns >= 64 * num_warps
+    return columns if fits and size & (size - 1) == 0 and tile_rows * size <= MAX_FLAG_WORDS else 0
 
 
 @cached

@@ -11,8 +11,9 @@ atomic operation and loads follow one another, which takes 3.3 µs of the 7 µs 
 
     partial [tiles, splits, rows, value_size], lse [tiles, splits, rows]        split 0  split 1  ...  last: Σ -> out
 
-By flags, for decode launches whose CTAs are all resident at once. Each 64-bit word carries one value of x_s and l_s, so that a word which
-is not zero has arrived: no counter and no fence, as in NCCL's LL protocol. Every split adds up its own slice of COLUMNS columns of a head:
+By flags, for launches of decode rows and of rows with draft tokens whose CTAs are all resident at once. Each 64-bit word carries one value
+of x_s and l_s, so that a word which is not zero has arrived: no counter and no fence, as in NCCL's LL protocol. Every split adds up its own
+slices of COLUMNS columns of a head (split s has slices s, s + splits, …):
 
     words [slices, splits, COLUMNS]    split 0 -> slice 0, split 1 -> slice 1, ...      word = | l_s : 32 | x_s : 32 |
              slice = (tile, row, columns / COLUMNS)
@@ -79,21 +80,8 @@ def store_or_combine(
         x = x1
         if PAIRS is not None:
             x = tl.reshape(tl.join(x1, x2), (M, VALUE_SIZE))
-        first_head = origin.kv_head * SHAPE.group + origin.group_start
-        combine_by_flags(
-            out_ptr + (origin.first_token.to(tl.int64) * SHAPE.num_heads + first_head) * VALUE_SIZE,
-            scratch.words_ptr,
-            x,
-            state.highest + tl.log2(state.total),
-            rows.inside,
-            tile,
-            split,
-            used,
-            tl.minimum(TILE.heads, SHAPE.group - origin.group_start),
-            TILE,
-            SPLITS,
-            FORMAT,
-        )
+        lse = state.highest + tl.log2(state.total)
+        combine_by_flags(out_ptr, scratch.words_ptr, x, lse, rows.inside, origin, tile, split, used, SHAPE, TILE, SPLITS, FORMAT)
     else:
         lse = state.highest + tl.log2(state.total)
         combine_by_counter(x1, x2, lse, out_ptr, scratch, origin, rows, tile, split, used, num_splits, SHAPE, TILE, SPLITS, PAIRS)
@@ -173,10 +161,10 @@ def pack_words(x, lse):
 
 
 @triton.jit
-def store_words(words_ptr, x, lse, tile, split, inside, TILE_HEADS: tl.constexpr, POWER: tl.constexpr, COLUMNS: tl.constexpr):
+def store_words(words_ptr, x, lse, tile, split, inside, TILE_ROWS: tl.constexpr, POWER: tl.constexpr, COLUMNS: tl.constexpr):
     """Store the result x [M, N] and lse [M] of a split as words, in slices of COLUMNS columns of a row. Only rows `inside` are stored."""
     m, n = tl.arange(0, x.shape[0])[:, None], tl.arange(0, x.shape[1])[None, :]
-    slice_index = (tile * TILE_HEADS + m) * (x.shape[1] // COLUMNS) + n // COLUMNS
+    slice_index = (tile * TILE_ROWS + m) * (x.shape[1] // COLUMNS) + n // COLUMNS
     tl.store(words_ptr + (slice_index * POWER + split) * COLUMNS + n % COLUMNS, pack_words(x, lse), mask=inside[:, None])
 
 
@@ -198,15 +186,16 @@ def combine_slice(words_ptr, slice_index, used, POWER: tl.constexpr, COLUMNS: tl
 
 @triton.jit
 def combine_by_flags(
-    out_ptr,  # the first of the tile's heads: dense rows of N
+    out_ptr,
     words_ptr,
     x,  # float32 [M, N]: this split's normalized result
     lse,  # float32 [M]
     inside,  # bool [M]
+    origin,
     tile,
     split,
     used,
-    num_heads,  # heads of this tile
+    SHAPE: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -216,15 +205,24 @@ def combine_by_flags(
     On a GPU all splits are resident. In the interpreter (`FORMAT.packed` is False) they run one after another, and the last one combines
     all slices.
     """
-    TILE_HEADS: tl.constexpr = TILE.heads
+    TILE_ROWS: tl.constexpr = TILE.tokens * TILE.heads
     POWER: tl.constexpr = SPLITS.power
     COLUMNS: tl.constexpr = SPLITS.columns
-    store_words(words_ptr, x, lse, tile, split, inside, TILE_HEADS, POWER, COLUMNS)
+    store_words(words_ptr, x, lse, tile, split, inside, TILE_ROWS, POWER, COLUMNS)
     SLICES: tl.constexpr = x.shape[1] // COLUMNS  # of a head
     IN_ORDER: tl.constexpr = not FORMAT.packed
+    num_heads = tl.minimum(TILE.heads, SHAPE.group - origin.group_start)
+    num_slices = tl.minimum(TILE.tokens, origin.num_queries - origin.tile_start) * num_heads * SLICES
     first, step = split, used
     if IN_ORDER:
-        first, step = tl.where(split == used - 1, 0, num_heads * SLICES), 1
-    for slice_index in range(first, num_heads * SLICES, step):
-        combined = combine_slice(words_ptr, tile * (TILE_HEADS * SLICES) + slice_index, used, POWER, COLUMNS)
-        tl.store(out_ptr + slice_index * COLUMNS + tl.arange(0, COLUMNS), combined.to(out_ptr.dtype.element_ty))
+        first, step = tl.where(split == used - 1, 0, num_slices), 1
+    out_ptr += ((origin.first_token + origin.tile_start).to(tl.int64) * SHAPE.num_heads + origin.kv_head * SHAPE.group) * x.shape[1]
+    out_ptr += origin.group_start * x.shape[1]
+    for place in range(first, num_slices, step):
+        row = place // SLICES
+        part = place - row * SLICES  # the interpreter has no remainder of an integer and a constant
+        token = row // num_heads
+        head = row - token * num_heads
+        combined = combine_slice(words_ptr, (tile * TILE_ROWS + token * TILE.heads + head) * SLICES + part, used, POWER, COLUMNS)
+        columns = (token * SHAPE.num_heads + head) * x.shape[1] + part * COLUMNS + tl.arange(0, COLUMNS)
+        tl.store(out_ptr + columns, combined.to(out_ptr.dtype.element_ty))
