@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python benchmarks/kernels/fused_layer.py [--forms bfloat16,fp8,bytes,int4,int4/32] [--rows 1,8,16] [--tiles]
 
-Shapes of Llama-3.1-8B. More than four rows are measured for int4 only. The floor is the bytes of the weights ÷ 4.42 TB/s, the measured read
-bandwidth. --tiles also measures other tiles (small batch) and other split-K counts (large batch).
+Shapes of Llama-3.1-8B. Numbers of rows that no kernel supports are left out. The floor is the bytes of the weights ÷ 4.42 TB/s, the
+measured read bandwidth of an H200. --tiles also measures other tiles (small batch) and other split-K counts (large batch).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference.fused_layer import fused_layer as one_by_one
 from stoker.kernels.triton.fused_layer.large_batch import launch as large_batch
 from stoker.kernels.triton.fused_layer.large_batch.launch import Plan, plan_for, plan_with_split_k
-from stoker.kernels.triton.fused_layer.launch import fused_layer
+from stoker.kernels.triton.fused_layer.launch import fused_layer, supports_fused_layer
 from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
 from stoker.kernels.triton.fused_layer.small_batch.launch import MAX_TOKENS
 from stoker.kernels.triton.gemm.quantized.int4 import prepare_weight
@@ -131,7 +131,7 @@ def main() -> None:
     torch.manual_seed(0)
     rows = [int(count) for count in args.rows.split(",")]
     results = [
-        measure(form, count, args.tiles) for form in args.forms.split(",") for count in rows if count <= MAX_TOKENS or "int4" in form
+        measure(form, count, args.tiles) for form in args.forms.split(",") for count in rows if supports_fused_layer(layer(form), count)
     ]
     if args.json:
         with open(args.json, "w") as file:

@@ -264,6 +264,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "fused layer int4 of 2 rows in groups of 64": lambda: fused_layer_of("int4", "none", rows=2, group=64),
     "fused layer int4 of 2 rows": lambda: fused_layer_of("int4", "int", rows=2),
     "fused layer bfloat16 of 2 rows": lambda: fused_layer_of("bfloat16", rows=2),
+    "fused layer bfloat16 of 5 rows": lambda: fused_layer_of("bfloat16", rows=5),
     "fused layer fp8 of 4 rows": lambda: fused_layer_of("fp8", rows=4),
     "fused layer fp8 of 4 rows 70B": lambda: fused_layer_of("fp8", rows=4, sizes=(8192, 8192, 28672, 10240)),
     "fused layer of 6 rows": lambda: fused_layer_of("int4", "int", rows=6),

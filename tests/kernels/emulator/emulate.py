@@ -9,10 +9,11 @@ import torch
 from emulated.launch import emulating
 from fused_layer_cases import check, problem
 from oracle import Case
-from test_attention import test_flags_of_results_whose_bits_are_all_zero
+from test_attention import DRAFTED, test_draft_tokens_combine_by_flags, test_flags_of_results_whose_bits_are_all_zero
 
 from stoker.kernels.triton.attention.tiles import AttentionTile, Splits
 from stoker.kernels.triton.fused_layer.large_batch import launch as large_batch
+from stoker.kernels.triton.fused_layer.requirements import first_weight
 from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
 from stoker.kernels.tuning.devices import tuning_for
 from stoker.kernels.types import FusedLayer
@@ -27,13 +28,16 @@ SMALL_BATCH_CASES = [
     (2, torch.float16, True, True, "gelu_tanh", 5),
     (3, torch.bfloat16, True, False, "silu", 4),
     (4, torch.bfloat16, False, True, "silu", 6),
+    (5, torch.float16, True, False, "silu", 9),
+    (8, torch.bfloat16, False, False, "gelu_tanh", 5),
 ]
 LARGE_BATCH_CASES = [(6, torch.bfloat16, False, False, "silu", 4), (27, torch.bfloat16, True, False, "gelu_tanh", 7)]  # int4
 
 
 def run(x: torch.Tensor, stream: torch.Tensor, parts: FusedLayer, num_ctas: int, seed: int) -> Results:
-    launch = small_batch.run_small_batch if len(x) <= small_batch.MAX_TOKENS else large_batch.run_large_batch
     with emulating(seed, num_ctas) as conflicts:
+        tile = small_batch.measured_tile(first_weight(parts))
+        launch = small_batch.run_small_batch if tile and len(x) <= tile.max_tokens else large_batch.run_large_batch
         results = launch(x, stream, parts)
     assert not any(count for name, count in conflicts.items() if ".v2" in name or ".v4" in name), f"bank conflicts: {conflicts}"
     return results
@@ -42,7 +46,7 @@ def run(x: torch.Tensor, stream: torch.Tensor, parts: FusedLayer, num_ctas: int,
 def fused_layer(form: str) -> None:
     weights_dtype = {"dense": "bfloat16", "bytes": "int8"}.get(form.split()[0], form.split()[0])
     max_tokens = tuning_for("NVIDIA H200", 90).tile("fused_layer_small_batch", weights_dtype).max_tokens
-    cases = SMALL_BATCH_CASES[:max_tokens]
+    cases = [case for case in SMALL_BATCH_CASES if case[0] <= max_tokens]
     if form.startswith("int4"):
         cases = [SMALL_BATCH_CASES[0], SMALL_BATCH_CASES[max_tokens - 1], LARGE_BATCH_CASES[form.endswith("32")]]
     for rows, dtype, biases, last, gate, num_ctas in cases:
@@ -72,7 +76,7 @@ def check_nan_stays_in_its_row(results: Results, x: torch.Tensor, stream: torch.
 
 
 def attend() -> None:
-    """Decode rows with new tokens. Splits combine by flags, with CTAs in any order, or by a counter."""
+    """Decode rows with new tokens, and rows with draft tokens. Splits combine by flags, with CTAs in any order, or by a counter."""
     half, wide = (
         Case([(1, 90), (1, 1), (1, 40), (1, 33)], block_size=32, dtype=torch.bfloat16),
         Case([(1, 70)], size=128, dtype=torch.float16),
@@ -84,6 +88,7 @@ def attend() -> None:
             attention.check(case, dim, False, AttentionTile(16, 16, 4, 2), splits)
     with emulating():
         test_flags_of_results_whose_bits_are_all_zero()
+        test_draft_tokens_combine_by_flags(*DRAFTED["chains"])
 
 
 if __name__ == "__main__":

@@ -67,13 +67,13 @@ class SkinnyInt4Tile:
 
 @dataclass(frozen=True, slots=True)
 class SmallBatchTile:
-    """How the warps of a CTA of the fused layer kernel (1 to 4 tokens) share a tile of 16 rows, and how far ahead they prefetch."""
+    """How the warps of a CTA of the fused layer kernel (1 to 8 tokens) share a tile of 16 rows, and how far ahead they prefetch."""
 
     num_warps: Warps
     blocks_per_stage: Annotated[int, Meta(ge=1, le=4)]  # of 128 bytes of each row
     pipeline_bytes: Annotated[int, Meta(ge=1 << 14, le=227 << 10)]  # of the pipelines of all warps, at most
     registers: Annotated[int, Meta(ge=64, le=255)]  # per thread; the others are for attention, which still runs while the pipelines fill
-    max_tokens: Annotated[int, Meta(ge=1, le=4)]  # with more, quantizing their activations takes longer than the fusion saves
+    max_tokens: Annotated[int, Meta(ge=1, le=8)]  # with more, quantizing their activations takes longer than the fusion saves
 
 
 Tile = LinearTile | QuantTile | SkinnyTile | SkinnyInt4Tile | SmallBatchTile

@@ -1,4 +1,4 @@
-"""The fused layer on a GPU: one launch of the small-batch (1–4 tokens) or the large-batch kernel (3–64 tokens, bfloat16 × int4)."""
+"""The fused layer on a GPU: one launch of the small-batch (1–8 tokens) or the large-batch kernel (3–64 tokens, bfloat16 × int4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused layer kernel for 1 to 4 tokens: the four linears between one layer's attention and the next one's, in one launch.
+"""The fused layer kernel for 1 to 8 tokens: the four linears between one layer's attention and the next one's, in one launch.
 
 Formula, for x [tokens, k] from attention and the residual stream r [tokens, hidden] (norm: RMS norm with weights):
 
@@ -54,10 +54,14 @@ from stoker.kernels.triton.fused_layer.linear_args import unpack_linears, unpack
 from stoker.kernels.triton.fused_layer.small_batch.activations import store_activations
 from stoker.kernels.triton.fused_layer.small_batch.config import (
     activation_bytes,
+    columns_per_token,
     digit_distance,
     group_sum_bytes,
+    has_digits,
     has_row_scales,
     make_config,
+    padded_width,
+    shared_bytes,
     shared_offsets,
     stage_bytes,
 )
@@ -94,16 +98,17 @@ def multiply(state, stage, linears, num_ctas, shared, lane, warp, INDEX: gl.cons
     STAGE_BYTES: gl.constexpr = stage_bytes(CONFIG)
     BLOCK_ACTIVATIONS: gl.constexpr = 256 if INT4 else 128  # bytes of activations that a block of weights is multiplied by
     BLOCK_GROUP_SUMS: gl.constexpr = 4 * groups_per_block(CONFIG.group_size) * BLOCKS
-    offsets: gl.constexpr = shared_offsets(CONFIG)
+    LANE_TOKENS: gl.constexpr = 2 // columns_per_token(CONFIG)  # whose sums a lane has
+    offsets: gl.constexpr = shared_offsets(CONFIG, INDEX)
     linear = linears[INDEX]
     _, num_tiles = tiles_of_cta(linear.n, num_ctas)
     pipeline = shared + warp * (STAGES * STAGE_BYTES)
-    # B fragments: lane l loads column l / 4, token l / 8, since two columns are a token's. Lanes of absent tokens load the last one.
+    # B fragments: lane l loads column l / 4; one or two columns are a token's. Lanes of absent tokens load the last one.
     activations = shared + offsets[0] + lane % 4 * 16 + warp * (BLOCK_ACTIVATIONS * BLOCKS)
-    activations += gl.minimum(lane // 8, TOKENS - 1) * activation_bytes(CONFIG)
-    if CONFIG.format == "bytes" or INT4:
-        activations += lane // 4 % 2 * digit_distance(CONFIG)  # even columns are coarse digits, odd ones fine digits
-    group_sums = shared + offsets[1] + warp * BLOCK_GROUP_SUMS + gl.minimum(lane % 4, TOKENS - 1) * group_sum_bytes(CONFIG)
+    activations += gl.minimum(lane // 4 // columns_per_token(CONFIG), TOKENS - 1) * activation_bytes(CONFIG, INDEX)
+    if has_digits(CONFIG):
+        activations += lane // 4 % 2 * digit_distance(CONFIG, INDEX)  # even columns are coarse digits, odd ones fine digits
+    group_sums = shared + offsets[1] + warp * BLOCK_GROUP_SUMS + gl.minimum(lane % 4, TOKENS - 1) * group_sum_bytes(CONFIG, INDEX)
     zero = lane * 0
     for tile in range(num_tiles * (2 if GATED else 1)):
         if INT4:
@@ -129,19 +134,20 @@ def multiply(state, stage, linears, num_ctas, shared, lane, warp, INDEX: gl.cons
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         sums = sums_of_rows(acc, CONFIG)
         for row in gl.static_range(2):
-            # partial results [token, warp, row]; lane l has token l % 4
-            element = (lane % 4 * WARPS + warp) * CONFIG.max_rows + tile * 16 + row_pair_of(lane) + row
-            store_shared_float(shared + offsets[2] + element * 4, sums[row], lane % 4 < TOKENS)
+            for of_lane in gl.static_range(LANE_TOKENS):
+                token = lane % 4 * LANE_TOKENS + of_lane
+                element = (token * WARPS + warp) * CONFIG.max_rows[INDEX] + tile * 16 + row_pair_of(lane) + row
+                store_shared_float(shared + offsets[2] + element * 4, sums[LANE_TOKENS * row + of_lane], token < TOKENS)
     return state, stage
 
 
 @gluon.jit
-def sum_over_warps(address, CONFIG: gl.constexpr):
+def sum_over_warps(address, INDEX: gl.constexpr, CONFIG: gl.constexpr):
     """The sum of the partial results of all warps for one row and token. `address` is the shared address of warp 0's."""
     WARPS: gl.constexpr = CONFIG.num_warps
     y = load_shared_float(address)
     for warp in gl.static_range(1, WARPS):
-        y += load_shared_float(address + 4 * CONFIG.max_rows * warp)
+        y += load_shared_float(address + 4 * CONFIG.max_rows[INDEX] * warp)
     return y
 
 
@@ -153,7 +159,7 @@ def load_constants(linear, num_ctas, thread, NORMED: gl.constexpr, INDEX: gl.con
     multiplied: a load that is issued while the pipeline fills waits behind the copies (1.8 µs per linear on an H200).
     """
     GATED: gl.constexpr = CONFIG.gated[INDEX]
-    WIDTH: gl.constexpr = CONFIG.padded_k[INDEX]
+    WIDTH: gl.constexpr = padded_width(CONFIG, INDEX)
     n = linear.n
     first, num_tiles = tiles_of_cta(n, num_ctas)
     row = first * 16 + thread
@@ -215,7 +221,7 @@ def run_linear(
     ACTIVATION: gl.constexpr = CONFIG.activation
     TOKENS: gl.constexpr = CONFIG.num_tokens
     WARPS: gl.constexpr = CONFIG.num_warps
-    offsets: gl.constexpr = shared_offsets(CONFIG)
+    offsets: gl.constexpr = shared_offsets(CONFIG, INDEX)
     lane = thread % 32
     warp = thread // 32
     activations = shared + offsets[0]
@@ -241,14 +247,14 @@ def run_linear(
     cta_barrier()
     TILE_ROWS: gl.constexpr = 32 if GATED else 16  # partial results of a tile: 16 gates, then the 16 rows that they gate
     for token in gl.static_range(TOKENS):
-        partial = partials + gl.where(mask, (thread // 16 * TILE_ROWS + thread % 16) * 4, 0) + token * (4 * WARPS * CONFIG.max_rows)
-        y = sum_over_warps(partial, CONFIG) * steps[token]
+        partial = partials + gl.where(mask, (thread // 16 * TILE_ROWS + thread % 16) * 4, 0) + token * (4 * WARPS * CONFIG.max_rows[INDEX])
+        y = sum_over_warps(partial, INDEX, CONFIG) * steps[token]
         if has_row_scales(CONFIG):
             y *= scale
         if HAS_BIAS:
             y += bias.to(gl.float32)
         if GATED:
-            up = sum_over_warps(partial + 64, CONFIG) * steps[token]
+            up = sum_over_warps(partial + 64, INDEX, CONFIG) * steps[token]
             if has_row_scales(CONFIG):
                 up *= up_scale
             if HAS_BIAS:
@@ -269,7 +275,7 @@ def fused_layer_small_batch_kernel(
     # Linears: texts of `pack_numbers`, one number per linear
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    PADDED_K: gl.constexpr,
+    FEATURES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     # Weights; see `SmallBatchConfig`
     FORMAT: gl.constexpr,
@@ -284,11 +290,11 @@ def fused_layer_small_batch_kernel(
     NUM_TOKENS: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):
-    """One CTA of the persistent launch. GATED, HAS_BIAS and PADDED_K are strings of `pack_numbers` with one number per linear."""
+    """One CTA of the persistent launch. GATED, HAS_BIAS and FEATURES are strings of `pack_numbers` with one number per linear."""
     config: gl.constexpr = make_config(
         GATED,
         HAS_BIAS,
-        PADDED_K,
+        FEATURES,
         ACTIVATION,
         FORMAT,
         GROUP_SIZE,
@@ -302,9 +308,9 @@ def fused_layer_small_batch_kernel(
     )
     COUNT: gl.constexpr = len(unpack_numbers(GATED))
     linears = unpack_linears(linears, COUNT)
-    offsets: gl.constexpr = shared_offsets(config)
+    SHARED_BYTES: gl.constexpr = shared_bytes(config)
     STAGE_BYTES: gl.constexpr = stage_bytes(config)
-    allocation = gl.allocate_shared_memory(gl.int8, [offsets[3] // 1024, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    allocation = gl.allocate_shared_memory(gl.int8, [SHARED_BYTES // 1024, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     thread = gl.arange(0, 32 * NUM_WARPS, layout=gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
     lane = thread % 32
     warp = thread // 32

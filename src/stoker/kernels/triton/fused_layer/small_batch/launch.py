@@ -1,4 +1,4 @@
-"""Launch of the fused layer kernel for 1 to 4 tokens."""
+"""Launch of the fused layer kernel for 1 to 8 tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.fused_layer.linear_args import linear_args, pack_linears, pack_numbers
 from stoker.kernels.triton.fused_layer.requirements import SHARED_BYTES, first_weight, kernel_format, linear_flags, scale_dtype
-from stoker.kernels.triton.fused_layer.small_batch.config import SmallBatchConfig, block_features, shared_offsets, stage_bytes
+from stoker.kernels.triton.fused_layer.small_batch.config import (
+    SmallBatchConfig,
+    block_features,
+    columns_per_token,
+    needed_bytes,
+    stage_bytes,
+)
 from stoker.kernels.triton.fused_layer.small_batch.kernel import fused_layer_small_batch_kernel
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.triton.ptx.pipeline import BLOCK_ROW_BYTES
 from stoker.kernels.tuning.tiles import SmallBatchTile
 from stoker.kernels.types import FusedLayer
 
-MAX_TOKENS = 4  # two of the matrix instruction's eight columns each
+MAX_TOKENS = 8  # the columns of the matrix instruction; activations of two digits take two columns per token
 SCRATCH_BYTES = 2 << 10  # shared memory for Triton's reductions, and for rounding the allocation up to 1 KiB
 MIN_STAGES = 2
 
@@ -59,7 +65,7 @@ def run_small_batch(x: Tensor, residual: Tensor, layer: FusedLayer, tile: SmallB
         barrier_counter(x.device),
         num_ctas,
         **linear_flags(layer),
-        PADDED_K=pack_numbers(config.padded_k),
+        FEATURES=pack_numbers(config.features),
         ACTIVATION=config.activation,
         FORMAT=config.format,
         GROUP_SIZE=config.group_size,
@@ -68,7 +74,7 @@ def run_small_batch(x: Tensor, residual: Tensor, layer: FusedLayer, tile: SmallB
         NUM_STAGES=config.num_stages,
         NUM_WARPS=config.num_warps,
         BLOCKS_PER_STAGE=config.blocks_per_stage,
-        MAX_ROWS=config.max_rows,
+        MAX_ROWS=pack_numbers(config.max_rows),
         NUM_TOKENS=config.num_tokens,
         num_warps=config.num_warps,
         maxnreg=tile.registers,
@@ -92,7 +98,7 @@ def barrier_counter(device: torch.device) -> Tensor:
 
 
 def _config(layer: FusedLayer, tokens: int, num_ctas: int, tile: SmallBatchTile) -> SmallBatchConfig | None:
-    """The constants of a launch. None where a CTA has more rows than threads, or shared memory has no room for two stages."""
+    """The constants of a launch. None for more tokens than columns, more rows of a CTA than threads, or no shared memory for two stages."""
     weights = [linear.weight for linear in layer.linears if linear.weight is not None]
     sizes = tuple((one.outputs, weight.out_features, weight.row_bytes) for one, weight in zip(layer.linears, weights, strict=True))
     biases = tuple(int(weight.bias is not None) for weight in weights)
@@ -122,7 +128,7 @@ def _plan(
     config = SmallBatchConfig(
         gated=tuple(rows // outputs - 1 for outputs, rows, _ in sizes),
         has_bias=biases,
-        padded_k=(),
+        features=(),
         activation=gate,
         format=form,
         group_size=group_size,
@@ -131,18 +137,20 @@ def _plan(
         num_stages=0,
         num_warps=tile.num_warps,
         blocks_per_stage=tile.blocks_per_stage,
-        max_rows=0,
+        max_rows=(),
         num_tokens=tokens,
     )
-    widths, max_rows, step_blocks = [], 0, tile.num_warps * tile.blocks_per_stage
+    if tokens * columns_per_token(config) > MAX_TOKENS:
+        return None
+    features, max_rows, step_blocks = [], [], tile.num_warps * tile.blocks_per_stage
     for outputs, rows, row_bytes in sizes:
         of_cta = 16 * triton.cdiv(outputs // 16, num_ctas)
         if of_cta > 32 * tile.num_warps:
             return None
-        max_rows = max(max_rows, of_cta * (rows // outputs))
+        max_rows.append(of_cta * (rows // outputs))
         steps = triton.cdiv(row_bytes // BLOCK_ROW_BYTES.value, step_blocks)
-        widths.append(triton.next_power_of_2(steps * step_blocks * block_features(config)))
-    config = replace(config, padded_k=tuple(widths), max_rows=max_rows)
-    other_bytes = shared_offsets(config)[-1] + SCRATCH_BYTES
+        features.append(steps * step_blocks * block_features(config))
+    config = replace(config, features=tuple(features), max_rows=tuple(max_rows))
+    other_bytes = needed_bytes(config) + SCRATCH_BYTES
     num_stages = min(tile.pipeline_bytes, SHARED_BYTES - other_bytes) // (tile.num_warps * stage_bytes(config))
     return replace(config, num_stages=num_stages) if num_stages >= MIN_STAGES else None

@@ -1,8 +1,9 @@
 """What a warp of the small-batch kernel computes from a pipeline stage: products of weight fragments and activations.
 
 The columns of the matrix instruction (`ptx.mma`) hold tokens. With 8-bit digits column 2t is the coarse digit of token t and column 2t + 1
-its fine digit, so lane l, whose sums are columns 2c and 2c + 1 (c = l % 4), has both digits' sums of token c. With fp8 and 16-bit
-activations both columns are the same token. So four tokens fit the eight columns.
+its fine digit, so lane l, whose sums are columns 2c and 2c + 1 (c = l % 4), has both digits' sums of token c. So four tokens fit the eight
+columns. With fp8 and 16-bit activations, both columns are the same token if there are at most four; otherwise column t is token t, and lane
+l has the sums of tokens 2c and 2c + 1 (`config.columns_per_token`).
 """
 
 # ruff: noqa: RUF005 - Triton's language concatenates tuples with +; it does not unpack them.
@@ -13,7 +14,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from stoker.kernels.triton.fused_layer.small_batch.config import scale_bytes
+from stoker.kernels.triton.fused_layer.small_batch.config import columns_per_token, scale_bytes
 from stoker.kernels.triton.ptx import mma, registers
 from stoker.kernels.triton.ptx.pipeline import groups_per_block, row_pair_of
 from stoker.kernels.triton.ptx.shared import load_shared_floats, load_shared_pair_as_float, load_shared_words
@@ -156,9 +157,8 @@ def add_group_products(acc, products, group_sums, scales_zeros, CONFIG: gl.const
 
 @gluon.jit
 def sums_of_rows(acc, CONFIG: gl.constexpr):
-    """Combine the accumulators of `add_byte_products` or `add_group_products`. Returns a tuple of this lane's two output features.
-
-    Each is the float32 sum of products for token l % 4, where l is the lane.
+    """Combine the accumulators of `add_byte_products` or `add_group_products`. Returns a tuple: this lane's tokens of its first row, then
+    of its second row, as float32 sums of products. Lane l has token l % 4, or tokens 2 × (l % 4) and 2 × (l % 4) + 1.
     """
     if CONFIG.format == "int4":
         sums = acc
@@ -173,4 +173,6 @@ def sums_of_rows(acc, CONFIG: gl.constexpr):
             if CONFIG.format == "bytes":
                 first = first.to(gl.float32) * 254.0 + second.to(gl.float32)
             sums = sums + (first,)
+            if columns_per_token(CONFIG) == 1:
+                sums = sums + (second,)
     return sums
