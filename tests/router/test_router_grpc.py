@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
+import msgspec
 import numpy as np
 import pytest
 import tritonclient.grpc.aio as triton
@@ -18,6 +19,7 @@ from scripted_service import ScriptedService
 from tritonclient.utils import InferenceServerException
 
 from stoker.base.types import Delta, GenerationRequest
+from stoker.router.core.settings import RoutingSettings
 from stoker.router.proxy.grpc import make_grpc_server
 
 
@@ -97,6 +99,18 @@ async def test_calls_are_forwarded_and_repeated() -> None:
             service.gate.set()
         assert [text.endswith("Hello") for text in await asyncio.gather(*calls)] == [True] * 6
         assert await asyncio.gather(*streams) == ["Hello", "Hello"]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_replicas_without_grpc_are_no_attempts(is_stream: bool) -> None:
+    """Of three replicas, one has no gRPC port and one has ended. The only repetition is left for the third one."""
+    services, routing = [ScriptedService("Hello") for _ in range(3)], RoutingSettings(policy="round_robin", max_retries=1)
+    async with replicas(*services) as stubs, grpc_router(stubs, routing=routing, health_interval_s=60.0) as (application, client):
+        reports = application.checker.reports
+        reports[stubs[0].url] = msgspec.structs.replace(reports[stubs[0].url], grpc_port=None)
+        await stubs[1].kill()
+        assert (await (_joined(client) if is_stream else text_of(client))).endswith("Hello")
+        assert [len(service.requests) for service in services] == [0, 0, 1]
 
 
 async def _joined(client: triton.InferenceServerClient) -> str:

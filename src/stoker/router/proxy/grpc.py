@@ -83,15 +83,17 @@ class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no 
     async def _forward(self, name: str, data: bytes, route: Route, context: Any) -> bytes:
         """Send a call to the chosen replica, and to others while replicas fail."""
         tried: list[Replica] = []
+        num_attempts = 0
         while True:
             lease = await self._acquire(route, tried)
             tried.append(lease.replica)
+            num_attempts += 1
             prefill = self._begin_prefill(route, lease, data, context)
             try:
                 metadata = self._metadata(context, prefill)
                 response: bytes = await self._call(lease.replica, name)(data, metadata=metadata, timeout=_timeout(context))
             except grpc.aio.AioRpcError as error:
-                if not self._has_failed(lease, error) or len(tried) > self._router.settings.max_retries:
+                if not self._has_failed(lease, error) or num_attempts > self._router.settings.max_retries:
                     raise
             except BaseException:
                 lease.cancel()
@@ -121,9 +123,11 @@ class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no 
             if (first := await sent.first()) is None:
                 return
             route = await self._route("ModelInfer", first, context)
+            num_attempts = 0
             while True:
                 lease = await self._acquire(route, tried)
                 tried.append(lease.replica)
+                num_attempts += 1
                 started = False
                 prefill = self._begin_prefill(route, lease, first, context)
                 try:
@@ -141,7 +145,7 @@ class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no 
                     if started and failed:
                         text = "the replica failed in the middle of its responses. Send the request again."
                         await context.abort(grpc.StatusCode.UNAVAILABLE, text)
-                    if not failed or len(tried) > self._router.settings.max_retries or not sent.is_complete:
+                    if not failed or num_attempts > self._router.settings.max_retries or not sent.is_complete:
                         await context.abort(error.code(), error.details())
                 except BaseException:
                     lease.cancel()
@@ -177,7 +181,7 @@ class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no 
         return self._application.prefills.begin(route, lease, send, lambda replica: self._address(replica) is not None)
 
     async def _acquire(self, route: Route, tried: list[Replica]) -> Lease:
-        """A lease of a replica with a gRPC port. Raises UnavailableError if the chosen one has none."""
+        """A lease of a replica with a gRPC port. Those without one are added to `tried`."""
         while True:
             lease = await self._router.acquire(route, tried)
             if self._address(lease.replica) is not None:

@@ -7,13 +7,17 @@ from collections.abc import AsyncIterator
 
 
 class RepeatableRequests:
-    """The requests of a stream. They are read once from the client, and can be sent several times."""
+    """The requests of a stream. They are read once from the client, and can be sent several times.
+
+    While those in memory exceed `max_bytes`, no further one is read, so that a slow replica slows the client down.
+    """
 
     def __init__(self, requests: AsyncIterator[bytes], max_bytes: int) -> None:
         self._read: list[bytes] = []  # from the first one on, while `is_complete`
         self._num_dropped = 0
         self._size, self._max_bytes = 0, max_bytes
         self._ended = False
+        self._turn = 0  # of the latest call
         self._changed = asyncio.Condition()
         self._task = asyncio.create_task(self._fill(requests))
 
@@ -28,18 +32,24 @@ class RepeatableRequests:
             await self._changed.wait_for(lambda: self._read or self._ended)
         return self._read[0] if self._read else None
 
-    async def again(self) -> AsyncIterator[bytes]:
-        """All requests from the first one on, until the client sends no more."""
+    def again(self) -> AsyncIterator[bytes]:
+        """All requests from the first one on, until the client sends no more. Earlier iterators end: their calls have failed."""
+        self._turn += 1
+        return self._requests(self._turn)
+
+    async def _requests(self, turn: int) -> AsyncIterator[bytes]:
+        """The requests for one call."""
         position = 0
         while True:
             async with self._changed:
-                while not self._ended and self._num_dropped + len(self._read) <= position:
+                while turn == self._turn and not self._ended and self._num_dropped + len(self._read) <= position:
                     await self._changed.wait()
-            if self._num_dropped + len(self._read) <= position:
-                return
-            request = self._read[position - self._num_dropped]
-            position += 1
-            self._drop_before(position)
+                if turn != self._turn or self._num_dropped + len(self._read) <= position:
+                    return
+                request = self._read[position - self._num_dropped]
+                position += 1
+                self._drop_before(position)
+                self._changed.notify_all()
             yield request
 
     def close(self) -> None:
@@ -60,6 +70,7 @@ class RepeatableRequests:
                     self._read.append(request)
                     self._size += len(request)
                     self._changed.notify_all()
+                    await self._changed.wait_for(lambda: self._size <= self._max_bytes)
         finally:
             async with self._changed:
                 self._ended = True
