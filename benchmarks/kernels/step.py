@@ -1,4 +1,4 @@
-"""Measures a decode step: the replay time of its CUDA graph, and the time of each kernel.
+"""Measures a decode step: the replay time of its CUDA graph, and the time of each kernel, next to the time of reading all weights.
 
 PYTHONPATH=src python benchmarks/kernels/step.py --config benchmarks/models/llama-3.1-8b --rows 1,8,64 --context 1000 --profile
 """
@@ -12,6 +12,7 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from stoker.cli.benchmark.results import provenance
 from stoker.kernels.triton.attention import tiles as attention_tuning
 from stoker.profiling.captured_step import capture_step, replay_ms
 from stoker.profiling.mailbox import SynchronousMailbox
+from stoker.profiling.tile_tuning import time_graph
 from stoker.runtime.executor import Executor
 from stoker.runtime.load import load_executor
 from stoker.runtime.worker.cuda_graphs import Graphs
@@ -41,14 +43,16 @@ def main() -> None:
     args = parser.parse_args()
     rows = [int(r) for r in args.rows.split(",")]
     with tempfile.TemporaryDirectory() as folder:
-        limits = Limits(max_batch_size=max(rows), max_input_len=4096, max_output_len=4096)
+        limits = Limits(max_batch_size=max(rows), max_input_len=args.context + 1024, max_output_len=1024)
         config = BuildConfig(
             dtype="bfloat16", dummy_weights=True, limits=limits, device="cuda", quantization=args.quantize, kv_cache_dtype=args.kv_cache
         )
         build(args.config, folder + "/engine", config, verify="none")
         Graphs.warm_up = lambda self: 0  # type: ignore[method-assign]
         executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False), SynchronousMailbox)
-    results = []
+        weights = sum(file.stat().st_size for file in Path(folder).rglob("*.safetensors"))
+    results, speed = [], read_speed()
+    print(f"weights {weights / 1e9:.2f} GB (read speed {speed / 1e12:.2f} TB/s): {weights / speed * 1e3:.3f} ms", flush=True)
     for count in rows:
         results.append({"rows": count, "context": args.context, **measure(executor, count, args.context, args.profile)})
         if args.variants:
@@ -58,8 +62,20 @@ def main() -> None:
                 undo()
     if args.json:
         with open(args.json, "w") as file:
-            what = {"config": args.config, "quantize": args.quantize, "kv_cache": args.kv_cache}
+            what = {
+                "config": args.config,
+                "quantize": args.quantize,
+                "kv_cache": args.kv_cache,
+                "weight_bytes": weights,
+                "read_bytes_s": speed,
+            }
             json.dump({**provenance(device="cuda"), **what, "results": results}, file, indent=1)
+
+
+def read_speed() -> float:
+    """Bytes per second of a reduction of 4 GB, the median of several."""
+    x = torch.ones(1 << 30, device="cuda")
+    return x.nbytes / time_graph(lambda: x.sum()) * 1e6
 
 
 @torch.inference_mode()

@@ -59,6 +59,8 @@ def fill_inputs(graphs: Graphs, shape: Shape, context: int, block_size: int, num
     if shape.max_drafts:
         nodes = np.arange(each)
         parts += [starts, owners, np.arange(rows), np.tile(np.maximum(nodes - 1, 0), rows), np.tile((2 << nodes) - 1, rows).view(np.int32)]
+    else:
+        parts.append(np.arange(rows))  # slots of recurrent states, which drafts exclude
     for buffer, part in zip(split_buffer(graphs._static, tuple(map(len, parts))), parts, strict=True):
         buffer.copy_(torch.from_numpy(part.astype(np.int32)))
     graphs._tables[:rows, :width].copy_(torch.from_numpy(tables.astype(np.int32)))
