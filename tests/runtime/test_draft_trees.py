@@ -191,11 +191,13 @@ def test_paths_of_trees() -> None:
         assert parse_tree(text) == expected
     published = parse_tree("mc_sim_7b_63")
     assert len(published) == 63 and max(published.depths) == 4 and published.prefix(2).is_chain
+    chain = str([[10] * depth for depth in range(1, 64)])
+    assert len(chain) == 8190 and parse_tree(chain.replace("10", "0")) == DraftTree.chain(63)
     for text, message in (
         ("", "draft_tree='' is refused"), ("0,1", "is refused"), ("[0],[1,0],[1]", r"contains \[1, 0\], and not \[1\] before it"),
         ("[0],[0]", r"the path \[0\] twice"), ("[0];[1]", "is refused"), ("[64]", "the rank 64"), ("[0] [1]", "is refused"),
-        (",".join(f"[{i}]" for i in range(64)), "has 64 nodes, and may have 63"), ("[0]" * 5000, "is refused"),
-        ("[0]" + " " * 4000 + "x", "is refused"), (" [ [0] , [1] ] ]", "is refused"),
+        (",".join(f"[{i}]" for i in range(64)), "has 64 nodes, and may have 63"), ("[0]" * 6000, "has 18000 characters, and may"),
+        ("[0]" + " " * 16000 + "x", "is refused"), (" [ [0] , [1] ] ]", "is refused"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             parse_tree(text)

@@ -19,8 +19,9 @@ from stoker.base.errors import ConfigError
 
 MAX_TREE_NODES = 63  # with the newest token, the nodes of a path are the bits of a 64-bit mask
 _MAX_RANK = 63
+_MAX_TEXT = 16_384  # characters; 63 nodes in a chain, with ranks of two digits and spaces, have 8,190
 _PATH = re.compile(r"[\[({]\s*\d{1,4}(?:\s*,\s*\d{1,4})*\s*,?\s*[\])}]")
-_PATHS = re.compile(r"[\[({]?#(?:,#)*,?[\])}]?")  # without spaces, whose repetitions would take cubic time
+_PATHS = re.compile(r"[\[({]?#(?:,#)*,?[\])}]?")  # without spaces
 MC_SIM_7B_63 = (
     "[0], [0,0], [1], [0,1], [2], [0,0,0], [1,0], [0,2], [3], [0,3], [4], [0,4], [2,0], [0,5], [0,0,1], [5], [0,6], [6], [0,7], [0,1,0], "
     "[1,1], [7], [0,8], [0,0,2], [3,0], [0,9], [8], [9], [1,0,0], [0,2,0], [1,2], [0,0,3], [4,0], [2,1], [0,0,4], [0,0,5], [0,0,0,0], "
@@ -103,7 +104,10 @@ def parse_tree(text: str) -> DraftTree:
 
 def _parse_paths(text: str) -> list[tuple[int, ...]]:
     """The paths in a text. Raises ConfigError."""
-    found = _PATH.findall(text) if len(text) <= 4096 else []
+    if len(text) > _MAX_TEXT:
+        raise ConfigError(f"draft_tree has {len(text)} characters, and may have {_MAX_TEXT}.", cure=_CURE)
+    text = " ".join(text.split())  # so that the expressions, which try each number of spaces, are fast
+    found = _PATH.findall(text)
     if not found or not _PATHS.fullmatch("".join(_PATH.sub("#", text).split())):
         raise ConfigError(f"draft_tree={text[:60]!r} is refused.", cure=_CURE)
     return [tuple(map(int, re.findall(r"\d+", path))) for path in found]
