@@ -128,6 +128,22 @@ def test_values_are_those_of_the_package(name: str) -> None:
     assert (real(found, weights) - weight).norm() < 0.6 * weight.norm()
 
 
+@pytest.mark.parametrize(("bits", "columns"), [(4, 60), (4, 31), (8, 30), (3, 95), (1, 40), (2, 33)])
+def test_words_may_be_padded(bits: int, columns: int) -> None:
+    """`weight_shape` tells the number of columns, also where that of the words is a multiple of 32."""
+    weight = torch.randn(7, columns, generator=torch.Generator().manual_seed(1))
+    settings = {"weights": {"num_bits": bits, "type": "int", "strategy": "channel"}}
+    _, packed, expected = pack(weight, settings)
+    weights = InMemory({f"{MODULE}.{suffix}": tensor.contiguous() for suffix, tensor in packed.items()})
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"]} | settings},
+    }
+    found = read_quantized(weights, config)[f"{MODULE}.weight"]
+    assert torch.allclose(real(found, weights), expected, rtol=1e-6, atol=1e-7)
+
+
 GROUPS: dict[str, dict[str, Any]] = {
     "group_0": {"targets": ["Linear"]} | SCHEMES["int4 in the order of activations"],
     "group_1": {"targets": [r"re:.*self_attn\.(q|k|v)_proj$", "model.layers.1.self_attn.o_proj"]} | SCHEMES["int8 packed groups"],

@@ -170,12 +170,12 @@ def _read_int8_rows(found: _Tensors, shape: tuple[int, int]) -> PrequantizedWeig
 
 
 def _packed_shape(found: _Tensors) -> tuple[int, int]:
-    """The shape of a weight in packed words. `weight_shape` is read where words may be padded."""
+    """The shape of a weight in packed words. The last word of a row may be padded; `weight_shape` then tells the number of columns."""
     rows, words = matrix_shape(found.tensors, found.values)
     check_tensor(found.tensors, found.values, (rows, words), torch.int32)
     per_word = 32 // found.scheme.bits
     columns, name = words * per_word, f"{found.module}.weight_shape"
-    if name in found.tensors and (32 % found.scheme.bits or columns % 32):
+    if name in found.tensors:
         if math.prod(found.tensors[name].shape) != 2:
             raise CheckpointError(f"{name} has shape {list(found.tensors[name].shape)}, and [2] is expected.", cure=DOWNLOAD_AGAIN)
         stored = [int(size) for size in found.weights.read(name).reshape(-1)]
