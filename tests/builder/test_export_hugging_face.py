@@ -129,6 +129,12 @@ def test_engines_that_a_checkpoint_cannot_represent_are_rejected(tmp_path: Path)
     computed = build(tmp_path / "cohere", tmp_path / "cohere-engine", BuildConfig(device="cpu"), verify="none")
     with pytest.raises(EngineError, match=r"is computed from tensors of CohereForCausalLM, and cannot be exported"):
         export_hugging_face(computed.path, tmp_path / "other")
+    sizes = {"q_lora_rank": 16, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4}
+    more = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "num_key_value_heads": 4, "moe_intermediate_size": 32}
+    tiny.save(tiny.model("deepseek_v3", **sizes, **more), tmp_path / "latent")
+    latent = build(tmp_path / "latent", tmp_path / "latent-engine", BuildConfig(device="cpu"), verify="none")
+    with pytest.raises(EngineError, match=r"attention\.down\.weight has 3 parts, which are 2 tensors of DeepseekV3ForCausalLM"):
+        export_hugging_face(latent.path, tmp_path / "other")
 
 
 def exported_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -239,13 +245,16 @@ def test_stored_values_of_act_order_and_offsets_are_exported() -> None:
 
 REARRANGED: list[tuple[str, str | None, dict[str, Any]]] = [
     ("gemma2", None, {}), ("gemma3_text", "WEIGHTS_ONLY_INT8", {}), ("gpt2", None, {"n_embd": 96, "n_head": 6}),
-    ("gpt_neox", "WEIGHTS_ONLY_INT8", {}), ("bloom", None, {"n_head": 6}),
+    ("gpt_neox", "WEIGHTS_ONLY_INT8", {}), ("bloom", None, {"n_head": 6}), ("stablelm", "WEIGHTS_ONLY_INT8", {"qk_layernorm": True}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model_type", "quantization", "sizes"), REARRANGED)
 def test_rearranged_tensors_are_exported(model_type: str, quantization: str | None, sizes: dict[str, Any], tmp_path: Path) -> None:
-    """Norms of Gemma (1 + w), Conv1D of GPT-2, and the fused QKV of GPT-NeoX and BLOOM. Quantized ones become plain numbers."""
+    """Norms of Gemma (1 + w), Conv1D of GPT-2, the fused QKV of GPT-NeoX and BLOOM, and the norms of heads of StableLM.
+
+    Quantized ones become plain numbers.
+    """
     made = tiny.model(model_type, **sizes)
     tiny.save(made, tmp_path / "checkpoint")
     made.save_pretrained(tmp_path / "checkpoint")  # with the names of files

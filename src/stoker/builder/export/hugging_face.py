@@ -141,7 +141,7 @@ class _Exported:
             elif isinstance(spec, LinearSpec) and plan.name.endswith(".weight"):
                 yield from self._linear(spec, plan, stored)
             else:
-                yield from _plain(plan, stored[plan.name])
+                yield from self._plain(plan, stored[plan.name])
 
     def _restored(self, spec: Spec, plan: TensorPlan, stored: dict[str, Tensor]) -> tuple[str, Tensor]:
         """(checkpoint name, tensor) of a tensor that the engine has in another arrangement. A quantized one becomes plain numbers.
@@ -172,26 +172,39 @@ class _Exported:
         if not self._is_quantized(spec):
             if spec.name != "embed" and (plan.stacked or not spec.num_experts):
                 self.schemes |= {name.removesuffix(".weight"): None for group in plan.sources for name in group}
-            yield from _plain(plan, stored[plan.name])
+            yield from self._plain(plan, stored[plan.name])
             return
         layouts = chosen.layout(spec, self.engine.dtype)
         tensors = {suffix: stored[prefix + suffix] for suffix in layouts}
         if spec.name == "embed" or (spec.num_experts and not plan.stacked):  # compressed-tensors quantizes linears only
             if spec.num_experts:
                 log.warning("%s is exported as %s: the checkpoint has one tensor of all experts.", spec.name, self.engine.config.dtype)
-            yield from _plain(plan, dequantize(chosen, tensors).to(self.engine.dtype))
+            yield from self._plain(plan, dequantize(chosen, tensors).to(self.engine.dtype))
             return
         for index, names in enumerate(plan.sources):
             of_expert = {suffix: t[index] if plan.stacked and suffix not in SHARED_SUFFIXES else t for suffix, t in tensors.items()}
-            yield from self._modules(spec, names, chosen, of_expert)
+            yield from self._modules(spec, dict(zip(names, self._rows_of(plan), strict=True)), chosen, of_expert)
+
+    def _rows_of(self, plan: TensorPlan) -> tuple[int, ...]:
+        """The rows of each source of an engine tensor, which follow one after the other. Raises EngineError if they are unknown."""
+        count, num_rows = len(plan.sources[0]), plan.shape[int(plan.stacked)]
+        if count == len(plan.parts):
+            return plan.parts
+        if count == 1 or not plan.parts:  # norms of single heads are equally long
+            return (num_rows // count,) * count
+        raise EngineError(
+            f"{self.engine.path}: {plan.name} has {len(plan.parts)} parts, which are {count} tensors of {self.architecture.name}, "
+            "and cannot be exported.",
+            cure="Use the checkpoint that the engine was built from.",
+        )
 
     def _modules(
-        self, spec: LinearSpec, names: tuple[str, ...], chosen: Format, tensors: dict[str, Tensor]
+        self, spec: LinearSpec, modules: dict[str, int], chosen: Format, tensors: dict[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """(checkpoint name, tensor) of the modules `names`, which have the rows of a weight [out, in] one after the other."""
+        """(checkpoint name, tensor) of modules, by name their rows of a weight [out, in], which follow one after the other."""
         layouts = chosen.layout(msgspec.structs.replace(spec, num_experts=0), self.engine.dtype)
         start = 0
-        for name, rows in zip(names, spec.parts if len(names) > 1 else (spec.out_features,), strict=True):
+        for name, rows in modules.items():
             module, part = name.removesuffix(".weight"), {}
             for suffix, layout in layouts.items():
                 unit, axis = layout.row_unit, layout.row_axis
@@ -201,6 +214,11 @@ class _Exported:
             if self.schemes[module] is None:
                 log.warning("%s is exported as %s: compressed-tensors has no format for it.", module, self.engine.config.dtype)
             yield from ((f"{module}.{suffix}", tensor) for suffix, tensor in module_tensors(chosen, part, self.engine.dtype).items())
+
+    def _plain(self, plan: TensorPlan, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """(checkpoint name, tensor) of an engine tensor that is not quantized: its experts, and the parts of each."""
+        for matrix, sources in zip(tensor if plan.stacked else (tensor,), plan.sources, strict=True):
+            yield from zip(sources, matrix.split(self._rows_of(plan)) if len(sources) > 1 else (matrix,), strict=True)
 
     def _write_cache_scales(self) -> None:
         """Write the scales of an FP8 cache. Logs a warning for another cache, whose scales other tools do not have."""
@@ -218,9 +236,3 @@ class _Exported:
             for name, scale in plain_cache_scales(stored).items():
                 self._files.add(f"{first.removesuffix('.weight').rpartition('.')[0]}.{name}", scale)
         self.has_cache_scales = True
-
-
-def _plain(plan: TensorPlan, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """(checkpoint name, tensor) of an engine tensor that is not quantized: its experts, and the parts of each."""
-    for matrix, sources in zip(tensor if plan.stacked else (tensor,), plan.sources, strict=True):
-        yield from zip(sources, matrix.split(plan.parts) if len(sources) > 1 else (matrix,), strict=True)
