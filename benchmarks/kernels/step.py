@@ -12,7 +12,6 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ import torch
 from stoker.base.config import Limits, RuntimeConfig
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
+from stoker.builder.estimate import estimate
 from stoker.cli.benchmark.results import provenance
 from stoker.kernels.triton.attention import tiles as attention_tuning
 from stoker.profiling.captured_step import capture_step, replay_ms
@@ -47,10 +47,9 @@ def main() -> None:
         config = BuildConfig(
             dtype="bfloat16", dummy_weights=True, limits=limits, device="cuda", quantization=args.quantize, kv_cache_dtype=args.kv_cache
         )
-        build(args.config, folder + "/engine", config, verify="none")
+        weights = estimate(build(args.config, folder + "/engine", config, verify="none").config).weights
         Graphs.warm_up = lambda self: 0  # type: ignore[method-assign]
         executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False), SynchronousMailbox)
-        weights = sum(file.stat().st_size for file in Path(folder).rglob("*.safetensors"))
     results, speed = [], read_speed()
     print(f"weights {weights / 1e9:.2f} GB (read speed {speed / 1e12:.2f} TB/s): {weights / speed * 1e3:.3f} ms", flush=True)
     for count in rows:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this mach
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("name", ["Mixtral", "DeepSeek-V3"])
-def test_tokens_under_load_equal_those_alone(name: str, cuda_graphs: bool, tmp_path: Path) -> None:
+def test_tokens_under_load_equal_those_alone(name: str, cuda_graphs: bool, tmp_path: Path, tokenizer: Path) -> None:
     """In float32, so that the order of sums does not change a greedy token."""
     from cases import CASES, POSITIONS
     from rank_executors import generate, load
@@ -32,7 +32,7 @@ def test_tokens_under_load_equal_those_alone(name: str, cuda_graphs: bool, tmp_p
     limits = Limits(max_input_len=POSITIONS // 2, max_output_len=POSITIONS // 2, max_num_tokens=64, max_batch_size=4)
     found = {}
     for out, mapping in (("one", Mapping()), ("dp", Mapping(data_parallel=2, expert_parallel=True))):
-        config = BuildConfig(device="cuda", dtype="float32", limits=limits, mapping=mapping)
+        config = BuildConfig(tokenizer=str(tokenizer), device="cuda", dtype="float32", limits=limits, mapping=mapping)
         build(tmp_path / "hf", tmp_path / out, config, verify="none")
         executor = load(tmp_path / out, kv_cache_tokens=1024, policy="max_utilization", cuda_graphs=cuda_graphs)
         try:
