@@ -65,12 +65,14 @@ def _checked_config(engine: Engine) -> dict[str, Any]:
         raise EngineError(f"{engine.path} has no weights or no {HUGGING_FACE_CONFIG_FILE}, and cannot be exported.", cure=_REBUILD)
     config: dict[str, Any] = json.loads(file.read_bytes())
     model = engine.config.model
-    config["tie_word_embeddings"] = model.tie_head
     config["dtype"] = engine.config.dtype
     config.pop("torch_dtype", None)
     if "text_config" in config:
         raise EngineError(f"{engine.path} is the text model of a multimodal checkpoint.", cure="Export a text-only model.")
-    if read_model_config(get_architecture(model.architecture), config, ("*",)) != model:
+    row = get_architecture(model.architecture)
+    if read_model_config(row, config, ("*",)).tie_head != model.tie_head:
+        config["tie_word_embeddings"] = model.tie_head
+    if read_model_config(row, config, ("*",)) != model:
         raise EngineError(
             f"{engine.path} differs from the config.json of its checkpoint, for example in its rotary settings.",
             cure="Build it without settings that change the model.",
