@@ -57,9 +57,11 @@ class Prefills:
         host, port = _address(decision.replica)
         export, ticket = make_tickets(host, port, self._key)
         lease.start_decode()  # the other replica has the load of the prompt
-        task = asyncio.create_task(self._compute(send, self._router.begin(route, decision), export))
+        computing = self._router.begin(route, decision)
+        task = asyncio.create_task(self._compute(send, computing, export))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: computing.cancel())  # a task that is cancelled before it has started runs no code of its own
         return Prefill(ticket, decision.replica, task)
 
     async def _compute(self, send: Send, lease: Lease, ticket: str) -> None:
@@ -78,7 +80,6 @@ class Prefills:
             self._checker.check_soon(lease.replica)
             log.warning("%s failed while it computed a prompt: %s", name, error)
         finally:
-            lease.cancel()  # without effect if the lease has ended
             self._metrics.prefills.labels(name, outcome).inc()
 
 
