@@ -27,6 +27,7 @@ from stoker.runtime.sampling.grammar_client import CompileProcess
 from stoker.runtime.sampling.grammar_source import compile_guide
 from stoker.runtime.sampling.guided_decoding import Guides, _Match
 from stoker.runtime.sampling.json_schema import check_schema
+from stoker.runtime.schedule.draft_length import DraftLength
 
 Make = Callable[..., Driven]
 LONG = 64
@@ -239,34 +240,49 @@ def test_a_slow_grammar_ends_only_its_request(drive: Make, prompts: list[list[in
     assert len(other.tokens) == LONG
 
 
-def test_rows_after_a_slow_one_of_a_tree_are_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a tree the rows after a slow one may be reached without it. They have no mask, and yield no token."""
+class StubMatcher:
+    """A grammar that allows token number `index` in the row with this index."""
 
-    class Matcher:
-        def accept_token(self, token: int) -> bool:
-            return True
+    def accept_token(self, token: int) -> bool:
+        return True
 
-        def is_terminated(self) -> bool:
-            return False
+    def is_terminated(self) -> bool:
+        return False
 
-        is_completed = is_terminated
+    is_completed = is_terminated
 
-        def rollback(self, count: int) -> None:
-            return
+    def rollback(self, count: int) -> None:
+        return
 
-        def fill_next_token_bitmask(self, masks: torch.Tensor, index: int) -> None:
-            masks[index] = 1 << index
+    def fill_next_token_bitmask(self, masks: torch.Tensor, index: int) -> None:
+        masks[index] = 1 << index
 
-    times = iter([0.0, 0.1, 0.1, 9.0])  # the second row is slow
-    monkeypatch.setattr("stoker.runtime.sampling.guided_decoding.time.thread_time", lambda: next(times))
+
+def masks_of_a_tree(monkeypatch: pytest.MonkeyPatch, times: list[float]) -> tuple[list[int], Sequence]:
+    """The masks of four rows, and their sequence. `times`: the values of the clock."""
+    monkeypatch.setattr("stoker.runtime.sampling.guided_decoding.time.thread_time", iter(times).__next__)
     call = guided([5, 6], Guide("regex", "a"))
     seq = Sequence(0, call, 0, 0.0)
     guides = Guides(32)
-    guides._matches[0] = _Match(call.params.guide, Matcher(), frozenset([END]))
+    assert call.params.guide is not None
+    guides._matches[0] = _Match(call.params.guide, StubMatcher(), frozenset([END]))
     paths = [(), (7,), (8,), (8, 9)]
     _, masks = guides.gather([SampledRow(at, seq, 2 + len(path), path) for at, path in enumerate(paths)])
-    assert masks.ravel().tolist() == [1, 0, 0, 0]
-    assert seq.fault is not None and seq.fault.code == "guide_too_slow"
+    return masks.ravel().tolist(), seq
+
+
+def test_rows_after_a_slow_one_of_a_tree_are_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a tree the rows after a slow one may be reached without it. They have no mask, and yield no token."""
+    masks, seq = masks_of_a_tree(monkeypatch, [0.0, 0.1, 0.1, 9.0])  # the second row is slow
+    assert masks == [1, 0, 0, 0] and seq.fault is not None and seq.fault.code == "guide_too_slow"
+
+
+def test_a_slow_grammar_limits_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each draft takes as long as a token, and 63 of them would delay all other requests 63 times as long."""
+    lengths = DraftLength(63, is_adaptive=False)
+    for took, limit in ((0.0, 63), (0.0005, 63), (0.004, 12), (0.2, 0)):
+        masks, seq = masks_of_a_tree(monkeypatch, [0.0, took, took, took, took, took, took, took, took])
+        assert masks == [1, 2, 4, 8] and lengths.limit(seq, 1) == limit
 
 
 def test_many_distinct_grammars_at_once(drive: Make, prompts: list[list[int]], text_of: Callable[[Answer], str]) -> None:

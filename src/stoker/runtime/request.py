@@ -135,6 +135,7 @@ class Sequence:
         "blocks",
         "deadline",
         "decode_snapshot",
+        "draft_limit",
         "end_ids",
         "fault",
         "finish_reason",
@@ -219,6 +220,7 @@ class Sequence:
         self.decode_snapshot: Any = None  # entry of the block after which its newest snapshot of generated tokens was taken
         self.announced_key: Any = None  # key of the prompt block that it adds to the prefix index next
         self.acceptance: Any = None  # the drafts that were verified and accepted
+        self.draft_limit: int | None = None  # the largest number of drafts for which its grammar is fast enough; None: any number
         self.proposal: Any = None  # the state that the draft proposer has for this sequence
         self.fault: ErrorInfo | None = None  # why no token can be sampled, if a sampling feature knows the reason
         self.finish_reason: FinishReason | None = None

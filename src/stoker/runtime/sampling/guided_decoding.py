@@ -19,6 +19,7 @@ from stoker.runtime.sampling.grammar_compiler import end_ids
 # CPU seconds per token and sequence, during which all other requests wait. Common schemas take less than a millisecond. The time for
 # ((a{1,50}){1,50}){1,50} grows with each token, to 1.1 s for the 70th.
 MAX_MATCH_S = 0.5
+DRAFTS_MATCH_S = 0.05  # CPU seconds for all drafts of a sequence in one step, each of which takes as long as a token
 
 
 _State = tuple[int, int, bool, tuple[int, ...]]  # of a _Match
@@ -107,14 +108,17 @@ class Guides(Feature):
         return [np.array([row.at for row in rows]), masks.numpy()]
 
     def _fill(self, masks: Tensor, rows: list[SampledRow]) -> None:
-        """Write the masks of the rows of one sequence. Rows after a draft that the grammar rejects are never reached."""
+        """Write the masks of the rows of one sequence, and limit the number of its next drafts.
+
+        Rows after a draft that the grammar rejects are never reached.
+        """
         seq = rows[0].seq
         match, started = self._matches[seq.seq_id], time.thread_time()
         seq.fault, seq.min_tokens = None, seq.params.min_tokens
         if not all(match.accept(token) for token in seq.tokens[seq.num_prompt + match.num_read :]) or match.matcher.is_terminated():
             masks[0] = 0  # no token is allowed, so that the row yields an error
             return
-        states, path = [match.state()], list[int]()  # the matcher's state after each number of drafts of `path`
+        states, path, slowest = [match.state()], list[int](), 0.0  # the matcher's state after each number of drafts of `path`
         for i, row in enumerate(rows):
             if not _follow(match, states, path, row.drafts):
                 continue
@@ -123,7 +127,8 @@ class Guides(Feature):
                 masks[i:] = 0  # in a tree, later rows may be reached without this one
                 seq.fault = ErrorInfo("guide_too_slow", _too_slow(row, took), 400)
                 break
-            started = time.thread_time()
+            started, slowest = time.thread_time(), max(slowest, took)
+        seq.draft_limit = int(DRAFTS_MATCH_S / slowest) if slowest else None
         match.restore(states[0])
 
     def _fill_row(self, masks: Tensor, index: int, match: _Match, row: SampledRow) -> None:

@@ -86,6 +86,8 @@ class DraftLength:
         """The number of drafts for a sequence in a step of `num_rows` rows."""
         requested = seq.request.max_drafts
         most = self.max_drafts if requested is None else min(requested, self.max_drafts)
+        if seq.draft_limit is not None:
+            most = min(most, seq.draft_limit)
         if not self.is_adaptive or not most:
             return most
         acceptance, num_tokens = self._acceptance(seq), len(seq.tokens)
