@@ -258,6 +258,14 @@ def delta_net(writer: gguf.GGUFWriter, c: Config) -> None:
         writer.add_expert_shared_feed_forward_length(c["shared_expert_intermediate_size"])
 
 
+def listed_delta_net(writer: gguf.GGUFWriter, c: Config) -> None:
+    """The kind of each layer in the file. The converter writes no feed_forward_length for a model whose config.json has none."""
+    delta_net(writer, c)
+    writer.add_array(f"{writer.arch}.attention.recurrent_layers", [kind == "linear_attention" for kind in c["layer_types"]])
+    if not c.get("intermediate_size"):
+        writer.kv_data[0].pop(f"{writer.arch}.feed_forward_length", None)
+
+
 def nemotron_h(writer: gguf.GGUFWriter, c: Config) -> None:
     kinds = c["layers_block_type"]
     has_experts = "moe" in kinds
@@ -399,6 +407,13 @@ _OWN = {
     # llama.cpp has one size of keys and values, and normalizes queries and keys of a delta net with the epsilon of the other norms.
     "qwen3next": partial(native, "Qwen3Next", **cases.QWEN3_NEXT | {"linear_value_head_dim": 12, "rms_norm_eps": 1e-6}),
     "qwen35": partial(native, "Qwen3_5Text", **cases.QWEN3_5 | {"linear_value_head_dim": 12, "rms_norm_eps": 1e-6}),
+    "qwen35 listed": partial(
+        native,
+        "Qwen3_5Text",
+        **cases.QWEN3_5
+        | {"linear_value_head_dim": 12, "rms_norm_eps": 1e-6}
+        | {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"], "num_hidden_layers": 4},
+    ),
     "qwen35moe": partial(native, "Qwen3_5MoeText", **cases.QWEN3_NEXT_MOE | {"linear_value_head_dim": 12, "rms_norm_eps": 1e-6}),
     "nemotron_h": partial(
         native, "NemotronH", **cases.NEMOTRON_H | {"layers_block_type": ["mamba", "mamba", "mlp", "attention", "mamba"]}, mlp_bias=True,
@@ -494,6 +509,8 @@ GGUF_CASES: dict[str, Case] = {
     "apertus": Case(apertus_model, "apertus", gguf_writer.without_activations, apertus),
     "qwen3next": Case(_OWN["qwen3next"], "qwen3next", gguf_writer.delta_net, delta_net),
     "qwen35": Case(_OWN["qwen35"], "qwen35", gguf_writer.tiled_delta_net, delta_net),
+    "qwen35, layers listed": Case(_OWN["qwen35 listed"], "qwen35", gguf_writer.tiled_delta_net, listed_delta_net),
+    "qwen35moe, layers listed": Case(_OWN["qwen35moe"], "qwen35moe", gguf_writer.tiled_delta_net, listed_delta_net),
     "qwen35moe": Case(_OWN["qwen35moe"], "qwen35moe", gguf_writer.tiled_delta_net, delta_net),
     "minimax-m2": Case(CASES["MiniMaxM2ForCausalLM", "half rotated"], "minimax-m2", gguf_writer.correction_bias, minimax),
 }

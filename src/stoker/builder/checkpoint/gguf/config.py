@@ -28,7 +28,8 @@ def read_config(file: GGUFFile, row: GGUFArchitecture, m: Metadata) -> dict[str,
 
     Raises CheckpointError when metadata is missing, or describes something that config.json cannot express.
     """
-    if missing := [f"{row.name}.{key}" for key in _REQUIRED_KEYS if m.value(key) is None]:
+    optional = ("feed_forward_length",) if m.value("expert_count") else ()  # a model may have experts only
+    if missing := [f"{row.name}.{key}" for key in _REQUIRED_KEYS if key not in optional and m.value(key) is None]:
         raise CheckpointError(f"{file.path}: the metadata lacks {', '.join(missing)}.", cure=DOWNLOAD_AGAIN)
     layers = m.require("block_count", int)  # checked before a row makes a list with an element for each layer
     if not 1 <= layers <= MAX_LAYERS:

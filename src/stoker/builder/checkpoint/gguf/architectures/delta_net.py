@@ -26,16 +26,30 @@ def _read_delta_net(m: Metadata) -> dict[str, Any]:
     config = llama_config(m, partial_rotary=True)
     heads, size = state_heads(m)
     config["num_hidden_layers"] -= m.leave_out_last_blocks(m.get("nextn_predict_layers", int, 0))
-    return config | {
-        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
-        "full_attention_interval": m.get("full_attention_interval", int, _INTERVAL) or _INTERVAL,
-        "linear_conv_kernel_dim": m.require("ssm.conv_kernel", int),
-        "linear_key_head_dim": m.require("ssm.state_size", int),
-        "linear_num_key_heads": m.require("ssm.group_count", int),
-        "linear_num_value_heads": heads,
-        "linear_value_head_dim": size,
-        "attention_bias": m.has_tensor(f"blk.{_INTERVAL - 1}.attn_q.bias"),
-    }
+    return (
+        config
+        | _kinds_of_layers(m, config["num_hidden_layers"])
+        | {
+            "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
+            "full_attention_interval": m.get("full_attention_interval", int, _INTERVAL) or _INTERVAL,
+            "linear_conv_kernel_dim": m.require("ssm.conv_kernel", int),
+            "linear_key_head_dim": m.require("ssm.state_size", int),
+            "linear_num_key_heads": m.require("ssm.group_count", int),
+            "linear_num_value_heads": heads,
+            "linear_value_head_dim": size,
+            "attention_bias": any(m.has_tensor(f"blk.{i}.attn_q.bias") for i in range(config["num_hidden_layers"])),
+        }
+    )
+
+
+def _kinds_of_layers(m: Metadata, layers: int) -> dict[str, Any]:
+    """layer_types, if the file has the kind of each block, those of multi-token prediction included."""
+    key = "attention.recurrent_layers"
+    if (recurrent := m.get(key, [bool])) is None:
+        return {}
+    if len(recurrent) != m.require("block_count", int):
+        raise m.unsupported(key, recurrent, "A boolean for each block is.")
+    return {"layer_types": ["linear_attention" if each else "full_attention" for each in recurrent[:layers]]}
 
 
 def _read_experts(m: Metadata) -> dict[str, Any]:
