@@ -29,7 +29,7 @@ class Side:
     """One executor, whose step loop the test runs."""
 
     def __init__(self, engine: Path, **settings: Any) -> None:
-        chosen = {"kv_cache_tokens": 1024, "transfer": "127.0.0.1:0", "transfer_timeout_s": 5.0, "transfer_backend": "tcp", **settings}
+        chosen = {"kv_cache_tokens": 1024, "transfer": "127.0.0.1:0", "transfer_timeout_s": LIMIT_S, "transfer_backend": "tcp", **settings}
         config = RuntimeConfig(num_threads=1, **chosen)
         self.executor: Executor = load_executor(engine, config, SynchronousMailbox)
         self.tokens: dict[tuple[str, int], list[int]] = {}

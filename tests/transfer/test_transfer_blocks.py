@@ -17,6 +17,7 @@ from pairs import LIMIT_S, Pair, request, run
 from test_transfers import prompt
 
 from stoker.base.types import FinishReason
+from stoker.runtime.request import TokenRequest
 from stoker.runtime.transfer.imports import Imports
 from stoker.runtime.transfer.nixl_agent import NixlAgent
 from stoker.runtime.transfer.pages import RankPages
@@ -70,8 +71,11 @@ def test_blocks_of_a_failed_import_are_zeroed_before_the_next_one_writes_to_them
 
     monkeypatch.setattr(runner, "zero_blocks", checked)
     replace_writes(monkeypatch, fail)
-    wanted = [request(prompt(40 + i, 150)) for i in range(2)]
-    decoded = [both.submit(each)[1] for each in wanted]
+    wanted, decoded = [request(prompt(40 + i, 150)) for i in range(2)], list[TokenRequest]()
+    for each in wanted:
+        decoded.append(both.submit(each)[1])
+        # Both engines have blocks for one prompt only. In the other order each import would wait for the other until a time limit.
+        run(both.sides, lambda: any(each.targets is not None for each in imports._imports))
     run(both.sides, lambda: all(both.decode.has_answered(each) for each in decoded))
     assert (both.decode.stats.num_failed_imports, both.decode.stats.num_imports) == (1, 1)
     assert len(zeroed) == 9
