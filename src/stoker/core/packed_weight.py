@@ -32,7 +32,8 @@ class PackedWeight:
         paired   int4 on a GPU: byte i of a pair of groups holds feature i of the first group in its low four bits and feature i of the
                  second in its high four bits. A row is padded to whole pairs of groups. Scales and zeros are [groups, N]
 
-    On a CPU, the values of a prepared fp8 weight are widened to float32, and those of blocks are multiplied by their scales.
+    On a CPU, the values of a prepared fp8 weight are widened to float32, and those of blocks are multiplied by their scales, unless the C
+    kernels read them as they are stored.
     """
 
     format: str  # dense, int8, fp8 or int4. `kernels.reference.quant_<format>` is its reference

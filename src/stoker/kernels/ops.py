@@ -240,8 +240,8 @@ def around(x: Tensor, fusion: Fusion, product: Callable[[Tensor], Tensor]) -> Te
 def prepare_weight(weight: PackedWeight) -> PackedWeight:
     """The weight in the form that the kernels of its device read. Called once, at load.
 
-    A GPU reads int4 in the layout `paired`. On a CPU, FP8 values are widened to float32, because CPUs have no e4m3 arithmetic, and int4
-    weights get `device_data` where PyTorch's packed kernel is used.
+    A GPU reads int4 in the layout `paired`. On a CPU, FP8 values are widened to float32 where no C kernel reads them, because PyTorch
+    converts e4m3 slowly, and int4 weights get `device_data` where PyTorch's packed kernel is used.
     """
     if weight.format == "dense":
         return weight

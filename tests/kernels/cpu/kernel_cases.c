@@ -26,6 +26,7 @@ static void *array(int dtype, int64_t count, float scale) {
     for (int64_t i = 0; i < count; i++) {
         float value = number() * scale;
         if (dtype == INT8 || dtype == UINT8) a[i] = (char)(next() >> 16);
+        else if (dtype == E4M3) a[i] = (char)(next() >> 16 & 0xbf); /* below 2 */
         else if (dtype == FLOAT32) ((float *)a)[i] = value;
         else { /* a power of two times eight bits of mantissa */
             uint32_t bits;
@@ -52,7 +53,7 @@ static struct linear weight_of(int64_t in, int64_t out, int dtype, int group, in
     struct linear l = {.in = in, .out = out, .weight_dtype = dtype, .group = group, .scale_dtype = scale_dtype, .eps = 1e-5};
     int64_t groups = group ? (in + group - 1) / group : 1;
     l.weight = array(dtype, dtype == UINT8 ? in * out / 2 : in * out, 1);
-    if (dtype == INT8 || dtype == UINT8) l.scale = array(scale_dtype, out * groups, 1.0f / 64);
+    if (dtype == INT8 || dtype == UINT8 || dtype == E4M3) l.scale = array(scale_dtype, out * groups, 1.0f / 64);
     if (zero_kind == 1) l.zero = array(UINT8, out * groups, 1);
     if (zero_kind == 2 || (dtype == INT8 && group)) l.offset = array(scale_dtype, out * groups, 0.5f);
     return l;
@@ -62,6 +63,7 @@ static void run_linears(void) {
     static const int kinds[][4] = { /* dtype, group, scale dtype, zero point (1) or offset (2) */
         {FLOAT32, 0, FLOAT32, 0}, {BFLOAT16, 0, FLOAT32, 0}, {INT8, 0, FLOAT32, 0}, {INT8, 32, BFLOAT16, 2},
         {UINT8, 32, FLOAT16, 0}, {UINT8, 64, FLOAT16, 1}, {UINT8, 32, BFLOAT16, 2},
+        {E4M3, 0, FLOAT32, 0},
     };
     static const int64_t rows[] = {1, 2, 3, 7, 16}, ins[] = {64, 100, 288};
     for (unsigned k = 0; k < sizeof kinds / sizeof *kinds; k++)
@@ -70,6 +72,7 @@ static void run_linears(void) {
                 int dtype = r % 2 ? BFLOAT16 : FLOAT32, gated = i == 1, out = gated ? 18 : 37;
                 struct linear l = weight_of(ins[i], gated ? 2 * out : out, kinds[k][0], kinds[k][1], kinds[k][2], kinds[k][3]);
                 l.out = out;
+                l.rounding = l.weight_dtype == E4M3 ? TOKEN_SCALE : NOT_ROUNDED;
                 l.rows = rows[r];
                 l.dtype = dtype;
                 l.gate = gated ? SILU + r % 6 : NO_ACTIVATION;

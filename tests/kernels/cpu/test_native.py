@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stoker.core.forward_batch import KVCache
 from stoker.core.packed_weight import PackedWeight
-from stoker.kernels.native import attention, build, fused_layer, linear, quant_int4, quant_int8, rope
+from stoker.kernels.native import attention, build, fused_layer, linear, quant_fp8, quant_int4, quant_int8, rope
 from stoker.kernels.reference import activation as activation_reference
 from stoker.kernels.reference import attention as attention_reference
 from stoker.kernels.reference import fused_layer as fused_layer_reference
@@ -270,6 +270,9 @@ def fused_layer_of(form: str, dtype: torch.dtype, hidden: int = 96, inner: int =
         if form == "int8":
             values, scale = torch.randint(-128, 128, (rows, columns), dtype=torch.int8), torch.rand(rows) / (70 * columns**0.5)
             weight = PackedWeight("int8", values, scale, bias=bias)
+        elif form == "fp8":
+            values, scale = (torch.randn(rows, columns) * 100).to(torch.float8_e4m3fn), torch.rand(rows) / (100 * columns**0.5)
+            weight = PackedWeight("fp8", values, scale, bias=bias, activations="token")
         elif form == "int8 in groups":
             weight = replace(grouped_weight(rows, columns, 16, True), bias=bias)
         elif form.startswith("int4"):
@@ -277,7 +280,7 @@ def fused_layer_of(form: str, dtype: torch.dtype, hidden: int = 96, inner: int =
         else:
             weight = PackedWeight("dense", (torch.randn(rows, columns) / columns**0.5).to(getattr(torch, form)), bias=bias)
             return FusedLinear(lambda x, fusion: linear.linear(x, weight.values, bias, fusion), weight, fusion)
-        module = quant_int4 if form.startswith("int4") else quant_int8
+        module = quant_int4 if form.startswith("int4") else quant_fp8 if form == "fp8" else quant_int8
         return FusedLinear(lambda x, fusion: module.packed_linear(x, weight, fusion), weight, fusion)
 
     norm = Fusion(norm_kind="rms", norm_weight=torch.randn(hidden).to(dtype), norm_eps=1e-5)
@@ -285,7 +288,7 @@ def fused_layer_of(form: str, dtype: torch.dtype, hidden: int = 96, inner: int =
     return FusedLayer(one(hidden, heads), one(2 * inner, hidden, replace(norm, gate="silu")), one(hidden, inner), qkv)
 
 
-FORMS = ["float32", "bfloat16", "int8", "int8 in groups", "int4 none", "int4 int", "int4 float"]
+FORMS = ["float32", "bfloat16", "fp8", "int8", "int8 in groups", "int4 none", "int4 int", "int4 float"]
 
 
 @needs_compiler
@@ -296,7 +299,7 @@ def test_a_fused_layer_equals_its_linears(form: str, last: bool, dtype: torch.dt
     """Bitwise, for any number of rows and threads, with x of a larger row stride, in one call."""
     threads, parts = torch.get_num_threads(), fused_layer_of(form, dtype, hidden=480, inner=1000, heads=160, last=last)
     max_rows = next(rows for rows in range(100, 0, -1) if fused_layer.supports_fused_layer(parts, rows))
-    assert max_rows == {"int8": quant_int8.max_rows(), "float32": 8, "bfloat16": 8}.get(form, 16)
+    assert max_rows == {"int8": quant_int8.max_rows(), "float32": 8, "bfloat16": 8, "fp8": linear.MAX_FP8_ROWS}.get(form, 16)
     inputs = {
         rows: (torch.randn(rows, 168).to(dtype)[:, :160], torch.randn(rows, 480).to(dtype))
         for rows in (1, 2, 3, 5, 7, 8, 15, 16)

@@ -15,11 +15,13 @@ from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.native.library import CALL_ARGUMENTS, LINEARS, kernels
 from stoker.kernels.native.linear import (
     ACTIVATION_DTYPES,
+    MAX_FP8_ROWS,
     MAX_GROUPED_ROWS,
     MAX_ROWS,
     NativeWeight,
     PackedLinear,
     dense_weight,
+    fp8_weight,
     grouped_int8_weight,
     int4_weight,
     int8_weight,
@@ -112,7 +114,11 @@ def _pack(weight: NativeWeight, linear: FusedLinear) -> PackedLinear | None:
 
 def _native_weight(weight: PackedWeight | None) -> tuple[NativeWeight | None, int]:
     """The weight as the kernel reads it, or None if it is not supported, and the largest number of rows for which the kernel is faster."""
-    if weight is None or weight.column_order is not None or weight.activations != "none":
+    if weight is None or weight.column_order is not None:
+        return None, 0
+    if weight.format == "fp8":
+        return fp8_weight(weight), MAX_FP8_ROWS
+    if weight.activations != "none":
         return None, 0
     if weight.format == "dense":
         return dense_weight(weight.values), MAX_ROWS

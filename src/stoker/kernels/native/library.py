@@ -20,8 +20,8 @@ from stoker.kernels.native.build import KernelsUnavailable, built_library
 
 log = get_logger(__name__)
 
-# The numbers of `enum dtype` (vector.h), `enum activation` (activation.h) and `enum norm` (linear.h).
-FLOAT32, BFLOAT16, FLOAT16, INT8, UINT8, INT32 = range(6)
+# The numbers of `enum dtype` (vector.h), `enum activation` (activation.h), `enum norm` and `enum rounding` (linear.h).
+FLOAT32, BFLOAT16, FLOAT16, INT8, UINT8, INT32, E4M3 = range(7)
 DTYPES = {
     torch.float32: FLOAT32,
     torch.bfloat16: BFLOAT16,
@@ -29,15 +29,17 @@ DTYPES = {
     torch.int8: INT8,
     torch.uint8: UINT8,
     torch.int32: INT32,
+    torch.float8_e4m3fn: E4M3,
 }
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "gelu_quick": 4, "relu": 5, "relu2": 6}
 NORMS = {None: 0, "rms": 1, "layer": 2}
+ROUNDINGS = {"none": 0, "token": 1, "static": 2}
 
 # Functions that pack the structs of the sources. A call with one pointer to a struct needs a quarter of the time of one with as many
 # arguments.
 LINEARS = struct.Struct("@3q").pack  # `struct linears`: the header, which is followed by these two for each linear:
 CALL_ARGUMENTS = struct.Struct("@6q").pack  # `struct linear` up to `dtype`: what differs from call to call
-LINEAR_ARGUMENTS = struct.Struct("@18qd").pack  # the rest of it: the weight and its fusion
+LINEAR_ARGUMENTS = struct.Struct("@20qd").pack  # the rest of it: the weight and its fusion
 WIDENING = struct.Struct("@5q").pack  # `struct widening` up to `linear`
 ROPE_STORE = struct.Struct("@29q").pack
 ATTENTION = struct.Struct("@28qd").pack
@@ -49,6 +51,7 @@ class NativeKernels(NamedTuple):
     """The library's functions. Each has its packed struct as argument and returns 0, or 1 when the reference must run instead."""
 
     linears: Function
+    gemm: Function
     widen: Function
     rope_store: Function
     attention: Function
@@ -62,7 +65,7 @@ def kernels() -> NativeKernels | str:
         return "turned off by STOKER_NATIVE"
     try:
         library = ctypes.CDLL(str(built_library()))
-        functions = {name: _function(library, f"stoker_{name}") for name in ("linears", "widen", "rope_store", "attention")}
+        functions = {name: _function(library, f"stoker_{name}") for name in ("linears", "gemm", "widen", "rope_store", "attention")}
         return NativeKernels(**functions, fork=_gomp_parallel_address())
     except Exception as reason:  # of any kind: the references need nothing of what may be missing on this system
         log.info("CPU kernels run in plain PyTorch: %s", reason)

@@ -11,8 +11,7 @@
 
 #include <stdlib.h>
 
-#include "activation.h"
-#include "linear.h"
+#include "around.h"
 
 #define MAX_ROWS 16
 #define MAX_LINEARS 4
@@ -20,41 +19,12 @@
 #define PREFETCH_BYTES 8192 /* ahead: [3072, 576] of int8 from memory takes 195 µs; without prefetch 420 µs, 3,072 bytes ahead 240 µs */
 #define MIN_PARALLEL_BYTES (128 << 10) /* of a weight, from which a second thread is worth its start */
 
-/* `LINEARS` in library.py. The linears run in order, and one may read what an earlier one wrote. */
-struct linears {
-    fork_function *fork;
-    int64_t threads, count;
-    struct linear first[];
-};
-
 struct job {
     const struct linear *linear;
     float *x; /* [rows, pitch]: the input of the product, in float32, with zeros behind `in` features */
     int64_t pitch;
     int64_t share_blocks; /* blocks of a work item */
 };
-
-/* Apply the norm to one row x [pitch] of the input. */
-static void apply_norm(const struct linear *a, float *x, int64_t pitch) {
-    f32v sum = broadcast(0), squares = broadcast(0);
-    float mean = 0;
-    if (a->norm == LAYER) {
-        for (int64_t k = 0; k < pitch; k += LANES) sum += load(FLOAT32, x, k);
-        mean = sum_lanes(sum) / a->in;
-        for (int64_t k = 0; k < a->in; k++) x[k] -= mean;
-    }
-    for (int64_t k = 0; k < pitch; k += LANES) {
-        f32v v = load(FLOAT32, x, k);
-        squares += v * v;
-    }
-    float factor = 1 / sqrtf(sum_lanes(squares) / a->in + (float)a->eps);
-    for (int64_t k = 0; k < a->in; k += LANES) {
-        f32v v = load(FLOAT32, x, k) * factor;
-        if (a->norm_weight) v *= load_up_to(a->norm_weight_dtype, a->norm_weight, k, a->in - k);
-        if (a->norm_bias) v += load_up_to(a->norm_bias_dtype, a->norm_bias, k, a->in - k);
-        store_up_to(FLOAT32, x, k, v, LANES);
-    }
-}
 
 /* Reorder each 2 × LANES features of x [pitch] to the even ones, then the odd ones: the order in which LANES bytes of int4 are decoded
  * (their low halves, then their high halves). */
@@ -66,21 +36,17 @@ static void split_even_odd(float *x, int64_t pitch) {
     }
 }
 
-/* Stage 1 of a linear, work item `row`: convert a row of x to float32, gated, normalized and padded. */
+/* Stage 1 of a linear, work item `row`: the input of the product. */
 static void prepare_row(void *data, int64_t row) {
     const struct job *job = data;
     const struct linear *a = job->linear;
-    int64_t pitch = job->pitch;
-    float *x = job->x + row * pitch;
-    const char *from = (const char *)a->x + row * a->x_stride * size_of(a->dtype);
-    memset(x + pitch - 2 * LANES, 0, 2 * LANES * sizeof *x);
-    for (int64_t k = 0; k < a->in; k += LANES) {
-        f32v v = load_up_to(a->dtype, from, k, a->in - k);
-        if (a->input_gate) v = activated(a->input_gate, v) * load_up_to(a->dtype, from, a->in + k, a->in - k);
-        store_up_to(FLOAT32, x, k, v, a->in - k);
+    float *x = job->x + row * job->pitch;
+    load_input(a, row, x, job->pitch);
+    if (a->rounding) {
+        float scale = rounding_scale(a, x, job->pitch);
+        for (int64_t k = 0; k < job->pitch; k += LANES) store_up_to(FLOAT32, x, k, round_to_e4m3(load(FLOAT32, x, k) / scale) * scale, LANES);
     }
-    if (a->norm) apply_norm(a, x, pitch);
-    if (a->weight_dtype == UINT8) split_even_odd(x, pitch);
+    if (a->weight_dtype == UINT8) split_even_odd(x, job->pitch);
 }
 
 /* Weight rows of a tile, for R rows of x: as many as there are registers for the sums. */
@@ -204,6 +170,7 @@ PRODUCTS(float32_products, FLOAT32)
 PRODUCTS(bfloat16_products, BFLOAT16)
 PRODUCTS(int8_products, INT8)
 PRODUCTS(int4_products, UINT8)
+PRODUCTS(e4m3_products, E4M3)
 
 static void grouped_products(const struct job *job, int64_t first, int64_t count, float (*sums)[BLOCK]) {
     struct group_scales scales;
@@ -217,14 +184,9 @@ static void products(const struct job *job, int64_t first, int64_t count, float 
     switch (job->linear->weight_dtype) {
     case FLOAT32: float32_products(job, NULL, first, count, sums); break;
     case BFLOAT16: bfloat16_products(job, NULL, first, count, sums); break;
-    case INT8: int8_products(job, NULL, first, count, sums);
+    case INT8: int8_products(job, NULL, first, count, sums); break;
+    case E4M3: e4m3_products(job, NULL, first, count, sums);
     }
-}
-
-/* Up to LANES sums of weight rows from `row` on, times their scales, plus their biases. */
-static INLINE f32v scaled_and_biased(const struct linear *a, f32v sum, int64_t row, int64_t count) {
-    if (a->weight_dtype == INT8 && !a->group) sum *= load_up_to(FLOAT32, a->scale, row, count);
-    return a->bias ? sum + load_up_to(a->bias_dtype, a->bias, row, count) : sum;
 }
 
 /* Output features first : first + BLOCK of all rows. With a gate, feature n is weight row n, and its factor weight row out + n. */
@@ -234,15 +196,7 @@ static void compute_block(const struct job *job, int64_t first) {
     float sums[MAX_ROWS][BLOCK], ups[MAX_ROWS][BLOCK];
     products(job, first, count, sums);
     if (a->gate) products(job, a->out + first, count, ups);
-    for (int64_t r = 0; r < a->rows; r++) {
-        for (int64_t n = 0; n < count; n += LANES) {
-            int64_t left = count - n, at = r * a->out + first + n;
-            f32v y = scaled_and_biased(a, load(FLOAT32, sums[r], n), first + n, left);
-            if (a->gate) y = activated(a->gate, y) * scaled_and_biased(a, load(FLOAT32, ups[r], n), a->out + first + n, left);
-            if (a->residual) y += load_up_to(a->dtype, a->residual, at, left);
-            store_up_to(a->dtype, a->y, at, y, left);
-        }
-    }
+    for (int64_t r = 0; r < a->rows; r++) store_outputs(a, r, first, count, sums[r], ups[r]);
 }
 
 /* Stage 2 of a linear, work item `index`: its share of the blocks. */
@@ -265,7 +219,7 @@ int stoker_linears(const struct linears *a) {
         const struct linear *l = a->first + i;
         if (l->rows > MAX_ROWS || (l->group && l->in > MAX_GROUPS * l->group) || l->in < 1) return 1;
         if (!l->rows || !l->out) return 0;
-        jobs[i] = (struct job){l, NULL, (l->in + 2 * LANES - 1) / (2 * LANES) * (2 * LANES), 0};
+        jobs[i] = (struct job){l, NULL, padded(l->in), 0};
         int64_t blocks = (l->out + BLOCK - 1) / BLOCK, bytes = l->in * l->out * size_of(l->weight_dtype);
         int64_t shares = bytes < MIN_PARALLEL_BYTES ? 1 : min_i64(blocks, a->threads * 4);
         jobs[i].share_blocks = (blocks + shares - 1) / shares;

@@ -5,7 +5,7 @@
  * Weights are [rows, in], dense, in one of these layouts:
  *
  *     FLOAT32, BFLOAT16        one element per feature
- *     INT8, group 0            value × scale[row]                     scale float32 [rows]
+ *     INT8, E4M3, group 0      value × scale[row]                     scale float32 [rows]
  *     INT8, group g            value × scale + offset                 scale, offset [rows, ceil(in / g)]
  *     UINT8 (int4), group g    value × scale + low                    two features per byte, the even one in the low half
  *                                low = -8 × scale, or -zero × scale, or the offset
@@ -23,19 +23,27 @@
 #define BLOCK 16        /* output features that are finished together */
 #define MAX_GROUPS 1024 /* of a row, as in linear.py */
 
-enum norm { NO_NORM, RMS, LAYER }; /* the numbers of `NORMS` in library.py */
+enum norm { NO_NORM, RMS, LAYER };                   /* the numbers of `NORMS` in library.py */
+enum rounding { NOT_ROUNDED, TOKEN_SCALE, STATIC_SCALE }; /* of activations to e4m3: the numbers of `ROUNDINGS` in library.py */
 
 /* `CALL_ARGUMENTS` in library.py (x to dtype), then `LINEAR_ARGUMENTS`. Sizes in elements. NULL: absent. */
 struct linear {
     const void *x, *residual;
     void *y;
     int64_t rows, x_stride, dtype; /* of x, residual and y */
-    const void *weight, *scale, *zero, *offset, *bias, *norm_weight, *norm_bias;
+    const void *weight, *scale, *zero, *offset, *bias, *norm_weight, *norm_bias, *input_scale;
     int64_t in, out; /* out: features of y, half of the weight's rows when gated */
     int64_t weight_dtype, scale_dtype, group;
     int64_t bias_dtype, norm_weight_dtype, norm_bias_dtype;
-    int64_t norm, input_gate, gate; /* enum norm, enum activation */
+    int64_t norm, input_gate, gate, rounding; /* enum norm, enum activation (both gates), enum rounding */
     double eps;
+};
+
+/* `LINEARS` in library.py. The linears run in order, and one may read what an earlier one wrote. */
+struct linears {
+    fork_function *fork;
+    int64_t threads, count;
+    struct linear first[];
 };
 
 /* Scales and lows of up to BLOCK rows, [rows, groups] in float32. LANES more, because whole vectors are stored. */
@@ -44,7 +52,7 @@ struct group_scales {
 };
 
 /* Load those of weight rows first : first + rows. */
-static void load_group_scales(const struct linear *a, struct group_scales *scales, int64_t first, int64_t rows) {
+static INLINE void load_group_scales(const struct linear *a, struct group_scales *scales, int64_t first, int64_t rows) {
     int64_t groups = (a->in + a->group - 1) / a->group, at = first * groups, count = rows * groups;
     for (int64_t i = 0; i < count; i += LANES) {
         f32v scale = load_up_to(a->scale_dtype, a->scale, at + i, count - i), low = a->weight_dtype == UINT8 ? -8 * scale : broadcast(0);

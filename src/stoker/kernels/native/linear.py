@@ -1,4 +1,8 @@
-"""Linears of up to 16 rows by the C kernel (linear.c), with their norm, gates, bias and residual. Weights are dense, int8 or int4."""
+"""Linears by the C kernels, with their norm, gates, bias and residual.
+
+A few rows of dense, int8, int4 and e4m3 weights run in linear.c. With more rows, float32 and e4m3 weights run in gemm.c, and weights in
+groups are widened for PyTorch's product.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,14 @@ from stoker.kernels.native.library import (
     ACTIVATIONS,
     BFLOAT16,
     CALL_ARGUMENTS,
+    E4M3,
     FLOAT16,
     FLOAT32,
     INT8,
     LINEAR_ARGUMENTS,
     LINEARS,
     NORMS,
+    ROUNDINGS,
     UINT8,
     WIDENING,
     TensorInfo,
@@ -30,10 +36,14 @@ from stoker.kernels.reference.linear import around
 from stoker.kernels.types import PLAIN, Fusion
 
 WIDENED = 1 << 18  # weights that are widened at a time: 1 MiB of float32
-MAX_ROWS = 8  # with more, PyTorch's product is as fast
+MAX_ROWS = 8  # of dense weights in linear.c; with more, PyTorch's product is as fast, except those of `_is_faster_in_gemm`
+MIN_GEMM_ROWS = 128  # of float32 weights in gemm.c
+# With more, gemm.c is faster: 8 rows × e4m3 [3072, 576] need 410 µs there and 580 µs in linear.c, 4 rows 400 and 300 µs.
+MAX_FP8_ROWS = 4
 # With more, `_widened_product` is faster: 64 rows × int4 [3072, 576] need 1.2 ms there and 2.5 ms in `product`, 16 rows 0.6 ms in both.
 MAX_GROUPED_ROWS = 16
 MAX_GROUPS = 1024  # of a row, as in linear.h
+_MAX_LINEAR_ROWS = {FLOAT32: MAX_ROWS, E4M3: MAX_FP8_ROWS}  # by the dtype of weights that gemm.c supports
 FLOATS = (FLOAT32, BFLOAT16, FLOAT16)
 ACTIVATION_DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 
@@ -46,6 +56,8 @@ class NativeWeight(NamedTuple):
     zero: TensorInfo = ABSENT
     offset: TensorInfo = ABSENT
     group: int = 0  # features that share a scale; 0: all features of a row
+    rounding: int = 0  # of activations to e4m3: a number of ROUNDINGS
+    input_scale: TensorInfo = ABSENT  # of activations that are rounded with a static scale
 
 
 class PackedLinear(NamedTuple):
@@ -57,10 +69,21 @@ class PackedLinear(NamedTuple):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    """A dense linear (`ops.linear`) by the C kernel for up to MAX_ROWS rows, otherwise by the reference."""
-    native = dense_weight(weight) if x.shape[0] <= MAX_ROWS else None
+    """A dense linear (`ops.linear`) by the C kernels where they are faster, otherwise by the reference."""
+    is_native = x.shape[0] <= MAX_ROWS or _is_faster_in_gemm(x, weight, fusion)
+    native = dense_weight(weight) if is_native else None
     y = product(x, native, bias, fusion) if native is not None else None
     return reference.linear(x, weight, bias, fusion) if y is None else y
+
+
+def _is_faster_in_gemm(x: Tensor, weight: Tensor, fusion: Fusion) -> bool:
+    """Whether gemm.c computes a dense linear faster than PyTorch: float32, many rows, and a gate to fuse or a weight like that of a head.
+
+    On a Zen 4 core, 1,024 rows × gated [3072, 576] reach 100 GFLOP/s and 83 in PyTorch, 128 rows × [49152, 576] 79 and 65. Without a gate,
+    1,024 rows × [576, 1536] reach 92 and 97.
+    """
+    rows, features = weight.shape
+    return weight.dtype == torch.float32 and x.shape[0] >= MIN_GEMM_ROWS and (fusion.gate is not None or rows >= 16 * features)
 
 
 def dense_weight(weight: Tensor) -> NativeWeight | None:
@@ -74,6 +97,17 @@ def int8_weight(weight: PackedWeight) -> NativeWeight | None:
     values, scales = tensor_info(weight.values), tensor_info(weight.scale)
     fits = values.dtype == INT8 and scales.dtype == FLOAT32 and scales.shape == values.shape[:1]
     return NativeWeight(values, scales) if fits else None
+
+
+def fp8_weight(weight: PackedWeight) -> NativeWeight | None:
+    """Kernel argument of a weight float8_e4m3fn [n, k] with scale float32 [n] and rounded activations, or None if not supported."""
+    values, scales, static = tensor_info(weight.values), tensor_info(weight.scale), tensor_info(weight.input_scale)
+    fits = values.dtype == E4M3 and scales.dtype == FLOAT32 and scales.shape == values.shape[:1] and not weight.group_size
+    if weight.activations == "static":
+        fits = fits and static.dtype == FLOAT32 and static.numel == 1
+    else:
+        fits = fits and weight.activations == "token" and static is ABSENT
+    return NativeWeight(values, scales, rounding=ROUNDINGS[weight.activations], input_scale=static) if fits else None
 
 
 def grouped_int8_weight(weight: PackedWeight) -> NativeWeight | None:
@@ -130,6 +164,7 @@ def pack_linear(weight: NativeWeight, bias: Tensor | None, fusion: Fusion) -> Pa
         added.address,
         norm_weight.address,
         norm_bias.address,
+        weight.input_scale.address,
         size,
         out,
         weight.values.dtype,
@@ -141,6 +176,7 @@ def pack_linear(weight: NativeWeight, bias: Tensor | None, fusion: Fusion) -> Pa
         NORMS[fusion.norm_kind],
         input_gate,
         gate,
+        weight.rounding,
         fusion.norm_eps,
     )
     return PackedLinear(2 * size if input_gate else size, out, packed)
@@ -162,7 +198,8 @@ def product(x: Tensor, weight: NativeWeight, bias: Tensor | None, fusion: Fusion
     y = torch.empty(rows, own.outputs, dtype=x.dtype)
     added = 0 if residual is None else residual.data_ptr()
     header = LINEARS(library.fork, torch.get_num_threads(), 1)
-    status = library.linears(header + CALL_ARGUMENTS(x.data_ptr(), added, y.data_ptr(), rows, x.stride(0), dtype) + own.packed)
+    run = library.gemm if rows > _MAX_LINEAR_ROWS.get(weight.values.dtype, MAX_GROUPED_ROWS) else library.linears
+    status = run(header + CALL_ARGUMENTS(x.data_ptr(), added, y.data_ptr(), rows, x.stride(0), dtype) + own.packed)
     return None if status else y
 
 

@@ -29,8 +29,8 @@ typedef float f32v __attribute__((vector_size(4 * LANES)));
 typedef int32_t i32v __attribute__((vector_size(4 * LANES)));
 typedef uint32_t u32v __attribute__((vector_size(4 * LANES)));
 
-/* The numbers of `DTYPES` in library.py. UINT8 as the dtype of a weight means int4, two values per byte. */
-enum dtype { FLOAT32, BFLOAT16, FLOAT16, INT8, UINT8, INT32 };
+/* The numbers of `DTYPES` in library.py. UINT8 as the dtype of a weight means int4, two values per byte. E4M3: torch.float8_e4m3fn. */
+enum dtype { FLOAT32, BFLOAT16, FLOAT16, INT8, UINT8, INT32, E4M3 };
 
 /* Bytes of an element; of the dtypes above all but INT32 are elements. */
 static INLINE int64_t size_of(int dtype) { return dtype == FLOAT32 ? 4 : dtype <= FLOAT16 ? 2 : 1; }
@@ -89,6 +89,14 @@ static INLINE f32v from_float16(u32v half) {
     return as_float((u32v)value | (half & 0x8000) << 16);
 }
 
+/* e4m3 bits (in the low 8 bits of each lane) as float32. */
+static INLINE f32v from_e4m3(u32v bits) {
+    u32v magnitude = bits & 0x7f;
+    f32v value = as_float(magnitude << 20) * 0x1p120f; /* moves the exponent's bias from 7 to 127; exact for subnormals */
+    value = blend((i32v)(magnitude == 0x7f), broadcast(NAN), value);
+    return as_float((u32v)value | (bits & 0x80) << 24);
+}
+
 /* Elements index : index + LANES of an array of `dtype`, as float32. With a constant dtype one branch is compiled. */
 static INLINE f32v load(int dtype, const void *array, int64_t index) {
     const char *p = (const char *)array + index * size_of(dtype);
@@ -98,6 +106,7 @@ static INLINE f32v load(int dtype, const void *array, int64_t index) {
     case UINT8: return __builtin_convertvector(widen_u8(p), f32v);
     case BFLOAT16: return as_float((u32v)widen_u16(p) << 16);
     case FLOAT16: return from_float16((u32v)widen_u16(p));
+    case E4M3: return from_e4m3((u32v)widen_u8(p));
     }
     memcpy(&v, p, sizeof v);
     return v;

@@ -17,9 +17,9 @@ from stoker.kernels.types import AttentionParams
 if TYPE_CHECKING:
     from stoker.core.forward_batch import ForwardBatch, KVCache
 
-# Scores in memory at a time. For a prompt of 8,192 tokens and 32 heads all scores are 8.6 GB, twice. 2,048 queries of 9 heads over 8,192
-# keys need 3.2 s and 1.2 GiB at once, and 1.7 s and 0.1 GiB in parts.
-_MAX_SCORES = 1 << 20
+# Scores in memory at a time. For a prompt of 8,192 tokens and 32 heads all scores are 8.6 GB, twice. With chunks of 64 queries, and only
+# the keys up to the last query of a chunk, 1,024 queries of 9 heads need 21 ms; with chunks of 512 queries 34 ms.
+_MAX_SCORES = 1 << 19
 
 
 def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
@@ -58,7 +58,12 @@ def _decode(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionPar
 def _is_plain(q: Tensor, cache: KVCache, params: AttentionParams) -> bool:
     """Whether `scaled_dot_product_attention` can compute this call: float32, without soft cap, ALiBi or sinks."""
     stored = cache.keys.dtype if cache.key_scale is None else torch.float32
-    return q.dtype == stored == torch.float32 and params.softcap is None and params.alibi_slopes is None and params.sinks is None
+    return q.dtype == stored == torch.float32 and not _has_score_options(params)
+
+
+def _has_score_options(params: AttentionParams) -> bool:
+    """Whether there is a soft cap, ALiBi or sinks, which `scaled_dot_product_attention` does not support."""
+    return not (params.softcap is None and params.alibi_slopes is None and params.sinks is None)
 
 
 class _RowPlan:
@@ -100,6 +105,12 @@ class _RowPlan:
         out = flat.view(self.blocks.shape[0], heads, -1, size).narrow(2, 0, self.num_keys)
         return out if scale is None else out.float() * scale[None, :, None, None]
 
+    def num_keys_up_to(self, queries: slice) -> int:
+        """The number of keys to which some of these queries attend: all keys for trees and prefix LMs, which are not causal."""
+        if self.tree is not None or self.prefix is not None:
+            return self.num_keys
+        return min(int(self.query_positions[:, queries].max()) + 1, self.num_keys)
+
     def mask(self, params: AttentionParams) -> Tensor | None:
         """bool [R, 1, Q, keys]: True where a query attends to a key. None when every query attends to every key."""
         key = (params.window, params.chunk)
@@ -129,7 +140,8 @@ class _RowPlan:
 def _attend(q: Tensor, cache: KVCache, plan: _RowPlan, params: AttentionParams) -> Tensor:
     """Attention of q [R, Q, heads, D] → [R, Q, heads, Dv].
 
-    Queries are processed in chunks, so that at most _MAX_SCORES scores exist at a time. Padding without keys has results of 0.
+    Queries are processed in chunks, so that at most _MAX_SCORES scores exist at a time, with the keys up to the last query of the chunk.
+    Padding without keys has results of 0.
     """
     if not plan.num_keys:
         return q.new_zeros(*q.shape[:3], (cache.values if cache.values is not None else cache.keys).shape[-1])
@@ -140,11 +152,23 @@ def _attend(q: Tensor, cache: KVCache, plan: _RowPlan, params: AttentionParams) 
     mask, positions = plan.mask(params), plan.query_positions
     rows, queries, heads, _ = q.shape
     step = max(1, _MAX_SCORES // (rows * heads * plan.num_keys))
+    attend = _attend_queries if _has_score_options(params) else _attend_plainly
     if step >= queries:
-        return _attend_queries(q, keys, values, positions, mask, params)
-    parts = [slice(start, start + step) for start in range(0, queries, step)]
-    outs = [_attend_queries(q[:, i], keys, values, positions[:, i], None if mask is None else mask[:, :, i], params) for i in parts]
+        return attend(q, keys, values, positions, mask, params)
+    outs = []
+    for start in range(0, queries, step):
+        chunk = slice(start, start + step)
+        seen = slice(plan.num_keys_up_to(chunk))
+        seen_mask = None if mask is None else mask[:, :, chunk, seen]
+        outs.append(attend(q[:, chunk], keys[:, :, seen], values[:, :, seen], positions[:, chunk], seen_mask, params))
     return torch.cat(outs, dim=1)
+
+
+def _attend_plainly(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
+    """`_attend_queries` for calls without options of the scores, by PyTorch's kernel, which keeps scores in the L2 cache."""
+    wide = q.to(keys.dtype).transpose(1, 2)
+    out = F.scaled_dot_product_attention(wide, keys, values, mask, scale=params.scale, enable_gqa=True)
+    return out.transpose(1, 2).to(q.dtype)
 
 
 def _attend_queries(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
