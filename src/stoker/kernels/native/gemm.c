@@ -8,7 +8,7 @@
  *     tile          [TILE_ROWS, WIDTH]: sums in 24 registers; an element costs 2 loads, 12 broadcasts and 24 multiplications
  *
  * Stage 1 packs x. In stage 2, a work item converts one weight panel after another, and multiplies it by its panels of x while it is in the
- * L2 cache. On a Zen 4 core, products of e4m3 [1024, 576] and [3072, 576] reach 85 % of one VDPBF16PS per cycle.
+ * L2 cache. On a Zen 4 core, products of e4m3 [1024, 576] and [3072, 576] reach 82 % of what the loop alone reaches (231 GFLOP/s).
  */
 
 #include "around.h"
