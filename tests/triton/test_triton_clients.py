@@ -354,7 +354,7 @@ def test_stop_tensor_and_cancelled_stream_end_the_request() -> None:
 
 
 @STREAMS
-def test_duplicate_ids_priority_and_timeout() -> None:
+def test_duplicate_ids_priority_timeout_and_number_of_drafts() -> None:
     with running(endless, step_s=0.002) as server, Stream(server) as stream:
         stream.send("ensemble", "twice", text_input=PROMPT, max_tokens=250, stream=True, options={"priority": 7})
         stream.next()
@@ -364,6 +364,10 @@ def test_duplicate_ids_priority_and_timeout() -> None:
         result = other.infer("ensemble", tensors(thttp, text_input=PROMPT, max_tokens=3), timeout=5_000_000, priority=2)
         assert result.get_response()["outputs"]
         assert [(r.priority, r.timeout_s is not None) for r in server.executor.requests] == [(7, False), (2, True)]
+        other.infer("tensorrt_llm_bls", tensors(thttp, text_input=PROMPT, max_tokens=3, num_draft_tokens=2))
+        assert [r.max_drafts for r in server.executor.requests] == [None, None, 2]
+        with pytest.raises(InferenceServerException, match="num_draft_tokens=-1 is refused: it must be at least 0"):
+            other.infer("tensorrt_llm_bls", tensors(thttp, text_input=PROMPT, max_tokens=3, num_draft_tokens=-1))
         with pytest.raises(InferenceServerException, match="priority"):
             other.infer("ensemble", tensors(thttp, text_input=PROMPT, max_tokens=3), priority=1 << 40)
         other.close()

@@ -161,7 +161,7 @@ class GeneratingModel(ABC):
         excludes = row.value("exclude_input_in_output", self._options.exclude_input_in_output)
         return PlannedRow(
             row=row.index,
-            request=self._request(prompt, params, inference, service, row.ids("draft_input_ids", row.size("draft_input_ids")), logits),
+            request=self._request(prompt, params, inference, service, row, logits),
             stop_words=stop_words,
             streaming=streaming,
             excludes_input=excludes,
@@ -173,16 +173,20 @@ class GeneratingModel(ABC):
         )
 
     def _request(
-        self, prompt: str | list[int], params: SamplingParams, inference: Inference, service: Service, draft_ids: list[int], logits: bytes
+        self, prompt: str | list[int], params: SamplingParams, inference: Inference, service: Service, row: InputRow, logits: bytes
     ) -> GenerationRequest:
-        """The request to the service. Raises RequestError for an unknown token id, and for a bad priority or timeout."""
+        """The request to the service. Raises RequestError for an unknown token id, and for a bad priority, timeout or number of drafts."""
         queue = inference.model.queue or QueuePolicy()
+        num_drafts: int | None = row.value("num_draft_tokens")
+        if num_drafts is not None and num_drafts < 0:
+            raise RequestError("num_draft_tokens", num_drafts, "it must be at least 0")
         return GenerationRequest(
             request_id=f"kserve-{next(_request_numbers)}",
             prompt=prompt if isinstance(prompt, str) else _known_ids(prompt, service.info.vocab_size),
             params=params,
-            prediction=draft_ids,
+            prediction=row.ids("draft_input_ids", row.size("draft_input_ids")),
             draft_logits=logits,
+            draft_tokens=num_drafts,
             add_special_tokens=self._settings.add_special_tokens,
             priority=priority(inference.parameters, queue),
             timeout_s=timeout_s(inference.parameters, self._settings.request_timeout_s),

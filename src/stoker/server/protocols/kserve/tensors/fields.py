@@ -11,7 +11,7 @@ _NO_ENCODER = "there is no encoder"
 _NO_PROMPT_TABLES = "there are no prompt tables"
 _NO_ADAPTERS = "there are no adapters"
 _NO_LOGITS = "logits are not returned; return_log_probs is supported"
-_NO_DRAFT = "there is no draft model"
+_NO_DRAFT = "drafts of the server's own draft engine are sampled so that answers do not depend on them"
 _NO_THRESHOLD = "a threshold would change what is generated"
 _LOOKAHEAD = "prompt lookup has no windows; answers are the same for every value"
 _TEXT_ONLY = "this model reads text only"
@@ -50,6 +50,9 @@ INPUTS = FieldTable(
         _input("len_penalty", "beam search: score ÷ length ** len_penalty", "length_penalty"),
         _input("early_stopping", "beam search: end when enough candidates have ended", "early_stopping"),
         _input("draft_input_ids", "the expected answer; with --speculate, it is verified as a draft"),
+        _input(
+            "num_draft_tokens", "with --speculate, the largest number of draft tokens per step, if lower than that of the server; 0: none"
+        ),
         _input("draft_logits", "the logits from which draft_input_ids were sampled; with --speculate request, more of them are accepted"),
         no_effect("lookahead_window_size", ANYTHING, _LOOKAHEAD),
         no_effect("lookahead_ngram_size", ANYTHING, _LOOKAHEAD),
@@ -112,7 +115,6 @@ INPUTS = FieldTable(
         rejected("lora_config", _NO_ADAPTERS),
         rejected("return_context_logits", _NO_LOGITS),
         rejected("return_generation_logits", _NO_LOGITS),
-        rejected("num_draft_tokens", _NO_DRAFT),
         rejected("use_draft_logits", _NO_DRAFT),
         rejected("draft_acceptance_threshold", _NO_THRESHOLD),
         rejected("image_input", _TEXT_ONLY),
