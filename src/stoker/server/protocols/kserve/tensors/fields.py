@@ -50,9 +50,7 @@ INPUTS = FieldTable(
         _input("len_penalty", "beam search: score ÷ length ** len_penalty", "length_penalty"),
         _input("early_stopping", "beam search: end when enough candidates have ended", "early_stopping"),
         _input("draft_input_ids", "the expected answer; with --speculate, it is verified as a draft"),
-        _input(
-            "num_draft_tokens", "with --speculate, the largest number of draft tokens per step, if lower than that of the server; 0: none"
-        ),
+        _input("num_draft_tokens", "with --speculate, the largest number of draft tokens per step, if below the server's; 0: none"),
         _input("draft_logits", "the logits from which draft_input_ids were sampled; with --speculate request, more of them are accepted"),
         no_effect("lookahead_window_size", ANYTHING, _LOOKAHEAD),
         no_effect("lookahead_ngram_size", ANYTHING, _LOOKAHEAD),
