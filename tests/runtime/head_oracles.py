@@ -173,7 +173,7 @@ class Eagle3Oracle(Oracle):
         self.layer, self.norm = Eagle3Layer(config), LlamaRMSNorm(self.hidden, config.rms_norm_eps)
         for module in (self.fc, self.lm_head, self.layer, self.norm):
             randomize(module, 7)
-        self.chosen = torch.arange(64) * 5
+        self.chosen = torch.arange(64) * (config.vocab_size // 64)
         stem = "layers.0" if speculators else "midlayer"
         self.files = {f"{stem}.{name}": tensor for name, tensor in self.layer.named_parameters()}
         self.files |= {"fc.weight": self.fc.weight, "norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.weight}

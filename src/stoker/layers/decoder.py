@@ -29,7 +29,7 @@ def declare(config: ModelConfig, kv_cache: str | None = None, stage: Stage = ALO
 
     With a quantized `kv_cache`, they include the tensors of the caches, which no checkpoint contains.
     """
-    specs: list[Spec] = [*_outer_specs(config, stage).values()]
+    specs: list[Spec] = [*outer_specs(config, stage).values()]
     for i in stage.layers(config.num_layers):
         specs += layer_specs(config, i).values()
         if kv_cache is not None:
@@ -90,12 +90,12 @@ def load_cache_fields(config: ModelConfig, layer: int, loader: Loader, tables: R
     return fields
 
 
-def _outer_specs(config: ModelConfig, stage: Stage) -> dict[str, Spec]:
+def outer_specs(config: ModelConfig, stage: Stage = ALONE) -> dict[str, Spec]:
     """The specs of a stage's weights outside the layers: embeddings, final norm and head."""
     return (_first_specs(config) if stage.is_first else {}) | (_last_specs(config) if stage.is_last else {})
 
 
-def _embed_spec(config: ModelConfig) -> LinearSpec:
+def embed_spec(config: ModelConfig) -> LinearSpec:
     """The spec of the token embedding. It is sharded only if it is also the head, because each step then reads every row."""
     width = config.embed_size or config.hidden_size
     return LinearSpec(
@@ -107,7 +107,7 @@ def _first_specs(config: ModelConfig) -> dict[str, Spec]:
     """The specs of the weights that the first stage holds outside the layers."""
     hidden = config.hidden_size
     width = config.embed_size or hidden
-    specs: dict[str, Spec] = {"embed": _embed_spec(config)}
+    specs: dict[str, Spec] = {"embed": embed_spec(config)}
     if config.learned_positions:
         specs["positions"] = TensorSpec(name="positions.weight", shape=(config.learned_positions, hidden))
     if config.block_positions:
@@ -131,7 +131,7 @@ def _last_specs(config: ModelConfig) -> dict[str, Spec]:
     if config.embed_size is not None:
         specs["project_out"] = LinearSpec(name="project_out", in_features=hidden, parts=(width,), quantize=False)
     if config.tie_head:
-        specs["embed"] = _embed_spec(config)
+        specs["embed"] = embed_spec(config)
         if config.head_bias:
             specs["head_bias"] = TensorSpec(name="head.bias", shape=(vocab,), split="vocab")
     else:
@@ -162,9 +162,9 @@ class Decoder:
     def __init__(self, config: ModelConfig, loader: Loader, num_positions: int, stage: Stage = ALONE) -> None:
         self.config, self.stage = config, stage
         self.dtype, self.device = loader.dtype, loader.device
-        weights = loader.load({k: s for k, s in _outer_specs(config, stage).items() if not k.startswith(_LOADED_BY_BLOCKS)})
+        weights = loader.load({k: s for k, s in outer_specs(config, stage).items() if not k.startswith(_LOADED_BY_BLOCKS)})
         if stage.is_first:
-            self.embed = Embedding(weights["embed"], _embed_spec(config), loader)
+            self.embed = Embedding(weights["embed"], embed_spec(config), loader)
         if stage.is_last:
             self.head = Head(weights.get("head") or weights["embed"], config.vocab_size, loader.group, weights.get("head_bias"))
         self.positions: Tensor | None = weights.get("positions")
@@ -183,7 +183,7 @@ class Decoder:
         self.adapters, self.dispatch = loader.adapters, loader.dispatch
         self.norm = Norm(config.norm, loader, "norm", hidden) if config.norm is not None and stage.is_last else None
         self._cache_fields = [load_cache_fields(config, i, loader, tables) for i in indices]
-        # Called with the number of layers that are computed, from 0 on, and the hidden states [T, stream_width] after them.
+        # Called with the number of layers of this stage that are computed, from 0 on, and the hidden states [T, stream_width] after them.
         self.observe_layers: Callable[[int, Tensor], None] | None = None
 
     def keep_layers(self, indices: Sequence[int]) -> None:

@@ -23,13 +23,15 @@ class StateRecorder:
 
     def __init__(self, model: Decoder, layers: tuple[int, ...]) -> None:
         self.model, self.layers = model, layers
+        self._first = model.stage.layers(model.config.num_layers).start
         self._wanted = set(layers) or {model.config.num_layers}
         self._states: dict[int, Tensor] = {}
         model.observe_layers = self._observe
 
     def _observe(self, num_layers: int, x: Tensor) -> None:
-        if num_layers in self._wanted:
-            self._states[num_layers] = x
+        number = self._first + num_layers
+        if number in self._wanted:
+            self._states[number] = x
 
     def pop(self, index: Tensor | None = None) -> Tensor:
         """The states of all tokens, or of those at `index`: [T, hidden], those of several layers side by side. They are then released."""

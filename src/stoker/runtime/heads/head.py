@@ -11,6 +11,7 @@ from stoker.base.errors import ConfigError
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.core.model_config import ModelConfig
 from stoker.layers.decoder import Decoder
+from stoker.layers.vocabulary import Embedding, Head
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class Target:
     model: Decoder
     num_positions: int  # the longest sequence
     quantized: bool  # whether the engine's linears are quantized
+    embedding: Embedding  # of all tokens
+    head: Head  # of the whole vocabulary
 
     @property
     def config(self) -> ModelConfig:
@@ -27,11 +30,11 @@ class Target:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The embeddings [T, hidden] of int32 `token_ids` [T]."""
-        return self.model.embed(token_ids, self.model.dtype)
+        return self.embedding(token_ids, self.model.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits [T, vocab] of states that were normalized already."""
-        return self.model.head(x)
+        return self.head(x)
 
 
 class ParallelHead(ABC):

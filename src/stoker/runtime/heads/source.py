@@ -15,8 +15,9 @@ from stoker.layers.decoder import Decoder
 from stoker.quant.formats.dense import Dense
 from stoker.runtime.heads.drafter import ParallelDrafter, RecurrentDrafter
 from stoker.runtime.heads.folder import WEIGHT_FILES, HeadFolder
-from stoker.runtime.heads.head import ParallelHead, Target
+from stoker.runtime.heads.head import ParallelHead, RecurrentHead, Target
 from stoker.runtime.heads.kinds import kind_of, load_heads
+from stoker.runtime.heads.whole_vocabulary import whole_vocabulary
 from stoker.runtime.worker.draft_batch import SpareBlocks, num_spare_blocks
 from stoker.runtime.worker.drafter import Drafter, DraftSource
 from stoker.runtime.worker.memory import block_bytes, make_caches
@@ -33,7 +34,9 @@ class HeadSource(DraftSource):
         A chain that is longer than the number of parallel heads is cut.
         """
         is_quantized = not isinstance(engine.config.recipe.default, Dense)
-        self.head = load_heads(path, Target(model, max_seq_len + MAX_DRAFT_TOKENS + 1, is_quantized))
+        embedding, output, num_bytes = whole_vocabulary(engine, model)
+        self.head = load_heads(path, Target(model, max_seq_len + MAX_DRAFT_TOKENS + 1, is_quantized, embedding, output))
+        _check_stage(path, self.head, model)
         if isinstance(self.head, ParallelHead) and max(tree.depths) > self.head.num_drafts:
             if not tree.is_chain:
                 limit = f"draft_tree is {max(tree.depths)} tokens deep, and {path} has {self.head.num_drafts} heads"
@@ -41,7 +44,7 @@ class HeadSource(DraftSource):
             tree = tree.prefix(self.head.num_drafts)
         _check_ranks(path, tree, self.head.target_ids, model.config.vocab_size)
         self.tree, self.num_drafts = tree, len(tree)
-        self.num_bytes = HeadFolder.open(path).num_bytes
+        self.num_bytes = HeadFolder.open(path).num_bytes + num_bytes
         self.engine, self.model = engine, model
         self.name = kind_of(HeadFolder.open(path))
 
@@ -83,17 +86,24 @@ def is_head_folder(path: Path) -> bool:
 def check_heads(path: Path, engine: Engine) -> None:
     """Raise CheckpointError or ConfigError unless a directory has draft heads of a known kind, and the engine can have heads."""
     kind_of(HeadFolder.open(path))
-    if engine.world_size > 1:
-        raise ConfigError(
-            f"speculate={str(path)!r} is refused: draft heads run on one rank, and the engine has {engine.world_size}.",
-            cure="Build the engine for one device, or use a draft engine or --speculate ngram.",
-        )
     model = engine.config.model
     if model.requires_whole_prompt or model.embed_size is not None or model.altup is not None:
         kind = "has several residual streams" if model.altup is not None else "is a prefix LM, or projects its embeddings"
         raise ConfigError(
             f"speculate={str(path)!r} is refused: {model.architecture} {kind}.",
             cure="Use --speculate ngram.",
+        )
+
+
+def _check_stage(path: Path, head: ParallelHead | RecurrentHead, model: Decoder) -> None:
+    """Raise ConfigError if a head reads hidden states of layers that other pipeline stages compute."""
+    layers = head.layers if isinstance(head, RecurrentHead) else ()
+    first = model.stage.layers(model.config.num_layers).start
+    if layers and min(layers) < first:
+        raise ConfigError(
+            f"speculate={str(path)!r} is refused: its heads read the states before layers {', '.join(map(str, layers))}, and the last "
+            f"pipeline stage begins at layer {first}.",
+            cure="Build the engine without --pipeline-parallel.",
         )
 
 
