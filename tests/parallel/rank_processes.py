@@ -94,16 +94,14 @@ def rank_main(process: int, port: int, folder: str, jobs: list[Job]) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     out: dict[str, Any] = {}
-    worlds: dict[Mapping, World] = {}
+    jobs = [job for job in jobs if 0 <= process - job.first < job.mapping.world_size]
+    ranks = {job.mapping: process - job.first for job in jobs}
+    # By repr, because str leaves out expert parallelism: ranks of two worlds would read each other's addresses, and wait forever.
+    worlds = {mapping: join(dist.PrefixStore(repr(mapping), store), rank, mapping, CPU) for mapping, rank in ranks.items()}
     for job in jobs:
-        rank = process - job.first
-        if not 0 <= rank < job.mapping.world_size:
-            continue
         try:
-            if job.mapping not in worlds:
-                worlds[job.mapping] = join(dist.PrefixStore(str(job.mapping), store), rank, job.mapping, CPU)
             result = job.run(worlds[job.mapping])
-            if rank == leader(job.mapping):
+            if ranks[job.mapping] == leader(job.mapping):
                 out[job.name] = result
         except Exception:
             out[job.name] = {"error": traceback.format_exc()}
