@@ -40,6 +40,9 @@ BOUNDS = {
     "fused layer int4 in groups of 32": (168, 0), "fused layer int4 of 2 rows in groups of 64": (168, 0),
     "fused layer fp8": (168, 0), "fused layer int8 70B, last, with biases": (168, 8),
     "fused layer int4": (168, 0), "fused layer int4, of one block": (168, 0),
+    "fused layer bfloat16 of 5 rows": (168, 0),
+    "recurrent mamba2 prefill of 256 states": (255, 64), "recurrent mamba2 prefill fp32": (255, 512),
+    "recurrent delta prefill": (255, 32), "recurrent delta prefill fp32": (255, 512),
 }  # fmt: skip
 
 
@@ -47,7 +50,7 @@ GROUPS = [
     ("norm", "gated", "activate", "xielu", "rotate", "embedding", "resolve", "remember", "rope", "sample"),
     ("recurrent",),
     ("linear", "skinny"),
-    ("decode", "four", "sum of", "move", "tree"),
+    ("decode", "four", "sum of", "move", "tree", "verify"),
     ("prefill f", "prefill i", "prefill b", "prefill,"),
     ("prefill 1", "prefill 2", "prefill 6", "prefill 8", "prefill 9", "prefill latent"),
     ("quant fp8", "quant block", "route", "clipped"),
