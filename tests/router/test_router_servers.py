@@ -23,7 +23,8 @@ from stoker.base import env
 from stoker.base.config import Limits
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
-from stoker.router.core.prefix import token_prefix
+from stoker.router.core.policy import Route
+from stoker.router.core.prefix import PromptPrefix, token_prefix
 from stoker.router.core.settings import RoutingSettings
 from stoker.router.proxy.application import RouterApplication
 from stoker.router.proxy.grpc import make_grpc_server
@@ -44,6 +45,7 @@ serve(sys.argv[1], runtime, ServerSettings(http_port=0, grpc_port=0, model_name=
 """
 SECRET = "a shared secret of these tests"
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+JSON = [(b"content-type", b"application/json")]
 PROMPTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "The quick brown fox jumps over the lazy dog. " * 4}),
     ("/v1/completions", {"prompt": list(range(3, 60)), "cache_salt": "tenant"}),
@@ -92,7 +94,7 @@ async def test_events_of_replicas_have_the_hashes_that_the_router_computes(serve
     """A second router, which starts later, knows the blocks from a replay, and chooses the same replicas."""
     settings = RouterSettings(replicas=tuple(servers), tokenizer=str(engine), health_interval_s=0.1, tokenize_timeout_s=30.0)
     first, second = RouterApplication(settings), RouterApplication(settings)
-    chosen: list[str] = []
+    prefixes: list[PromptPrefix] = []
     async with contextlib.AsyncExitStack() as stack:
         await first.open()
         stack.push_async_callback(first.close)
@@ -103,21 +105,28 @@ async def test_events_of_replicas_have_the_hashes_that_the_router_computes(serve
                 )
                 answer = await client.post(path, json={**body, **limit})
                 assert answer.status_code == 200, answer.text
-                prefix = await first.prefix(
-                    "POST", path, [(b"content-type", b"application/json")], json.dumps({**body, **limit}).encode(), {}
-                )
+                prefix = await first.prefix("POST", path, JSON, json.dumps({**body, **limit}).encode(), {})
                 assert prefix.exact and len(prefix.hashes) >= 2, path
-                masks = first.router.fleet.stored.masks
-                await _until(lambda hashes=prefix.hashes, masks=masks: all(value in masks for value in hashes))
-                holder = next(replica for replica in first.router.fleet if masks[prefix.hashes[-1]] >> replica.slot & 1)
-                chosen.append(holder.name)
+                await _until(lambda hashes=prefix.hashes: all(value in first.router.fleet.stored.masks for value in hashes))
+                prefixes.append(prefix)
+            for url in servers:  # whatever the consistent hashing has chosen, both replicas publish blocks
+                body = {"prompt": f"Only {url} has seen this prompt. " * 2, "max_tokens": 1}
+                answer = await client.post(f"{url}/v1/completions", json=body)
+                prefix = await first.prefix("POST", "/v1/completions", JSON, json.dumps(body).encode(), {})
+                await _until(lambda hashes=prefix.hashes: all(value in first.router.fleet.stored.masks for value in hashes))
+                decision = first.router.choose(Route(prefix=prefix))
+                assert decision is not None and (decision.replica.name, decision.num_cached) == (url, len(prefix.hashes) * 16)
+                prefixes.append(prefix)
             await second.open()
             stack.push_async_callback(second.close)
             total = sum(first.router.fleet.stored.num_blocks(replica.slot) for replica in first.router.fleet)
             await _until(lambda: sum(second.router.fleet.stored.num_blocks(replica.slot) for replica in second.router.fleet) == total)
             assert second.router.fleet.stored.masks.keys() == first.router.fleet.stored.masks.keys()
             salted = token_prefix(list(range(3, 60)), 16, "tenant")
-            assert salted.hashes[-1] in second.router.fleet.stored.masks and len(set(chosen)) == 2
+            assert salted.hashes[-1] in second.router.fleet.stored.masks
+            for prefix in prefixes:
+                choices = [application.router.choose(Route(prefix=prefix)) for application in (first, second)]
+                assert len({(choice.replica.name, choice.num_cached) for choice in choices if choice is not None}) == 1
         async with live_app(second, ServerSettings()) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             path, body = PROMPTS[0]
             answer = (await client.post(path, json={**body, "max_tokens": 1})).json()
