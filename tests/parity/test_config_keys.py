@@ -175,11 +175,14 @@ def test_each_key_is_used_or_without_effect_or_rejected(name: str, tmp_path: Pat
                 except StokerError:
                     continue  # rejected, because the weights do not fit
             num_compared += 1
+            has_effect = oracle.logits.shape != logits.shape or not torch.equal(oracle.logits, logits)
             error = (found - oracle.logits).abs().max().item() if found.shape == oracle.logits.shape else float("inf")
             if error > TOLERANCE:
                 wrong.append(
                     f"{key}={_value(hf, key)!r}: logits differ by {error:.2g}" + (" and Stoker ignores it" if read == model else "")
                 )
+            if has_effect and isinstance(_value(hf, key), (int, float)):
+                break  # another number takes the same path; other strings and lists name other functions
     assert wrong == []
     assert num_compared > 20
 

@@ -20,13 +20,17 @@ class Transformed:
     """An engine tensor that a function computes from checkpoint tensors.
 
     `transform` receives the tensors named in `sources`, in that order, and the model config. Source names may contain `{i}` and `{e}`. The
-    function is applied to weights and biases alike, and to meta tensors when shapes are checked. `restore` is its inverse for a single
-    source, with which an engine is exported as a checkpoint; None: such an engine cannot be exported.
+    function is applied to weights and biases alike, and to meta tensors when shapes are checked.
+
+    `restore` is its inverse, with which an engine is exported as a checkpoint: it receives the engine tensor and those of the engine
+    modules `partners`, which are made of the same sources, and returns all sources. One of several partners has a `restore`. An engine of
+    an architecture with an entry that has neither cannot be exported.
     """
 
     sources: tuple[str, ...]
     transform: Callable[[list[Tensor], ModelConfig], Tensor]
-    restore: Callable[[Tensor, ModelConfig], Tensor] | None = None
+    restore: Callable[[list[Tensor], ModelConfig], tuple[Tensor, ...]] | None = None
+    partners: tuple[str, ...] = ()
 
 
 # Maps engine names to checkpoint names. Both are module names: ".weight" and ".bias" are appended on both sides. "{i}" stands for the
@@ -52,6 +56,8 @@ class Architecture:
     tensor_renames: tuple[tuple[str, str], ...] = ()  # (regular expression, replacement) for older spellings of tensor names
     # Foreign option that names a model version, such as gpt_model_version → the values that agree with a config.json.
     version_options: Mapping[str, Callable[[dict[str, Any]], tuple[str, ...]]] = field(default_factory=dict)
+    # Engine module → the number of parts of a fused linear that each of its sources has, where one has several; for the export.
+    source_parts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     tensor_parallel: str = "any"  # restrictions on the number of ranks, for documentation
 
     def canonical_name(self, tensor: str) -> str:

@@ -31,9 +31,31 @@ def flatten(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     return tensors[0].flatten()
 
 
+def unflatten_heads(tensors: list[Tensor], config: ModelConfig) -> tuple[Tensor, ...]:
+    """The inverse of `flatten` for norms [heads, head_size] of single heads."""
+    attention = config.layers[0].attention
+    assert isinstance(attention, AttentionConfig)
+    return (tensors[0].unflatten(0, (-1, attention.head_size)),)
+
+
+def as_row(tensors: list[Tensor], config: ModelConfig) -> tuple[Tensor, ...]:
+    """The inverse of `flatten` for a tensor [1, n]."""
+    return (tensors[0][None],)
+
+
+def unchanged(tensors: list[Tensor], config: ModelConfig) -> tuple[Tensor, ...]:
+    """The engine tensors, where the checkpoint may contain them as they are."""
+    return tuple(tensors)
+
+
 def in_features_last(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     """Expert weights [experts, out, in] from [experts, in, out]; biases [experts, out] unchanged."""
     return tensors[0].transpose(1, 2) if tensors[0].dim() == 3 else tensors[0]
+
+
+def in_features_first(tensors: list[Tensor], config: ModelConfig) -> tuple[Tensor, ...]:
+    """The inverse of `in_features_last`."""
+    return (tensors[0].transpose(1, 2) if tensors[0].dim() == 3 else tensors[0],)
 
 
 def squeeze_conv(tensors: list[Tensor], config: ModelConfig) -> Tensor:
@@ -41,9 +63,9 @@ def squeeze_conv(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     return tensors[0].squeeze(1) if tensors[0].dim() == 3 else tensors[0]
 
 
-def unsqueeze_conv(tensor: Tensor, config: ModelConfig) -> Tensor:
+def unsqueeze_conv(tensors: list[Tensor], config: ModelConfig) -> tuple[Tensor, ...]:
     """The inverse of `squeeze_conv`."""
-    return tensor.unsqueeze(1) if tensor.dim() == 2 else tensor
+    return (tensors[0].unsqueeze(1) if tensors[0].dim() == 2 else tensors[0],)
 
 
 def ungroup_qkv(tensors: list[Tensor], config: ModelConfig) -> Tensor:
@@ -65,21 +87,21 @@ def split_qkv_groups(fused: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor
     return rows[:, :group].flatten(0, 1), rows[:, group], rows[:, group + 1]
 
 
-def subtract_one(tensor: Tensor, config: ModelConfig) -> Tensor:
+def subtract_one(tensors: list[Tensor], config: ModelConfig) -> tuple[Tensor, ...]:
     """The inverse of `add_one`."""
-    return tensor.float() - 1
+    return (tensors[0].float() - 1,)
 
 
-def untranspose_conv1d(tensor: Tensor, config: ModelConfig) -> Tensor:
+def untranspose_conv1d(tensors: list[Tensor], config: ModelConfig) -> tuple[Tensor, ...]:
     """The inverse of `transpose_conv1d` of one weight or bias."""
-    return tensor.t() if tensor.dim() == 2 else tensor
+    return (tensors[0].t() if tensors[0].dim() == 2 else tensors[0],)
 
 
-def group_qkv(tensor: Tensor, config: ModelConfig) -> Tensor:
+def group_qkv(tensors: list[Tensor], config: ModelConfig) -> tuple[Tensor, ...]:
     """Rows that are fused in groups, from all q rows, then all k rows, then all v rows: the inverse of `ungroup_qkv`."""
     attention = config.layers[0].attention
     assert isinstance(attention, AttentionConfig)
     kv_heads, size = attention.num_kv_heads, attention.head_size
-    q, k, v = tensor.split((attention.num_heads * size, kv_heads * size, kv_heads * size))
+    q, k, v = tensors[0].split((attention.num_heads * size, kv_heads * size, kv_heads * size))
     parts = (q.unflatten(0, (kv_heads, -1, size)), k.unflatten(0, (kv_heads, 1, size)), v.unflatten(0, (kv_heads, 1, size)))
-    return torch.cat(parts, dim=1).flatten(0, 2)
+    return (torch.cat(parts, dim=1).flatten(0, 2),)

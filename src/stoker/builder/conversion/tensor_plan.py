@@ -33,6 +33,7 @@ class TensorPlan:
     stacked: bool  # whether the tuples are experts, stacked along a new first axis
     parts: tuple[int, ...] = ()  # rows of each part of a fused linear
     transformed: Transformed | None = None
+    partners: tuple[str, ...] = ()  # engine tensors that are made of the same sources
 
 
 def plan_tensors(architecture: Architecture, config: ModelConfig, weights: CheckpointWeights) -> dict[str, TensorPlan]:
@@ -92,7 +93,8 @@ def _plan(name: str, shape: tuple[int, ...], spec: Spec, names: TensorNames) -> 
         tuple(source.replace("{i}", layer).replace("{e}", str(e)) for source in sources) for e in range(experts if stacked else 1)
     )
     parts = spec.parts if isinstance(spec, LinearSpec) else ()
-    return TensorPlan(name, shape, groups, stacked, parts, transformed)
+    partners = () if transformed is None else tuple(partner.replace("{i}", layer) + suffix for partner in transformed.partners)
+    return TensorPlan(name, shape, groups, stacked, parts, transformed, partners)
 
 
 def _look_up(name: str, names: TensorNames) -> tuple[str | tuple[str, ...] | Transformed, str, str]:

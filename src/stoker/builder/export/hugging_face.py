@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from torch import Tensor
 
-from stoker.base.errors import ConfigError, EngineError
+from stoker.base.errors import CheckpointError, ConfigError, EngineError
 from stoker.base.logging import get_logger
 from stoker.builder.conversion.import_linear import SHARED_SUFFIXES
 from stoker.builder.conversion.tensor_plan import TensorPlan, plans_of
@@ -25,7 +27,7 @@ from stoker.core.specs import LinearSpec, Spec
 from stoker.engine.publish import workspace
 from stoker.engine.reader import HUGGING_FACE_CONFIG_FILE, Engine
 from stoker.layers.decoder import declare, kv_cache_specs
-from stoker.models import get_architecture
+from stoker.models import Architecture, get_architecture, resolve_architecture
 from stoker.models.config_reader import read_model_config
 from stoker.quant.format import Format
 from stoker.quant.formats.dense import Dense
@@ -44,9 +46,9 @@ def export_hugging_face(path: Path, out: Path) -> list[Path]:
     if out.exists():
         raise ConfigError(f"{out} exists.", cure="Name a new directory.")
     engine = Engine.open(path)
-    config = _checked_config(engine)
+    row, config = _checked_config(engine)
     with workspace(out) as work:
-        exported = _Exported(engine, work)
+        exported = _Exported(engine, row, work)
         exported.write()
         quantization = exported.quantization_config()
         config |= {"quantization_config": quantization} if quantization else {}
@@ -58,18 +60,22 @@ def export_hugging_face(path: Path, out: Path) -> list[Path]:
     return sorted(out.iterdir())
 
 
-def _checked_config(engine: Engine) -> dict[str, Any]:
-    """The config.json of the checkpoint. Raises EngineError unless it describes the engine."""
+def _checked_config(engine: Engine) -> tuple[Architecture, dict[str, Any]]:
+    """The architecture and the config.json of the checkpoint. Raises EngineError unless they describe the engine.
+
+    The language model of a multimodal checkpoint gets the architecture of its text_config.
+    """
     file = engine.path / HUGGING_FACE_CONFIG_FILE
     if engine.config.weights != "files" or not file.is_file():
         raise EngineError(f"{engine.path} has no weights or no {HUGGING_FACE_CONFIG_FILE}, and cannot be exported.", cure=_REBUILD)
     config: dict[str, Any] = json.loads(file.read_bytes())
     model = engine.config.model
+    row = get_architecture(model.architecture)
+    if "text_config" in config:
+        row, config = _text_model(engine, config["text_config"])
+        model = msgspec.structs.replace(model, architecture=row.name)
     config["dtype"] = engine.config.dtype
     config.pop("torch_dtype", None)
-    if "text_config" in config:
-        raise EngineError(f"{engine.path} is the text model of a multimodal checkpoint.", cure="Export a text-only model.")
-    row = get_architecture(model.architecture)
     if read_model_config(row, config, ("*",)).tie_head != model.tie_head:
         config["tie_word_embeddings"] = model.tie_head
     if read_model_config(row, config, ("*",)) != model:
@@ -77,31 +83,45 @@ def _checked_config(engine: Engine) -> dict[str, Any]:
             f"{engine.path} differs from the config.json of its checkpoint, for example in its rotary settings.",
             cure="Build it without settings that change the model.",
         )
-    return config
+    return row, config
+
+
+def _text_model(engine: Engine, text: dict[str, Any]) -> tuple[Architecture, dict[str, Any]]:
+    """The architecture and the config.json of the language model alone. Raises EngineError if it has no architecture of its own."""
+    try:
+        row = resolve_architecture({"model_type": text.get("model_type")})
+    except CheckpointError as error:
+        raise EngineError(
+            f"{engine.path} is the language model of {engine.config.model.architecture}, whose model_type {text.get('model_type')!r} is no "
+            "architecture of its own.",
+            cure="Use the checkpoint that the engine was built from.",
+        ) from error
+    return row, {"architectures": [row.name], **text}
 
 
 class _Exported:
     """The weight files of the checkpoint, and which modules have which format."""
 
-    def __init__(self, engine: Engine, work: Path) -> None:
+    def __init__(self, engine: Engine, architecture: Architecture, work: Path) -> None:
         self.engine = engine
-        self.architecture = get_architecture(engine.config.model.architecture)
+        self.architecture = architecture
         self.schemes: dict[str, dict[str, Any] | None] = {}  # of the linears by module name; None: plain numbers
         self.has_cache_scales = False
+        self._has_quantized_experts = False
         self._names = self.architecture.tensor_names(engine.config.model)
+        self._specs = declare(engine.config.model)
         self._ranks = MergedRanks(engine)
         self._files = WeightFiles(work)
 
     def write(self) -> None:
         """Write the weight files."""
-        model = self.engine.config.model
-        for spec in declare(model).values():
+        for spec in self._specs.values():
             for name, tensor in self._tensors(spec):
                 self._files.add(name, tensor)
         if self.engine.config.recipe.kv_cache is not None:
             self._write_cache_scales()
         self._files.finish()
-        if any(spec.num_experts and self._is_quantized(spec) for spec in declare(model).values() if isinstance(spec, LinearSpec)):
+        if self._has_quantized_experts:
             log.warning("transformers does not read quantized experts. vLLM does, and `stoker build`.")
 
     def quantization_config(self) -> dict[str, Any] | None:
@@ -139,34 +159,42 @@ class _Exported:
         stored = self._ranks.tensors_of(spec)
         for plan in plans_of(spec, self._names):
             if plan.transformed is not None:
-                yield self._restored(spec, plan, stored)
+                yield from self._restored(plan)
             elif isinstance(spec, LinearSpec) and plan.name.endswith(".weight"):
                 yield from self._linear(spec, plan, stored)
             else:
                 yield from self._plain(plan, stored[plan.name])
 
-    def _restored(self, spec: Spec, plan: TensorPlan, stored: dict[str, Tensor]) -> tuple[str, Tensor]:
-        """(checkpoint name, tensor) of a tensor that the engine has in another arrangement. A quantized one becomes plain numbers.
+    def _restored(self, plan: TensorPlan) -> Iterator[tuple[str, Tensor]]:
+        """(checkpoint name, tensor) of tensors that the engine has in another arrangement. Quantized ones become plain numbers.
 
-        Raises EngineError for one that cannot be computed from the engine tensor.
+        Raises EngineError for those that cannot be computed from engine tensors.
         """
-        restore = None if plan.transformed is None else plan.transformed.restore
-        if restore is None or plan.stacked or len(plan.sources[0]) > 1:
+        transformed = plan.transformed
+        assert transformed is not None
+        if transformed.restore is None and plan.partners:
+            return  # the partner with a `restore` yields all sources
+        if transformed.restore is None or plan.stacked:
             raise EngineError(
                 f"{self.engine.path}: {plan.name} is computed from tensors of {self.architecture.name}, and cannot be exported.",
                 cure="Use the checkpoint that the engine was built from.",
             )
-        name, is_weight = plan.sources[0][0], isinstance(spec, LinearSpec) and plan.name.endswith(".weight")
-        if is_weight:
-            self.schemes[name.removesuffix(".weight")] = None
-        if isinstance(spec, LinearSpec) and is_weight and self._is_quantized(spec):
-            log.warning("%s is exported as %s: the engine has it in another arrangement.", name, self.engine.config.dtype)
-            chosen = self.engine.config.recipe.format_for(spec)
-            layouts = chosen.layout(spec, self.engine.dtype)
-            tensor = dequantize(chosen, {suffix: stored[f"{spec.name}.{suffix}"] for suffix in layouts})
-        else:
-            tensor = stored[plan.name]
-        return name, restore(tensor, self.engine.config.model).to(self.engine.dtype)
+        tensors = [self._dequantized(name) for name in (plan.name, *plan.partners)]
+        for name, tensor in zip(plan.sources[0], transformed.restore(tensors, self.engine.config.model), strict=True):
+            if name.endswith(".weight") and tensor.dim() == 2:
+                self.schemes[name.removesuffix(".weight")] = None
+            yield name, tensor.to(self.engine.dtype)
+
+    def _dequantized(self, name: str) -> Tensor:
+        """An engine tensor as plain numbers. Logs a warning if the engine has it quantized."""
+        spec = self._specs[name if name in self._specs else name.rpartition(".")[0]]
+        stored = self._ranks.tensors_of(spec)
+        if not (isinstance(spec, LinearSpec) and name.endswith(".weight") and self._is_quantized(spec)):
+            return stored[name]
+        log.warning("%s is exported as %s: the engine has it in another arrangement.", name, self.engine.config.dtype)
+        chosen = self.engine.config.recipe.format_for(spec)
+        layouts = chosen.layout(spec, self.engine.dtype)
+        return dequantize(chosen, {suffix: stored[f"{spec.name}.{suffix}"] for suffix in layouts})
 
     def _linear(self, spec: LinearSpec, plan: TensorPlan, stored: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, tensor) of the modules that make a linear, of each expert if it has several."""
@@ -183,6 +211,7 @@ class _Exported:
                 log.warning("%s is exported as %s: the checkpoint has one tensor of all experts.", spec.name, self.engine.config.dtype)
             yield from self._plain(plan, dequantize(chosen, tensors).to(self.engine.dtype))
             return
+        self._has_quantized_experts |= plan.stacked
         for index, names in enumerate(plan.sources):
             of_expert = {suffix: t[index] if plan.stacked and suffix not in SHARED_SUFFIXES else t for suffix, t in tensors.items()}
             yield from self._modules(spec, dict(zip(names, self._rows_of(plan), strict=True)), chosen, of_expert)
@@ -192,6 +221,10 @@ class _Exported:
         count, num_rows = len(plan.sources[0]), plan.shape[int(plan.stacked)]
         if count == len(plan.parts):
             return plan.parts
+        module = re.sub(r"^layers\.\d+\.", "layers.{i}.", plan.name).rpartition(".")[0]
+        if count > 1 and module in self.architecture.source_parts:
+            parts = iter(plan.parts)
+            return tuple(sum(islice(parts, number)) for number in self.architecture.source_parts[module])
         if count == 1 or not plan.parts:  # norms of single heads are equally long
             return (num_rows // count,) * count
         raise EngineError(
@@ -233,7 +266,7 @@ class _Exported:
         for index in range(model.num_layers):
             specs = kv_cache_specs(model, index, kv_cache)
             stored = {key: self._ranks.tensors_of(spec)[spec.name] for key, spec in specs.items()}
-            qkv = declare(model)[f"layers.{index}.attention.qkv"]
+            qkv = self._specs[f"layers.{index}.attention.qkv"]
             first = plans_of(qkv, self._names)[0].sources[0][0]
             for name, scale in plain_cache_scales(stored).items():
                 self._files.add(f"{first.removesuffix('.weight').rpartition('.')[0]}.{name}", scale)

@@ -45,7 +45,7 @@ def apertus_names(config: ModelConfig) -> TensorNames:
         "layers.{i}.attention_norm": f"{layer}.attention_layernorm",
         "layers.{i}.mlp_norm": f"{layer}.feedforward_layernorm",
         "layers.{i}.mlp.up": f"{layer}.mlp.up_proj",
-        "layers.{i}.mlp.activation": Transformed(parameters, lambda tensors, config: activation_parameters(tensors)),
+        "layers.{i}.mlp.activation": Transformed(parameters, lambda tensors, config: activation_parameters(tensors), _stored_parameters),
     }
 
 
@@ -54,6 +54,13 @@ def activation_parameters(tensors: list[Tensor]) -> Tensor:
     alpha_p, alpha_n, beta, eps = (tensor.float().reshape(1) for tensor in tensors)
     softplus = torch.nn.functional.softplus
     return torch.cat((softplus(alpha_p), beta + softplus(alpha_n), beta, eps))
+
+
+def _stored_parameters(tensors: list[Tensor], config: ModelConfig) -> tuple[Tensor, ...]:
+    """alpha_p and alpha_n (before softplus) of shape [1], beta and eps, from `activation_parameters`."""
+    alpha_p, alpha_n, beta, eps = tensors[0].double()
+    before_softplus = [(value + torch.log(-torch.expm1(-value)))[None] for value in (alpha_p, alpha_n - beta)]
+    return (*before_softplus, beta, eps)
 
 
 ARCHITECTURES = (

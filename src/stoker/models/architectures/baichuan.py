@@ -11,7 +11,7 @@ from stoker.core.model_config import ModelConfig
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
 from stoker.models.config_fields import with_defaults
-from stoker.models.tensor_transforms import normalize_rows
+from stoker.models.tensor_transforms import normalize_rows, unchanged
 
 
 def is_baichuan2(hf: dict[str, Any]) -> bool:
@@ -45,7 +45,7 @@ def baichuan_names(config: ModelConfig) -> TensorNames:
 
 def baichuan2_names(config: ModelConfig) -> TensorNames:
     """The checkpoint modules of Baichuan 2 that make each engine module, by engine name; see `TensorNames`."""
-    return baichuan_names(config) | {"head": Transformed(("lm_head",), normalize_rows)}
+    return baichuan_names(config) | {"head": Transformed(("lm_head",), normalize_rows, unchanged)}
 
 
 _IGNORED = (*IGNORED, "model.future_mask", "*.alibi_mask")

@@ -8,7 +8,7 @@ from stoker.core.model_config import ModelConfig, NormConfig
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
 from stoker.models.config_fields import read_head_size, read_layer_types, read_rope, replace_fields, require_values, with_defaults
-from stoker.models.tensor_transforms import flatten
+from stoker.models.tensor_transforms import flatten, unflatten_heads
 
 
 @with_defaults(
@@ -41,8 +41,8 @@ def cohere_names(config: ModelConfig) -> TensorNames:
     """The checkpoint modules of Command-R that make each engine module, by engine name; see `TensorNames`."""
     attention = "model.layers.{i}.self_attn"
     return llama_names(config) | {
-        "layers.{i}.attention.q_norm": Transformed((f"{attention}.q_norm",), flatten),
-        "layers.{i}.attention.k_norm": Transformed((f"{attention}.k_norm",), flatten),
+        "layers.{i}.attention.q_norm": Transformed((f"{attention}.q_norm",), flatten, unflatten_heads),
+        "layers.{i}.attention.k_norm": Transformed((f"{attention}.k_norm",), flatten, unflatten_heads),
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor
 
 from stoker.core.model_config import MLAConfig, MLPConfig, ModelConfig, MoEConfig, NormConfig
@@ -163,8 +164,10 @@ def latent_attention_names(config: ModelConfig) -> TensorNames:
         "layers.{i}.attention.q": f"{attention}.q_proj" if no_query_rank else f"{attention}.q_b_proj",
         "layers.{i}.attention.q_norm": f"{attention}.q_a_layernorm",
         "layers.{i}.attention.kv_norm": f"{attention}.kv_a_layernorm",
-        "layers.{i}.attention.k_up": Transformed((f"{attention}.kv_b_proj.weight",), _k_up),
-        "layers.{i}.attention.v_up": Transformed((f"{attention}.kv_b_proj.weight",), _v_up),
+        "layers.{i}.attention.k_up": Transformed(
+            (f"{attention}.kv_b_proj.weight",), _k_up, _keys_and_values, ("layers.{i}.attention.v_up",)
+        ),
+        "layers.{i}.attention.v_up": Transformed((f"{attention}.kv_b_proj.weight",), _v_up, partners=("layers.{i}.attention.k_up",)),
     }
 
 
@@ -178,12 +181,19 @@ def _v_up(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     return _by_head(tensors[0], config)[:, config.layers[0].attention.nope_size :]  # type: ignore[union-attr]
 
 
+def _keys_and_values(tensors: list[Tensor], config: ModelConfig) -> tuple[Tensor, ...]:
+    """kv_b_proj from `_k_up` and `_v_up`."""
+    return (torch.cat(tensors, dim=1).flatten(0, 1),)
+
+
 def _by_head(fused: Tensor, config: ModelConfig) -> Tensor:
     """kv_b_proj [heads × (nope_size + v_size), kv_rank] → [heads, nope_size + v_size, kv_rank]."""
     rows: Tensor = fused.unflatten(0, (config.layers[0].attention.num_heads, -1))  # type: ignore[union-attr]
     return rows
 
 
+# kv_a_proj_with_mqa has the latent vector and the rotary key
+SOURCE_PARTS = {"layers.{i}.attention.down": (1, 2)}
 _TENSOR_PARALLEL = "any; each rank holds the whole latent cache"
 ARCHITECTURES = (
     Architecture(
@@ -199,6 +209,7 @@ ARCHITECTURES = (
         name="DeepseekV2ForCausalLM",
         read_config=deepseek2_config,
         tensor_names=latent_attention_names,
+        source_parts=SOURCE_PARTS,
         family="DeepSeek V2, V2-Lite",
         oracle="transformers",
         model_types=("deepseek_v2",),
@@ -210,6 +221,7 @@ ARCHITECTURES = (
         name="DeepseekV3ForCausalLM",
         read_config=deepseek3_config,
         tensor_names=latent_attention_names,
+        source_parts=SOURCE_PARTS,
         family="DeepSeek V3, R1, Kimi K2",
         oracle="transformers",
         model_types=("deepseek_v3", "kimi_k2"),
@@ -221,6 +233,7 @@ ARCHITECTURES = (
         name="Kimi_K25ForConditionalGeneration",
         read_config=kimi_k25_config,
         tensor_names=latent_attention_names,
+        source_parts=SOURCE_PARTS,
         family="Kimi K2.5 (text)",
         oracle="transformers",
         model_types=("kimi_k25",),

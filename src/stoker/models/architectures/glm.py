@@ -15,7 +15,7 @@ from torch import Tensor
 from stoker.core.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig, PrefixConfig, RopeConfig
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.config_fields import require_values, with_defaults
-from stoker.models.tensor_transforms import split_qkv_groups
+from stoker.models.tensor_transforms import group_qkv, split_qkv_groups
 
 
 def is_chatglm1(hf: dict[str, Any]) -> bool:
@@ -101,7 +101,7 @@ def chatglm1_names(config: ModelConfig) -> TensorNames:
     return glm_names(config) | {
         "embed": "transformer.word_embeddings",
         "head": "lm_head",
-        "layers.{i}.attention.qkv": Transformed(("transformer.layers.{i}.attention.query_key_value",), _paired_halves),
+        "layers.{i}.attention.qkv": Transformed(("transformer.layers.{i}.attention.query_key_value",), _paired_halves, _quarters),
     }
 
 
@@ -114,6 +114,11 @@ def _paired_halves(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     q, k, v = split_qkv_groups(tensors[0], config)
     q, k = (torch.cat([x.chunk(4, dim=1)[part] for part in (0, 2, 1, 3)], dim=1) for x in (q, k))
     return torch.cat([x.flatten(0, 1) for x in (q, k, v)])
+
+
+def _quarters(tensors: list[Tensor], config: ModelConfig) -> tuple[Tensor, ...]:
+    """The inverse of `_paired_halves`, which is its own inverse within each head."""
+    return group_qkv([_paired_halves(list(group_qkv(tensors, config)), config)], config)
 
 
 ARCHITECTURES = (

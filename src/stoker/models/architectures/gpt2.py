@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from torch import Tensor
 
 from stoker.core.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig
 from stoker.models.architecture import Architecture, TensorNames, Transformed
@@ -88,7 +89,14 @@ def gpt2_names(config: ModelConfig) -> TensorNames:
 def santacoder_names(config: ModelConfig) -> TensorNames:
     """The checkpoint modules of SantaCoder that make each engine module, by engine name; see `TensorNames`."""
     attention = "transformer.h.{i}.attn"
-    return gpt2_names(config) | {"layers.{i}.attention.qkv": Transformed((f"{attention}.q_attn", f"{attention}.kv_attn"), transpose_conv1d)}
+    sources = (f"{attention}.q_attn", f"{attention}.kv_attn")
+    return gpt2_names(config) | {"layers.{i}.attention.qkv": Transformed(sources, transpose_conv1d, _queries_and_pairs)}
+
+
+def _queries_and_pairs(tensors: list[Tensor], config: ModelConfig) -> tuple[Tensor, ...]:
+    """The Conv1D tensors of the queries, and of the keys and values, from the rows of all."""
+    num_rows = config.hidden_size  # of the queries
+    return tuple(untranspose_conv1d([part], config)[0] for part in tensors[0].tensor_split((num_rows,)))
 
 
 _IGNORED = ("*.attn.bias", "*.attn.masked_bias")

@@ -11,7 +11,7 @@ from stoker.core.model_config import MLPConfig, ModelConfig, MoEConfig
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
 from stoker.models.config_fields import replace_fields, value_or, with_defaults
-from stoker.models.tensor_transforms import in_features_last
+from stoker.models.tensor_transforms import in_features_first, in_features_last
 
 _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096, "rope_theta": 150000.0}
 
@@ -45,9 +45,9 @@ def gpt_oss_names(config: ModelConfig) -> TensorNames:
     return llama_names(config) | {
         "layers.{i}.attention.sinks": f"{layer}.self_attn.sinks",
         "layers.{i}.mlp.router": f"{layer}.mlp.router",
-        "layers.{i}.mlp.experts.up.weight": Transformed((f"{experts}.gate_up_proj",), _gates_then_ups),
-        "layers.{i}.mlp.experts.up.bias": Transformed((f"{experts}.gate_up_proj_bias",), _gates_then_ups),
-        "layers.{i}.mlp.experts.down.weight": Transformed((f"{experts}.down_proj",), in_features_last),
+        "layers.{i}.mlp.experts.up.weight": Transformed((f"{experts}.gate_up_proj",), _gates_then_ups, _gates_and_ups_in_turn),
+        "layers.{i}.mlp.experts.up.bias": Transformed((f"{experts}.gate_up_proj_bias",), _gates_then_ups, _gates_and_ups_in_turn),
+        "layers.{i}.mlp.experts.down.weight": Transformed((f"{experts}.down_proj",), in_features_last, in_features_first),
         "layers.{i}.mlp.experts.down.bias": f"{experts}.down_proj_bias",
     }
 
@@ -59,6 +59,11 @@ def _gates_then_ups(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     """
     rows = in_features_last(tensors, config)
     return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1)
+
+
+def _gates_and_ups_in_turn(tensors: list[Tensor], config: ModelConfig) -> tuple[Tensor, ...]:
+    """The inverse of `_gates_then_ups`."""
+    return in_features_first([torch.stack(tensors[0].chunk(2, dim=1), dim=2).flatten(1, 2)], config)
 
 
 ARCHITECTURES = (

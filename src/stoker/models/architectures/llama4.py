@@ -9,7 +9,7 @@ from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.gemma import LANGUAGE_MODEL_PREFIXES
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
 from stoker.models.config_fields import read_activation, read_rope, replace_fields, value_or, with_defaults
-from stoker.models.tensor_transforms import in_features_last
+from stoker.models.tensor_transforms import in_features_first, in_features_last
 
 
 @with_defaults(
@@ -68,8 +68,8 @@ def llama4_names(config: ModelConfig) -> TensorNames:
         "layers.{i}.mlp.up": (f"{mlp}.gate_proj", f"{mlp}.up_proj"),
         "layers.{i}.mlp.down": f"{mlp}.down_proj",
         "layers.{i}.mlp.router": f"{mlp}.router",
-        "layers.{i}.mlp.experts.up.weight": Transformed((f"{mlp}.experts.gate_up_proj",), in_features_last),
-        "layers.{i}.mlp.experts.down.weight": Transformed((f"{mlp}.experts.down_proj",), in_features_last),
+        "layers.{i}.mlp.experts.up.weight": Transformed((f"{mlp}.experts.gate_up_proj",), in_features_last, in_features_first),
+        "layers.{i}.mlp.experts.down.weight": Transformed((f"{mlp}.experts.down_proj",), in_features_last, in_features_first),
         "layers.{i}.mlp.shared.up": (f"{mlp}.shared_expert.gate_proj", f"{mlp}.shared_expert.up_proj"),
         "layers.{i}.mlp.shared.down": f"{mlp}.shared_expert.down_proj",
     }

@@ -67,6 +67,7 @@ def _mixer_names() -> TensorNames:
     return gated_attention_names() | delta_net_names(linear) | inputs
 
 
+_SOURCE_PARTS = {"layers.{i}.state.in": (3, 1)}  # in_proj_qkv has three
 _TENSOR_PARALLEL = "a number of ranks that divides the value heads of the states"
 _IGNORED_KEYS = (*VISION_KEYS, "linear_*", "full_attention_interval", "layer_types", "mtp_*", "mamba_ssm_dtype")
 ARCHITECTURES = (
@@ -74,6 +75,7 @@ ARCHITECTURES = (
         name="Qwen3_5ForCausalLM",
         read_config=qwen3_5_config,
         tensor_names=qwen3_5_names,
+        source_parts=_SOURCE_PARTS,
         family="Qwen3.5 (text, dense)",
         oracle="transformers",
         tensor_parallel=_TENSOR_PARALLEL,
@@ -87,6 +89,7 @@ ARCHITECTURES = (
         name="Qwen3_5MoeForCausalLM",
         read_config=qwen3_5_moe_config,
         tensor_names=qwen3_5_moe_names,
+        source_parts=_SOURCE_PARTS,
         family="Qwen3.5 (text, experts)",
         oracle="transformers",
         tensor_parallel=_TENSOR_PARALLEL,

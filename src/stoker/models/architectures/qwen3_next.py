@@ -56,8 +56,8 @@ def qwen3_next_names(config: ModelConfig) -> TensorNames:
     """The checkpoint modules of Qwen3-Next that make each engine module, by engine name; see `TensorNames`."""
     linear = "model.layers.{i}.linear_attn"
     inputs: TensorNames = {
-        "layers.{i}.state.in": Transformed((f"{linear}.in_proj_qkvz",), ungroup_inputs),
-        "layers.{i}.state.gates": Transformed((f"{linear}.in_proj_ba",), ungroup_gates),
+        "layers.{i}.state.in": Transformed((f"{linear}.in_proj_qkvz",), ungroup_inputs, _group_inputs),
+        "layers.{i}.state.gates": Transformed((f"{linear}.in_proj_ba",), ungroup_gates, _group_gates),
     }
     return qwen2_moe_names(config) | gated_attention_names() | delta_net_names(linear) | inputs
 
@@ -65,9 +65,12 @@ def qwen3_next_names(config: ModelConfig) -> TensorNames:
 def gated_attention_names() -> TensorNames:
     """The modules of gated attention, whose q_proj has the queries and the gate of each head, and of norms with weight 1 + w."""
     attention, q = "model.layers.{i}.self_attn", "model.layers.{i}.self_attn.q_proj"
+    gate = "layers.{i}.attention.gate"
     names: TensorNames = {
-        "layers.{i}.attention.qkv": Transformed((q, f"{attention}.k_proj", f"{attention}.v_proj"), queries_keys_values),
-        "layers.{i}.attention.gate": Transformed((q,), attention_gates),
+        "layers.{i}.attention.qkv": Transformed(
+            (q, f"{attention}.k_proj", f"{attention}.v_proj"), queries_keys_values, _projections, (gate,)
+        ),
+        gate: Transformed((q,), attention_gates, partners=("layers.{i}.attention.qkv",)),
     }
     norms = {
         "norm": "model.norm",
@@ -107,6 +110,14 @@ def attention_gates(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     return gates
 
 
+def _projections(tensors: list[Tensor], config: ModelConfig) -> tuple[Tensor, ...]:
+    """q_proj, k_proj and v_proj from `queries_keys_values` and `attention_gates`."""
+    qkv, gates = tensors
+    q, k, v = qkv.tensor_split((len(gates), (len(qkv) + len(gates)) // 2))
+    by_head = [rows.unflatten(0, (_heads(config), -1)) for rows in (q, gates)]
+    return torch.stack(by_head, dim=1).flatten(0, 2), k, v
+
+
 def ungroup_inputs(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     """The rows of q, k, v and output gate, from in_proj_qkvz, which is grouped by key head."""
     state = delta_net(config)
@@ -119,6 +130,20 @@ def ungroup_gates(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     """The rows of beta and time step, from in_proj_ba, which is grouped by key head."""
     parts = tensors[0].unflatten(0, (delta_net(config).key_heads, -1)).chunk(2, dim=1)
     return torch.cat([part.flatten(0, 1) for part in parts])
+
+
+def _group_inputs(tensors: list[Tensor], config: ModelConfig) -> tuple[Tensor, ...]:
+    """The inverse of `ungroup_inputs`."""
+    state = delta_net(config)
+    keys, values = state.key_heads * state.key_size, state.num_heads * state.value_size
+    parts = [part.unflatten(0, (state.key_heads, -1)) for part in tensors[0].split((keys, keys, values, values))]
+    return (torch.cat(parts, dim=1).flatten(0, 1),)
+
+
+def _group_gates(tensors: list[Tensor], config: ModelConfig) -> tuple[Tensor, ...]:
+    """The inverse of `ungroup_gates`."""
+    parts = [part.unflatten(0, (delta_net(config).key_heads, -1)) for part in tensors[0].chunk(2)]
+    return (torch.cat(parts, dim=1).flatten(0, 1),)
 
 
 def delta_net(config: ModelConfig) -> DeltaNetConfig:

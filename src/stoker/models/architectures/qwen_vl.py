@@ -11,6 +11,7 @@ from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
 from stoker.models.architectures.qwen2 import WINDOW_KEYS, with_experts, with_sliding_window
 from stoker.models.config_fields import read_head_size, read_rope, require_values, value_or, with_defaults
+from stoker.models.tensor_transforms import unchanged
 
 
 @with_defaults(
@@ -68,8 +69,8 @@ def qwen3_vl_moe_names(config: ModelConfig) -> TensorNames:
     experts = ("model.layers.{i}.mlp.experts.gate_up_proj", "model.layers.{i}.mlp.experts.down_proj")
     return llama_names(config) | {
         "layers.{i}.mlp.router": "model.layers.{i}.mlp.gate",
-        "layers.{i}.mlp.experts.up.weight": Transformed(experts, _expert_up),
-        "layers.{i}.mlp.experts.down.weight": Transformed(experts, _expert_down),
+        "layers.{i}.mlp.experts.up.weight": Transformed(experts, _expert_up, unchanged, ("layers.{i}.mlp.experts.down.weight",)),
+        "layers.{i}.mlp.experts.down.weight": Transformed(experts, _expert_down, partners=("layers.{i}.mlp.experts.up.weight",)),
     }
 
 
