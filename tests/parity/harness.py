@@ -10,11 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from stoker.builder.build_plan import BuildPlan
+from stoker.builder.conversion.shard_plan import specs_in_file_order
 from stoker.core.forward_batch import ForwardBatch
 from stoker.core.prefix_lm import BidirectionalPrefix, find_bidirectional_prefix
 from stoker.engine.reader import Engine
 from stoker.layers.decoder import Decoder
 from stoker.layers.state_cache import StateCache
+from stoker.quant.format import TensorSource, TensorTable
 from stoker.runtime.worker.memory import make_caches
 
 BLOCK, NUM_SLOTS = 16, 16
@@ -33,13 +36,26 @@ class Sequence:
     slot: int = -1  # of its recurrent states
 
 
+class PlannedEngine(Engine):
+    """The engine of a build plan for one rank, with its weights in memory: what `build` would write and `Engine.open` would read."""
+
+    def __init__(self, plan: BuildPlan) -> None:
+        super().__init__(plan.checkpoint.path, plan.config)
+        converter = plan.converter()
+        self.tensors = TensorTable({name: tensor for spec in specs_in_file_order(plan.config) for name, tensor in converter.convert(spec)})
+
+    def source(self, rank: int = 0, device: torch.device | str = CPU) -> TensorSource:
+        return self.tensors
+
+
 class Harness:
     """One engine on a device, and its free KV cache blocks in random order."""
 
-    def __init__(self, engine: Path, num_positions: int, num_blocks: int = 96, device: torch.device = CPU) -> None:
-        self.config, self.device = Engine.open(engine).config.model, device
+    def __init__(self, engine: Path | Engine, num_positions: int, num_blocks: int = 96, device: torch.device = CPU) -> None:
+        opened = engine if isinstance(engine, Engine) else Engine.open(engine)
+        self.config, self.device = opened.config.model, device
         with torch.inference_mode():
-            self.load(Engine.open(engine), num_positions, num_blocks)
+            self.load(opened, num_positions, num_blocks)
         self.free = list(range(num_blocks))
         random.Random(7).shuffle(self.free)
         self.num_sequences = 0
