@@ -2,10 +2,13 @@
 
 Triton's own interpreter truncates float32 → bfloat16 and float8 instead of rounding to nearest even, multiplies the bit patterns of
 bfloat16 operands in `dot`, and cannot turn its one-element scalars into loop bounds under NumPy >= 2.4. The replacements use torch.
+Others save time and change no result: they skip work that Triton's own interpreter repeats in each call or whose result it discards.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +25,10 @@ BIT_PATTERNS = {
 }
 _stock_cast = InterpreterBuilder.cast_impl
 _stock_dot = InterpreterBuilder.create_dot
+_stock_patch_lang = interpreter._patch_lang
 _stock_patch_tensor = interpreter._patch_lang_tensor
+_stock_np_dtype = interpreter._get_np_dtype
+_np_dtypes: dict[str, np.dtype] = {}
 
 
 def _as_float(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
@@ -57,11 +63,38 @@ def _patch_tensor(tensor: type, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
+def _patch_lang(fn: Any) -> Any:
+    """Replace the functions of Triton's language for one launch, also those that its own library calls in `tl.core`."""
+    return _stock_patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+
+
+def _call_device_function(self: interpreter.InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
+    """Call the function without replacing Triton's language again: the launch has done it, and restores it at its end."""
+    try:
+        return self.rewrite()(*args, **kwargs)
+    except Exception as problem:
+        raise interpreter.InterpreterError(repr(problem)) from problem
+
+
+def _get_np_dtype(dtype: tl.dtype) -> np.dtype:
+    """The NumPy dtype of a scalar, pointer or block type. Triton's function makes its table in each call."""
+    scalar = dtype.scalar
+    found = _np_dtypes.get(scalar.name)
+    if found is None:
+        found = _np_dtypes[scalar.name] = _stock_np_dtype(scalar)
+    return found
+
+
 def install() -> None:
     np.seterr(all="ignore")  # float arithmetic on a device gives no warnings
     InterpreterBuilder.cast_impl = _cast
     InterpreterBuilder.create_fp_to_fp = _cast
     InterpreterBuilder.create_dot = _dot
+    interpreter._patch_lang = _patch_lang
     interpreter._patch_lang_tensor = _patch_tensor
+    interpreter._get_np_dtype = _get_np_dtype
+    interpreter.InterpretedFunction.__call__ = _call_device_function
+    # The assertion that an integer does not overflow is computed in int64 and then discarded, because `debug` is off.
+    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     if not isinstance(tl.cdiv, interpreter.InterpretedFunction):
         raise RuntimeError("triton was imported without its interpreter: set TRITON_INTERPRET=1, or run tests/kernels alone")
