@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cases import GROUPED, POSITIONS
-from head_oracles import ORACLES, write
 from oracles import hf_model
 from rank_executors import generate, load
-from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from stoker.base.config import Limits, Mapping
 from stoker.base.draft_tree import parse_tree
-from stoker.base.errors import StokerError
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.profiling.roofline import products_of
@@ -99,49 +94,6 @@ def test_a_draft_engine_on_one_of_the_ranks(engines: Path, expected: list[list[i
         assert stats.num_accepted_draft_tokens > 0.9 * stats.num_draft_tokens > 100
     finally:
         executor.close()
-
-
-@pytest.fixture(scope="module")
-def heads(engines: Path) -> Path:
-    """Random draft heads of three kinds for the checkpoint of `engines`."""
-    model = LlamaForCausalLM.from_pretrained(engines / "hf", attn_implementation="eager")
-    for name in ("medusa", "eagle", "eagle3"):
-        oracle = ORACLES[name](model)
-        write(engines / name, oracle.config, oracle.files)
-    return engines
-
-
-def drafts_of_heads(engine: Path, heads: Path, prompt: list[int], **settings: object) -> tuple[list[list[int]], list[list[int]]]:
-    """The answers of an engine with heads, and the drafts of each step."""
-    executor = load(engine, speculate=str(heads), draft_tokens=4, adaptive_drafts=False, kv_cache_tokens=256, **settings)
-    drafts: list[list[int]] = []
-    try:
-        assert isinstance(executor.runner, ModelRunner) and executor.runner.draft_runner is not None
-        run = executor.runner.draft_runner.run
-
-        def watched(*args: Any) -> Tensor:
-            found = run(*args)
-            drafts.extend(found.t().tolist())
-            return found
-
-        executor.runner.draft_runner.run = watched  # type: ignore[method-assign]
-        return generate(executor, [prompt], 12), drafts
-    finally:
-        executor.close()
-
-
-@pytest.mark.parametrize("tree", [None, "[0],[1],[0,0],[1,0]"], ids=["chain", "tree"])
-@pytest.mark.parametrize(("name", "kind"), [("tp2", "medusa"), ("tp2", "eagle3"), ("pp2", "eagle"), ("tp2pp2", "medusa")])
-def test_draft_heads_on_one_of_the_ranks(heads: Path, name: str, kind: str, tree: str | None) -> None:
-    """They have copies of the embedding and of the head, which are divided among ranks, and draft as on one rank."""
-    prompt = prompts()[0]
-    expected, found = (drafts_of_heads(heads / engine, heads / kind, prompt, draft_tree=tree) for engine in ("one", name))
-    assert found == expected and len(found[1]) >= 4 and len(found[1][0]) >= 3
-
-
-def test_heads_that_read_layers_of_another_stage_are_refused(heads: Path) -> None:
-    with pytest.raises(StokerError, match=r"its heads read the states before layers .* and the last pipeline stage begins at layer 2"):
-        load(heads / "pp2", speculate=str(heads / "eagle3"))
 
 
 @pytest.mark.parametrize("name", ["tp2", "pp2"])
