@@ -79,7 +79,7 @@ def test_an_executor_equals_the_reference(row: str, tmp_path: Path, tokenizer: P
     harness = Harness(engine, reference.positions, device=CUDA)
     prompt, others = make_prompts(reference, harness)
     config = harness.config
-    check_served(engine, reference, [prompt, *others], config.requires_whole_prompt, "cuda", speculates=not config.has_state)
+    check_served(engine, reference, [prompt, *others], config.requires_whole_prompt, "cuda", has_state=config.has_state)
 
 
 @pytest.mark.parametrize("row", FIRST)

@@ -9,7 +9,7 @@ import torch
 from oracle import relative_error
 from torch import Tensor
 
-from stoker.core.forward_batch import ForwardBatch
+from stoker.core.forward_batch import ForwardBatch, VerifiedRows
 from stoker.kernels.reference import causal_conv as conv_reference
 from stoker.kernels.reference import delta_rule as delta_reference
 from stoker.kernels.reference import gated_norm as gated_norm_reference
@@ -17,7 +17,7 @@ from stoker.kernels.reference import mamba2 as mamba2_reference
 from stoker.kernels.reference import selective_scan as scan_reference
 from stoker.kernels.reference import state_copy as copy_reference
 from stoker.kernels.triton.recurrent import causal_conv, delta_rule, gated_norm, mamba2, selective_scan, state_copy
-from stoker.kernels.triton.recurrent.rows import launches
+from stoker.kernels.triton.recurrent.rows import Mode, launches
 from stoker.kernels.types import DeltaParams, Mamba2Params, SelectiveScanParams
 
 # (tokens of the step, tokens of the sequence before it) of each row. Rows with one token come first, as in a step.
@@ -25,6 +25,9 @@ STEPS = {
     "decodes": [(1, 5), (1, 0), (1, 63)],
     "mixed": [(1, 9), (1, 0), (67, 0), (5, 4), (2, 0), (64, 64)],
 }
+# Rows 2 to 4 verify drafts.
+STEPS["drafts"] = [(1, 9), (1, 3), (5, 4), (1, 8), (3, 64), (7, 0)]
+NUM_SLOTS = 9 + 12  # of rows, and of the tokens of a step with drafts
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
@@ -50,6 +53,15 @@ def states_of(num_slots: int, *shape: int, dtype: torch.dtype = torch.float32) -
     return states
 
 
+def step_of(name: str) -> ForwardBatch:
+    """The step of STEPS, whose rows 2 to 4 verify drafts in "drafts"."""
+    if name != "drafts":
+        return batch_of(STEPS[name])
+    batch = batch_of(STEPS[name], num_decodes=2)
+    batch.verified = VerifiedRows(3, 9, 5)
+    return batch
+
+
 def view(num_tokens: int, width: int, dtype: torch.dtype) -> Tensor:
     """Columns of a wider projection."""
     return torch.randn(num_tokens, width + 24).to(dtype)[:, 16 : 16 + width]
@@ -65,6 +77,11 @@ def check(kernel: Any, reference: Any, args: tuple[Any, ...], states: Tensor, ba
     expected = reference(*args, theirs, batch, *rest)
     assert out.dtype == dtype and relative_error(out, expected) < TOLERANCE[dtype]
     used = batch.state_slots.long()
+    if batch.verified is not None:  # the slots of rows with drafts are not replaced; those of their tokens are
+        is_unchanged = torch.zeros(batch.num_rows, dtype=torch.bool)
+        is_unchanged[batch.num_decodes : batch.num_decodes + batch.verified.num_rows] = True
+        tokens = torch.arange(batch.num_decodes, batch.num_decodes + batch.verified.num_tokens)
+        used = torch.cat((used[~is_unchanged], len(states) - 1 - tokens))
     assert relative_error(mine[used], theirs[used]) < max(TOLERANCE[states.dtype], 1e-5)
     unused = [slot for slot in range(len(states)) if slot not in used.tolist()]
     assert torch.equal(mine[unused], before[unused])
@@ -74,11 +91,11 @@ def check(kernel: Any, reference: Any, args: tuple[Any, ...], states: Tensor, ba
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(("taps", "bias", "activation"), [(4, True, "silu"), (2, False, "gelu")])
 def test_causal_conv(step: str, taps: int, bias: bool, activation: str, dtype: torch.dtype) -> None:
-    batch, channels = batch_of(STEPS[step]), 150
+    batch, channels = step_of(step), 150
     weight = torch.randn(channels, taps).to(dtype)
     args = (view(batch.num_tokens, channels, dtype), weight, torch.randn(channels).to(dtype) if bias else None)
     check(
-        causal_conv.causal_conv, conv_reference.causal_conv, args, states_of(9, channels, taps - 1, dtype=dtype), batch, activation
+        causal_conv.causal_conv, conv_reference.causal_conv, args, states_of(NUM_SLOTS, channels, taps - 1, dtype=dtype), batch, activation
     )  # fmt: skip
 
 
@@ -86,34 +103,34 @@ def test_causal_conv(step: str, taps: int, bias: bool, activation: str, dtype: t
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(("heads", "groups", "size", "state", "limits"), [(4, 2, 16, 32, (0.0, None)), (3, 1, 20, 24, (0.01, 0.5))])
 def test_mamba2(step: str, heads: int, groups: int, size: int, state: int, limits: tuple[float, float | None], dtype: torch.dtype) -> None:
-    batch = batch_of(STEPS[step])
+    batch = step_of(step)
     params = Mamba2Params(-torch.rand(heads) * 2, torch.randn(heads), torch.randn(heads), *limits)
     x = view(batch.num_tokens, heads * size, dtype).unflatten(-1, (heads, size))
     b, c = (view(batch.num_tokens, groups * state, dtype).unflatten(-1, (groups, state)) for _ in range(2))
     args = (x, view(batch.num_tokens, heads, dtype), b, c, params)
-    check(mamba2.mamba2, mamba2_reference.mamba2, args, states_of(9, heads, size, state), batch)
+    check(mamba2.mamba2, mamba2_reference.mamba2, args, states_of(NUM_SLOTS, heads, size, state), batch)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(("heads", "key_heads", "keys", "values"), [(4, 2, 32, 48), (2, 2, 20, 16)])
 def test_delta_rule(step: str, heads: int, key_heads: int, keys: int, values: int, dtype: torch.dtype) -> None:
-    batch = batch_of(STEPS[step])
+    batch = step_of(step)
     params = DeltaParams(-torch.rand(heads), torch.randn(heads))
     q, k = (view(batch.num_tokens, key_heads * keys, dtype).unflatten(-1, (key_heads, keys)) for _ in range(2))
     v = view(batch.num_tokens, heads * values, dtype).unflatten(-1, (heads, values))
     args = (q, k, v, view(batch.num_tokens, heads, dtype), view(batch.num_tokens, heads, dtype), params)
-    check(delta_rule.delta_rule, delta_reference.delta_rule, args, states_of(9, heads, keys, values), batch)
+    check(delta_rule.delta_rule, delta_reference.delta_rule, args, states_of(NUM_SLOTS, heads, keys, values), batch)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("step", STEPS)
 def test_selective_scan(step: str, dtype: torch.dtype) -> None:
-    batch, features, state = batch_of(STEPS[step]), 40, 12
+    batch, features, state = step_of(step), 40, 12
     params = SelectiveScanParams(-torch.rand(features, state), torch.randn(features), torch.randn(features))
     x, dt = (view(batch.num_tokens, features, dtype) for _ in range(2))
     b, c = (view(batch.num_tokens, state, dtype) for _ in range(2))
-    check(selective_scan.selective_scan, scan_reference.selective_scan, (x, dt, b, c, params), states_of(9, features, state), batch)
+    check(selective_scan.selective_scan, scan_reference.selective_scan, (x, dt, b, c, params), states_of(NUM_SLOTS, features, state), batch)
 
 
 def test_copies_of_states() -> None:
@@ -156,6 +173,23 @@ def test_rows_of_a_captured_step_may_have_any_number_of_tokens() -> None:
     """In a captured step with prompts no row counts as a decode, whatever its length, and rows of padding have no token."""
     rows = [(1, 7), (66, 0), (1, 0), (0, 0)]
     batch = batch_of(rows, num_decodes=0)
-    assert [(count, decode) for _, count, decode in launches(batch)] == [(4, False)]
+    assert [(count, mode) for _, count, mode in launches(batch)] == [(4, Mode.PREFILL)]
     x, weight = torch.randn(batch.num_tokens, 40), torch.randn(40, 4)
-    check(causal_conv.causal_conv, conv_reference.causal_conv, (x, weight, None), states_of(9, 40, 3), batch, "silu")
+    check(causal_conv.causal_conv, conv_reference.causal_conv, (x, weight, None), states_of(NUM_SLOTS, 40, 3), batch, "silu")
+
+
+def test_states_after_drafts_are_those_of_decodes() -> None:
+    """The state after each token of a row with drafts is the one that decoding its tokens one by one leaves."""
+    features, state_size, count = 10, 4, 5
+    params = SelectiveScanParams(-torch.rand(features, state_size), torch.randn(features), torch.randn(features))
+    inputs = [torch.randn(count, width) for width in (features, features, state_size, state_size)]
+    states = torch.randn(10, features, state_size)
+    drafted, decoded = batch_of([(count, 7)], num_decodes=0), batch_of([(1, 7)])
+    drafted.verified, drafted.state_slots[0], decoded.state_slots[0] = VerifiedRows(1, count, count), 2, 2
+    mine, one_by_one = states.clone(), states.clone()
+    out = scan_reference.selective_scan(*inputs, params, mine, drafted)
+    for i in range(count):
+        expected = scan_reference.selective_scan(*(x[i : i + 1] for x in inputs), params, one_by_one, decoded)
+        torch.testing.assert_close(out[i : i + 1], expected)
+        torch.testing.assert_close(mine[-1 - i], one_by_one[2])
+    assert torch.equal(mine[2], states[2])

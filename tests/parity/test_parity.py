@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from cases import CASES
 from harness import Harness, generate_in_batch, prefill_logits
 from oracles import Reference
 
+from runtime.drive import Driven, request
 from stoker import LLM
 from stoker.base.config import Limits
 from stoker.base.types import SamplingParams
@@ -59,7 +61,7 @@ def test_logits_and_tokens_equal_the_reference(case: tuple[str, str], tmp_path: 
     if not harness.config.requires_whole_prompt and not harness.config.has_state:  # whose states the executor restores
         check_prefix_reuse(harness, reference, prompt, main)
     check_served(
-        tmp_path / "engine", reference, [prompt, *others], harness.config.requires_whole_prompt, speculates=not harness.config.has_state
+        tmp_path / "engine", reference, [prompt, *others], harness.config.requires_whole_prompt, has_state=harness.config.has_state
     )
     if case in SELF_DRAFTED:
         check_draft_engine(tmp_path / "engine", [prompt, *others], [main.tokens[len(prompt) :]])
@@ -74,7 +76,7 @@ def check_prefix_reuse(harness: Harness, reference: Reference, prompt: list[int]
 
 
 def check_served(
-    engine: Path, reference: Reference, prompts: list[list[int]], in_one_step: bool, device: str = "cpu", *, speculates: bool = True
+    engine: Path, reference: Reference, prompts: list[list[int]], in_one_step: bool, device: str = "cpu", *, has_state: bool = False
 ) -> None:
     """The executor generates the same tokens, with a cache that is too small for all sequences, and with chunked prefill.
 
@@ -90,8 +92,9 @@ def check_served(
         )  # shares two blocks with an earlier prompt
         stats = llm.stats()
     assert stats.num_preemptions > 0 and (stats.num_reused_tokens > 0) == (not in_one_step)
-    if speculates:
-        check_speculation(engine, prompts, params, [answer.choices[0].token_ids for answer in answers], device)
+    check_speculation(engine, prompts, params, [answer.choices[0].token_ids for answer in answers], device, repeats=not has_state)
+    if has_state:
+        check_supplied_drafts(engine, prompts, device)
     for answer in [*answers, later]:
         tokens = answer.choices[0].token_ids
         sequence = [*answer.prompt_token_ids, *tokens]
@@ -99,13 +102,37 @@ def check_served(
         assert list(tokens) == reference.logits(sequence[:-1], first + 1)[first:].argmax(-1).tolist()
 
 
-def check_speculation(engine: Path, prompts: list[list[int]], params: SamplingParams, expected: list[list[int]], device: str) -> None:
-    """Draft tokens do not change the answers. Random models repeat themselves, so that most drafts are accepted."""
+def check_speculation(
+    engine: Path, prompts: list[list[int]], params: SamplingParams, expected: list[list[int]], device: str, *, repeats: bool = True
+) -> None:
+    """Draft tokens do not change the answers. Random models repeat themselves, so that most drafts are accepted; not those with states."""
     with LLM(engine, device=device, speculate="ngram", adaptive_drafts=False, num_threads=1) as llm:
         answers = llm.generate(prompts, params)
         stats = llm.stats()
     assert [answer.choices[0].token_ids for answer in answers] == expected
-    assert stats.num_draft_tokens >= stats.num_accepted_draft_tokens > 0 and stats.num_free_blocks == stats.num_blocks
+    assert stats.num_draft_tokens >= stats.num_accepted_draft_tokens >= repeats and stats.num_free_blocks == stats.num_blocks
+
+
+def check_supplied_drafts(engine: Path, prompts: list[list[int]], device: str) -> None:
+    """Recurrent states after accepted and rejected drafts: answers are those without drafts, also sampled ones, with preemptions and
+    chunked prefill. Every seventh draft is wrong."""
+    choices = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 4, "n": 2}]
+    calls = [request(prompt, max_tokens=NUM_NEW, **params) for prompt in prompts for params in choices]
+    settings: dict[str, Any] = {"policy": "max_utilization", "max_num_tokens": 24, "kv_cache_tokens": 14 * 16}
+    plain = Driven(engine, None, device, **settings)
+    expected = [answer.tokens for answer in plain.run(*calls)]
+    drafted = []
+    for call in calls:
+        answer = plain.answers[call.request_id, 0].tokens
+        drafted.append(again := request(call.prompt_ids))
+        again.params, again.draft_ids = call.params, [max(token - (i % 7 == 6), 0) for i, token in enumerate(answer)]
+    driven = Driven(engine, None, device, speculate="request", adaptive_drafts=False, draft_tokens=5, **settings)
+    assert [answer.tokens for answer in driven.run(*drafted)] == expected
+    driven.check_idle()
+    stats = driven.stats
+    assert stats.num_draft_tokens > stats.num_accepted_draft_tokens > 100 and stats.num_preemptions > 0
+    plain.executor.close()
+    driven.executor.close()
 
 
 def check_draft_engine(engine: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:

@@ -50,9 +50,9 @@ def request(
 class Driven:
     """A loaded executor and its outputs so far."""
 
-    def __init__(self, engine: Path, compiler: CompileProcess | None, **settings: Any) -> None:
+    def __init__(self, engine: Path, compiler: CompileProcess | None, device: str = "cpu", **settings: Any) -> None:
         """`compiler` compiles the grammars, so that not every executor starts a process of its own."""
-        self.executor: Executor = load_executor(engine, RuntimeConfig(device="cpu", num_threads=1, **settings), SynchronousMailbox)
+        self.executor: Executor = load_executor(engine, RuntimeConfig(device=device, num_threads=1, **settings), SynchronousMailbox)
         if compiler is not None:
             self.grammars.process = compiler
         self.answers: dict[tuple[str, int], Answer] = {}

@@ -155,6 +155,7 @@ class PlannedRow:
     drafts: list[int]
     blocks: list[int]
     num_rejected: int  # tokens of the sequence that commits before this plan rejected
+    states: list[int] = field(default_factory=list)  # after each of its tokens, once it ran
 
 
 @dataclass
@@ -165,7 +166,7 @@ class Flight:
     rows: list[PlannedRow]
     ids: list[list[int]] | None = None
     restores: list[tuple[int, int]] = field(default_factory=list)  # slots (from, to) of recurrent states
-    saves: list[tuple[int, int]] = field(default_factory=list)
+    saves: list[tuple[Sequence, int, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -195,7 +196,7 @@ class Device:
                 PlannedRow(seq, seq.row, start, num_new, samples, known, list(drafts), list(seq.blocks), self.num_applied[seq.seq_id])
             )
         restores = [(slot, seq.row) for seq, slot in plan.state_restores]
-        return Flight(plan, rows, None, restores, [(seq.row, slot) for seq, _, slot in plan.state_saves])
+        return Flight(plan, rows, None, restores, list(plan.state_saves))
 
     def run(self, flight: Flight) -> None:
         for transfer in flight.plan.transfers:
@@ -203,8 +204,9 @@ class Device:
         for source, target in flight.restores:
             self.states[target] = self.states[source]
         flight.ids = [self.run_row(planned) for planned in flight.rows]
-        for source, target in flight.saves:
-            self.states[target] = self.states[source]
+        for seq, end, target in flight.saves:
+            planned = next(planned for planned in flight.rows if planned.seq is seq)
+            self.states[target] = planned.states[end - planned.start - 1]
 
     def copy_block(self, transfer: BlockTransfer) -> None:
         tiers = {Tier.DEVICE: self.slots, Tier.HOST: self.host_slots}
@@ -214,7 +216,7 @@ class Device:
 
     def fail(self, flight: Flight) -> None:
         """The step raised: the targets of its transfers, and the states of its rows, have undefined contents."""
-        for target in [target for _, target in (*flight.restores, *flight.saves)] + [planned.row for planned in flight.rows]:
+        for target in [target for *_, target in (*flight.restores, *flight.saves)] + [planned.row for planned in flight.rows]:
             self.states[target] = -1
         for transfer in flight.plan.transfers:
             slots = self.slots if transfer.target is Tier.DEVICE else self.host_slots
@@ -235,7 +237,7 @@ class Device:
         for slot, token in zip(slots[start:], [*known, *drafts], strict=True):
             state = self.slots[slot] = link(state, token)
             states.append(state)
-        self.states[planned.row] = state
+        self.states[planned.row], planned.states = state, states
         expected = chain(prefix_root, [*seq.request.prompt_ids, *EXPECTED[seq.seq_id]])
         if seq.finish_reason is FinishReason.ERROR:  # a later step of a sequence whose step failed; its tokens are dropped
             return []
@@ -250,6 +252,7 @@ class Device:
             while len(ids) <= len(drafts) and drafts[len(ids) - 1] == ids[-1]:
                 ids.append(sample(states[len(known) - 1 + len(ids)], seq.index))
             self.newest[planned.row] = ids[-1]
+            self.states[planned.row] = states[len(known) - 2 + len(ids)]
         self.num_rejected[seq.seq_id] += 1 + len(drafts) - len(ids)
         return ids
 

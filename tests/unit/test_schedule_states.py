@@ -10,21 +10,21 @@ from stoker.runtime.kv.snapshots import StateSnapshots
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
-from unit.test_schedule_property import configs, drive, workloads
+from unit.test_schedule_property import configs, drive, stub_proposers, workloads
 
-PLAIN = {"proposer": "none"}
+__all__ = ["stub_proposers"]  # a fixture of this module, too
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(configs(), workloads(), st.integers(1, 12))
 def test_random_workloads_continue_from_their_own_states(config: dict, workload: dict, num_snapshots: int) -> None:
-    drive(config | PLAIN, workload | {"num_snapshots": num_snapshots, "p_nothing": 0.0, "host_blocks": 0})
+    drive(config, workload | {"num_snapshots": num_snapshots, "p_nothing": 0.0, "host_blocks": 0})
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(configs(), workloads(max_requests=20), st.integers(0, 3), st.integers(1, 12))
 def test_preempted_sequences_continue_from_a_snapshot_or_from_the_start(config: dict, workload: dict, slack: int, number: int) -> None:
-    config = config | PLAIN | {"policy": "max_utilization", "max_batch_size": 5, "max_num_sequences": None, "max_seq_len": 33}
+    config = config | {"policy": "max_utilization", "max_batch_size": 5, "max_num_sequences": None, "max_seq_len": 33}
     config["num_blocks"] = -(-32 // config["tokens_per_block"]) + slack
     drive(config, workload | {"num_snapshots": number, "p_nothing": 0.0, "host_blocks": 0})
 

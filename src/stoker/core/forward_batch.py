@@ -33,6 +33,14 @@ class TreeMask:
 NO_TREE = 2**31 - 1
 
 
+class VerifiedRows(NamedTuple):
+    """The rows of a step that verify draft tokens. They follow the rows with one token."""
+
+    num_rows: int  # including padding, which has no tokens
+    num_tokens: int
+    max_tokens: int  # upper bound of the tokens of a row
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """The T tokens of a step, which belong to R rows. Rows with one token come first, then prefill chunks.
@@ -54,6 +62,7 @@ class ForwardBatch:
     prefix_lens: Tensor | None = None  # [R] int32, prefix LM: tokens below this position attend in both directions
     block_positions: Tensor | None = None  # [T] int32, prefix LM: the second position of each token
     state_slots: Tensor | None = None  # [R] int32, slot of each row in the recurrent states; None: the model has none
+    verified: VerifiedRows | None = None  # None: no row verifies drafts
     tree: TreeMask | None = None  # None: no row has a tree
     adapter_ids: Tensor | None = None  # [T] int32, the low-rank adapter of each token; -1: none. None: no token has an adapter
     ranks: RankCounts | None = None  # of the step on all data-parallel ranks; None: there is only one
@@ -80,6 +89,9 @@ class LayerState:
     """The recurrent states of one layer, for each slot: that of the convolution, and that of the recurrence.
 
     A row whose first token is the first of its sequence does not read the state of its slot, whatever the slot contains.
+
+    A row that verifies drafts (`ForwardBatch.verified`) does not replace the state of its slot, because drafts may be rejected: the state
+    after token t of the step is stored in slot -1 - t, counted from the end.
     """
 
     conv: Tensor  # [slots, channels, kernel - 1], the last inputs of the convolution, in the model's dtype

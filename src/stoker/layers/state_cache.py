@@ -41,11 +41,16 @@ class StateCache:
             start += _layer_bytes(state, tensor_parallel, dtype)
 
     def copy(self, pairs: Tensor) -> None:
-        """Copy the states of slot pairs[i, 0] to slot pairs[i, 1] for each i. `pairs`: int32 [N, 2] on the device.
+        """Copy the states of slot pairs[i, 0] to slot pairs[i, 1] for each i. `pairs`: int32 [N, 2] on the device; slots below 0 are
+        counted from the end.
 
         No target is a source: sequences are saved to slots of snapshots, and restored to their rows.
         """
-        ops.copy_states(self._storage, pairs)
+        ops.copy_states(self._storage, pairs.remainder(self.num_slots))
+
+    def accept(self, tokens: Tensor, rows: Tensor) -> None:
+        """Replace the states of rows that verified drafts, int32 [V] slots, by those after the last accepted token of each, int32 [V]."""
+        self.copy(torch.stack((-1 - tokens, rows), dim=1))
 
     @contextmanager
     def around_step(self, restores: Tensor | None, saves: Tensor | None) -> Iterator[None]:

@@ -121,10 +121,7 @@ def _check(engine: Engine, config: RuntimeConfig, ranks: list[int], num_nodes: i
         if getattr(config, name) is not None and engine.config.model.requires_whole_prompt:
             raise ConfigError(f"{name} is refused: this model computes a prompt in one step, whatever its length.", cure="Leave it out.")
     if config.speculate != "none" and engine.config.model.has_state:
-        raise ConfigError(
-            f"speculate={config.speculate} is refused: the recurrent states of this model cannot be taken back when a draft is rejected.",
-            cure="Use speculate=none.",
-        )
+        _check_state_drafts(engine.config.mapping, config)
     if config.transfer is not None and engine.config.model.has_state:
         raise ConfigError(
             f"transfer={config.transfer} is refused: the recurrent states of this model are not transferred.", cure="Leave it out."
@@ -133,6 +130,21 @@ def _check(engine: Engine, config: RuntimeConfig, ranks: list[int], num_nodes: i
         _check_data_parallel(engine.config.mapping, config, num_nodes)
     for rank in ranks:
         engine.check_rank(rank)
+
+
+def _check_state_drafts(mapping: Mapping, config: RuntimeConfig) -> None:
+    """Raise ConfigError for speculative decoding that engines with recurrent states do not support."""
+    if config.tree is not None:
+        raise ConfigError(
+            "draft_tree is refused: the recurrent states of this model follow one chain of drafts.",
+            cure="Leave it out, and use draft_tokens.",
+        )
+    if mapping.pipeline_parallel > 1:
+        raise ConfigError(
+            f"speculate={config.speculate} is refused: with pipeline_parallel={mapping.pipeline_parallel}, recurrent states cannot be "
+            "taken back when a draft is rejected.",
+            cure="Use speculate=none, or build the engine with tensor parallelism.",
+        )
 
 
 def _check_data_parallel(mapping: Mapping, config: RuntimeConfig, num_nodes: int) -> None:

@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from stoker.core.forward_batch import ForwardBatch, KVCache, TreeMask
+from stoker.core.forward_batch import ForwardBatch, KVCache, TreeMask, VerifiedRows
 from stoker.core.packed_weight import PackedWeight
 from stoker.distributed.inbox import Inboxes
 from stoker.kernels.reference.activation import ACTIVATIONS
@@ -68,11 +68,13 @@ def cache(kv_heads: int, block: int, size: int, value_size: int | None, dtype: t
 
 
 def state_rows(rows: int, tokens: int) -> ForwardBatch:
-    """`rows` rows of `tokens` tokens of a model with recurrent states."""
+    """`rows` rows of `tokens` tokens of a model with recurrent states. With at most 16 tokens, they verify drafts."""
     total, decodes = rows * tokens, rows if tokens == 1 else 0
     empty = index(total)
+    verified = VerifiedRows(rows, total, tokens) if 1 < tokens <= 16 else None
     return ForwardBatch(
-        empty, empty, empty, index(rows + 1), index(rows), index(rows, 8), decodes, tokens, 4096, state_slots=index(rows)
+        empty, empty, empty, index(rows + 1), index(rows), index(rows, 8), decodes, tokens, 4096, state_slots=index(rows),
+        verified=verified,
     )  # fmt: skip
 
 
@@ -278,6 +280,10 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "norm": lambda: norm.norm(meta(1, 4096), meta(4096), None, 1e-5, "rms"),
     "norm of heads": lambda: norm.norm(meta(64, 32, 128), meta(128), None, 1e-5, "rms"),
     "recurrent conv decode": lambda: convolve(1),
+    "recurrent conv verify": lambda: convolve(8),
+    "recurrent mamba2 verify": lambda: recur_mamba2(8),
+    "recurrent delta verify": lambda: recur_delta(8),
+    "recurrent scan verify": lambda: scan(8),
     "recurrent conv prefill": lambda: convolve(300),
     "recurrent mamba2 decode": lambda: recur_mamba2(1),
     "recurrent mamba2 prefill": lambda: recur_mamba2(300),

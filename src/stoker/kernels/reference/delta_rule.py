@@ -23,26 +23,27 @@ def delta_rule(
 ) -> Tensor:
     """The output [T, H, Dv] of the recurrence (`ops.delta_rule`). Replaces the states of the rows."""
     rows = state_rows(batch)
-    num, repeats = rows.num_decodes, v.shape[1] // k.shape[1]
+    repeats = v.shape[1] // k.shape[1]
     q = _normalized(q) * q.shape[-1] ** -0.5
     q, k = (t.repeat_interleave(repeats, dim=1) for t in (q, _normalized(k)))
     values, decay, beta = v.float(), params.a * F.softplus(dt.float() + params.dt_bias), beta.float().sigmoid()
-    parts = []
-    if num:
-        state = rows.initial(states, slice(num)) * decay[:num].exp()[..., None, None]
-        retrieved = (state * k[:num, ..., None]).sum(-2)
-        delta = (values[:num] - retrieved) * beta[:num, :, None]
-        state = state + k[:num, ..., None] * delta[:, :, None]
-        rows.store(states, slice(num), state)
-        parts.append((state * q[:num, ..., None]).sum(-2))
+
+    def update(state: Tensor, tokens: slice | Tensor) -> tuple[Tensor, Tensor]:
+        state = state * decay[tokens].exp()[..., None, None]
+        retrieved = (state * k[tokens][..., None]).sum(-2)
+        delta = (values[tokens] - retrieved) * beta[tokens][:, :, None]
+        state = state + k[tokens][..., None] * delta[:, :, None]
+        return (state * q[tokens][..., None]).sum(-2), state
+
+    parts = rows.token_by_token(states, update)
     if rows.num_prefills:
-        state = rows.initial(states, slice(num, None))
+        state = rows.initial(states, rows.prefills)
         padded = [rows.pad(t) for t in (q, k, values, decay, beta)]
         outs = []
         for chunk in zip(*(t.transpose(1, 2).split(CHUNK, dim=2) for t in padded), strict=True):
             out, state = _chunk(chunk[0], chunk[1], chunk[2], chunk[3], chunk[4], state)
             outs.append(out.transpose(1, 2))
-        rows.store(states, slice(num, None), state)
+        rows.store(states, rows.prefills, state)
         parts.append(rows.unpad(torch.cat(outs, dim=1)))
     return torch.cat(parts).to(v.dtype)
 

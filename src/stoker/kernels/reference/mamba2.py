@@ -20,25 +20,25 @@ CHUNK = 64  # tokens whose pairs are computed at once
 def mamba2(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, params: Mamba2Params, states: Tensor, batch: ForwardBatch) -> Tensor:
     """The output [T, H, P] of the recurrence (`ops.mamba2`). Replaces the states of the rows."""
     rows = state_rows(batch)
-    num, heads = rows.num_decodes, x.shape[1]
     step = F.softplus(dt.float() + params.dt_bias).clamp(params.min_step, params.max_step)
     decay = step * params.a
-    wide, repeats = x.float(), heads // b.shape[1]
+    wide, repeats = x.float(), x.shape[1] // b.shape[1]
     b, c = (t.float().repeat_interleave(repeats, dim=1) for t in (b, c))  # [T, H, N]
-    parts = []
-    if num:
-        state = rows.initial(states, slice(num)) * decay[:num].exp()[..., None, None]
-        state = state + (step[:num, :, None] * wide[:num])[..., None] * b[:num, :, None]
-        rows.store(states, slice(num), state)
-        parts.append((state * c[:num, :, None]).sum(-1))
+
+    def update(state: Tensor, tokens: slice | Tensor) -> tuple[Tensor, Tensor]:
+        state = state * decay[tokens].exp()[..., None, None]
+        state = state + (step[tokens][:, :, None] * wide[tokens])[..., None] * b[tokens][:, :, None]
+        return (state * c[tokens][:, :, None]).sum(-1), state
+
+    parts = rows.token_by_token(states, update)
     if rows.num_prefills:
-        state = rows.initial(states, slice(num, None))
+        state = rows.initial(states, rows.prefills)
         padded = [rows.pad(t) for t in (wide * step[..., None], decay, b, c)]
         outs = []
         for values, log_decay, keys, queries in zip(*(t.split(CHUNK, dim=1) for t in padded), strict=True):
             out, state = _chunk(values, log_decay, keys, queries, state)
             outs.append(out)
-        rows.store(states, slice(num, None), state)
+        rows.store(states, rows.prefills, state)
         parts.append(rows.unpad(torch.cat(outs, dim=1)))
     return (torch.cat(parts) + wide * params.skip[:, None]).to(x.dtype)
 

@@ -23,20 +23,20 @@ STEP_BYTES = 1 << 16
 def selective_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, params: SelectiveScanParams, states: Tensor, batch: ForwardBatch) -> Tensor:
     """The output [T, D] of the recurrence (`ops.selective_scan`). Replaces the states of the rows."""
     rows = state_rows(batch)
-    num = rows.num_decodes
     step = F.softplus(dt.float() + params.dt_bias)
     wide, b, c = x.float(), b.float(), c.float()
     inputs = wide * step
-    parts = []
-    if num:
-        state = rows.initial(states, slice(num)) * (step[:num, :, None] * params.a).exp()
-        state.addcmul_(inputs[:num, :, None], b[:num, None])
-        rows.store(states, slice(num), state)
-        parts.append(torch.einsum("rdn,rn->rd", state, c[:num]))
+
+    def update(state: Tensor, tokens: slice | Tensor) -> tuple[Tensor, Tensor]:
+        state = state * (step[tokens][:, :, None] * params.a).exp()
+        state.addcmul_(inputs[tokens][:, :, None], b[tokens][:, None])
+        return torch.einsum("rdn,rn->rd", state, c[tokens]), state
+
+    parts = rows.token_by_token(states, update)
     if rows.num_prefills:
-        state = rows.initial(states, slice(num, None))
+        state = rows.initial(states, rows.prefills)
         out, state = _scan(rows.pad(inputs), rows.pad(step), rows.pad(b), rows.pad(c), params.a, state)
-        rows.store(states, slice(num, None), state)
+        rows.store(states, rows.prefills, state)
         parts.append(rows.unpad(out))
     return (torch.cat(parts) + wide * params.skip).to(x.dtype)
 

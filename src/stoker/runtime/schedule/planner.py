@@ -103,8 +103,8 @@ class Planner:
             seq.num_computed = start + 1
             seq.num_pending += 1
             seq.num_in_flight += 1
-            if has_snapshots and not (start + 1) % size:
-                self._add_save(plan, seq)
+            if has_snapshots and not (start + 1) % size and seq.num_pending <= seq.num_in_flight:
+                self._add_save(plan, seq, start + 1)
         plan.num_decodes = plan.num_tokens = len(sequences)
         plan.num_new = [1] * len(sequences)
         plan.samples = [True] * len(sequences)
@@ -239,13 +239,13 @@ class Planner:
         _add_prefill(plan, seq, num_new)
         kv_cache = self._running_set.kv_cache
         if kv_cache.snapshots is not None and not seq.num_computed % kv_cache.tokens_per_block:
-            self._add_save(plan, seq)
+            self._add_save(plan, seq, seq.num_computed)
 
-    def _add_save(self, plan: StepPlan, seq: Sequence) -> None:
-        """Save the states of `seq` after its newest planned token, which ends a block, if there is a slot for a snapshot."""
-        slot = self._running_set.kv_cache.plan_save(seq, seq.num_computed)
+    def _add_save(self, plan: StepPlan, seq: Sequence, end: int) -> None:
+        """Save the states of `seq` after `end` tokens, where a block ends, if there is a slot for a snapshot."""
+        slot = self._running_set.kv_cache.plan_save(seq, end)
         if slot >= 0:
-            plan.state_saves.append((seq, seq.num_computed, slot))
+            plan.state_saves.append((seq, end, slot))
 
     def _add_drafts(self, plan: StepPlan) -> None:
         """Add draft tokens to decodes, as far as the step has tokens left, `max_sampled_tokens` allows, and blocks are free.
@@ -286,6 +286,10 @@ class Planner:
         drafts = drafts[: len(seq.blocks) * kv_cache.tokens_per_block - seq.num_computed]
         if self._tree_parents is not None and _needs_chain(seq, len(drafts)):
             drafts = drafts[: chain_length(self._tree_parents)]
+        if drafts and kv_cache.snapshots is not None and seq.num_pending <= seq.num_in_flight:
+            end = -(-seq.num_computed // kv_cache.tokens_per_block) * kv_cache.tokens_per_block
+            if seq.num_computed < end <= seq.num_computed + len(drafts):  # dropped at the commit if a draft before it is rejected
+                self._add_save(plan, seq, end)
         seq.num_computed += len(drafts)
         seq.num_pending += len(drafts)
         plan.num_tokens += len(drafts)

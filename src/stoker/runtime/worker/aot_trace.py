@@ -35,7 +35,7 @@ from stoker.quant.format import TensorSource
 from stoker.runtime.worker.cuda_graphs import Graphs
 from stoker.runtime.worker.dummy_step import Bounds
 from stoker.runtime.worker.inputs import Shape
-from stoker.runtime.worker.memory import make_caches
+from stoker.runtime.worker.memory import make_caches, num_verified_slots
 from stoker.runtime.worker.model_runner import ModelRunner
 from stoker.runtime.worker.rank import Capacity, captures_steps
 
@@ -115,7 +115,9 @@ def _runner(engine: Engine, config: RuntimeConfig, rank: int) -> ModelRunner:
     model = Decoder(settings.model, loader, capacity.max_seq_len, stage)
     size = limits.tokens_per_block
     layers = stage.layers(settings.model.num_layers)
-    dtype, num_slots = getattr(torch, settings.dtype), capacity.max_num_sequences + 1
+    max_drafts = config.max_drafts if config.speculate != "none" else 0
+    num_slots = capacity.max_num_sequences + 1 + num_verified_slots(capacity.max_batch_size, max_drafts)
+    dtype = getattr(torch, settings.dtype)
     states = StateCache(settings.model, layers, mapping.tensor_parallel, num_slots, dtype, META)
     caches = make_caches(settings.model, 1 << 10, size, engine.kv_dtype, META, layers, mapping.tensor_parallel, states)
     model.complete_caches(caches)
@@ -125,7 +127,7 @@ def _runner(engine: Engine, config: RuntimeConfig, rank: int) -> ModelRunner:
         model, [caches[i] for i in first], num_rows=capacity.max_num_sequences * mapping.data_parallel,
         max_batch_size=capacity.max_batch_size, max_num_tokens=capacity.max_num_tokens,
         max_seq_len=capacity.max_seq_len, block_size=size, device=META,
-        max_drafts=config.max_drafts if config.speculate != "none" else 0,
+        max_drafts=max_drafts,
         has_trees=config.tree is not None, use_graphs=captures_steps(config, settings.model),
         world=World(rank, mapping.world_size, group, stage, everyone, leader(mapping), dispatch=dispatch),
     )  # fmt: skip

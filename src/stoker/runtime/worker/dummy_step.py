@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stoker.core.forward_batch import NO_TREE, ForwardBatch
+from stoker.core.forward_batch import NO_TREE, ForwardBatch, VerifiedRows
 from stoker.runtime.worker.inputs import InputBuilder, PackedStep, Shape, StepInputs, buffer_size, set_draft_inputs, split_buffer
 
 
@@ -58,6 +58,7 @@ def fill_dummy_step(
     )
     inputs = StepInputs(batch, parts[6], parts[7])
     if shape.max_drafts:
+        batch.verified = VerifiedRows(shape.rows, shape.tokens, 1 + shape.max_drafts)
         set_draft_inputs(inputs, parts[8:14], has_trees=has_trees)
     return inputs
 

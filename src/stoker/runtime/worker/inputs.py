@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.core.forward_batch import NO_TREE, ForwardBatch, RankCounts, TreeMask
+from stoker.core.forward_batch import NO_TREE, ForwardBatch, RankCounts, TreeMask, VerifiedRows
 from stoker.runtime.request import NO_ADAPTER, Sequence
 from stoker.runtime.sampling.prompt_logprobs import prompt_chunks
 from stoker.runtime.sampling.verification import node_masks, node_offsets
@@ -51,6 +52,7 @@ class PackedStep:
     is_prefix_lm: bool = False  # rows have a prefix length, and tokens a second position
     has_adapters: bool = False  # tokens have an adapter index
     max_drafts: int = 0  # the largest number of drafts of a row; 0: no row verifies drafts
+    verified: VerifiedRows | None = None  # with drafts: the rows that have any
     num_sequences: int = 0  # with drafts: the sequences that sample; each has as many logits as drafts, and one more
     num_restores: int = 0  # recurrent states to copy before the step, and after it
     num_saves: int = 0
@@ -104,7 +106,7 @@ class StepInputs:
     parents: Tensor | None = None  # int32 [num_sampled], with drafts: see `StepDrafts.parents`
     masks: Tensor | None = None  # int64 [T], with drafts: see `StepDrafts.masks`
     restores: Tensor | None = None  # int32 [N, 2], slots (from, to) of recurrent states to copy before the step; None: no copies
-    saves: Tensor | None = None  # the same after the step
+    saves: Tensor | None = None  # the same after the step; slots below 0 are counted from the end
 
     @property
     def newest_rows(self) -> Tensor:
@@ -182,6 +184,7 @@ class InputBuilder:
             is_prefix_lm=sequences[0].bidirectional_prefix is not None,
             has_adapters=plan.adapters is not None,
             max_drafts=max_drafts,
+            verified=_verified_rows(plan, shape if is_padded else None, max_drafts),
             num_restores=len(plan.state_restores),
             num_saves=len(plan.state_saves),
             num_moves=len(plan.moves),
@@ -210,7 +213,7 @@ class InputBuilder:
         if packed.num_restores or packed.num_saves:
             saves, restores = optional.pop(), optional.pop()
             restores[:] = [slot for seq, saved in plan.state_restores for slot in (saved, seq.row)]
-            saves[:] = [slot for seq, _, saved in plan.state_saves for slot in (seq.row, saved)]
+            saves[:] = [slot for save in _state_copies(plan, query_starts) for slot in save]
         self._fill_positions(plan, starts, counts, query_starts, block_tables, positions, slots)
         if plan.adapters is not None:
             adapter_ids = optional.pop()
@@ -242,6 +245,7 @@ class InputBuilder:
             seq_lens=views[4],
             block_tables=views[15].view(packed.shape.rows, -1),
             state_slots=views[14],
+            verified=packed.verified,
             num_decodes=packed.num_decodes,
             max_query_len=packed.max_query_len,
             max_seq_len=packed.max_seq_len,
@@ -360,6 +364,24 @@ def set_draft_inputs(inputs: StepInputs, parts: Seq[Tensor], *, has_trees: bool)
     inputs.masks = parts[4].view(torch.int64)
     if has_trees:
         inputs.batch.tree = TreeMask(inputs.masks, parts[5])
+
+
+def _verified_rows(plan: StepPlan, shape: Shape | None, max_drafts: int) -> VerifiedRows | None:
+    """The rows of a plan that verify drafts; of a padded step, all rows of its `shape`."""
+    if not max_drafts:
+        return None
+    if shape is not None:
+        return VerifiedRows(shape.rows, shape.tokens, 1 + max_drafts)
+    counts = [1 + len(drafts) for drafts in plan.drafts if drafts]
+    return VerifiedRows(len(counts), sum(counts), max(counts))
+
+
+def _state_copies(plan: StepPlan, query_starts: np.ndarray) -> Iterator[tuple[int, int]]:
+    """(from, to) of the slots to copy for `plan.state_saves`. The states of rows that verify drafts are in the slots of their tokens."""
+    verified = {plan.sequences[row].seq_id: row for row, drafts in enumerate(plan.drafts) if drafts}
+    for seq, end, saved in plan.state_saves:
+        row = verified.get(seq.seq_id)
+        yield (seq.row if row is None else -1 - (int(query_starts[row]) + end - 1 - plan.starts[row])), saved
 
 
 def _fill_tokens(plan: StepPlan, token_ids: np.ndarray, num_rows: int) -> None:

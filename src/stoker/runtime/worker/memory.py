@@ -15,6 +15,7 @@ from stoker.core.forward_batch import KVCache
 from stoker.core.model_config import ModelConfig
 from stoker.layers.decoder import kv_width, local_kv_shapes
 from stoker.layers.state_cache import StateCache
+from stoker.runtime.schedule.planner import max_sampled_tokens
 
 _DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.5}
 
@@ -110,22 +111,35 @@ def num_kv_blocks(free: int, bytes_per_block: int, limits: Limits, config: Runti
     return min(fitting, useful)
 
 
-def num_snapshots(free: int, slot_bytes: int, num_rows: int, config: RuntimeConfig, device: str) -> int:
-    """The number of snapshots of recurrent states that are kept for prefix reuse, beside the states of `num_rows` sequences.
+def num_snapshots(free: int, slot_bytes: int, num_rows: int, num_verified: int, config: RuntimeConfig, device: str) -> int:
+    """The number of snapshots of recurrent states that are kept for prefix reuse, beside the states of `num_rows` sequences and those of
+    `num_verified` tokens of a step with drafts.
 
     It is twice the number of sequences, if that takes at most a quarter of the memory that the states of the sequences leave. `free` and
     `slot_bytes`, the size of one sequence's states, are in bytes. Raises ConfigError if the states of the sequences do not fit.
     """
     fraction = config.kv_cache_fraction if config.kv_cache_fraction is not None else _DEFAULT_FRACTION[device]
-    room = int(free * fraction) - (num_rows + 1) * slot_bytes
+    needed = (num_rows + 1 + num_verified) * slot_bytes
+    room = int(free * fraction) - needed
     if room <= 0:
-        fitting = max(int(free * fraction) // slot_bytes - 1, 0)
+        fitting = max(int(free * fraction) // slot_bytes - 1 - num_verified, 0)
+        drafts = f" and of {num_verified} tokens of a step with drafts" if num_verified else ""
         raise ConfigError(
-            f"max_num_sequences={num_rows} is refused: the recurrent states of {num_rows} sequences need "
-            f"{(num_rows + 1) * slot_bytes / 2**30:.2f} GiB, and {int(free * fraction) / 2**30:.2f} GiB are available for them.",
-            cure=f"Use at most {fitting} for max_num_sequences and max_batch_size." if fitting else "Use a smaller engine.",
+            f"max_num_sequences={num_rows} is refused: the recurrent states of {num_rows} sequences{drafts} need "
+            f"{needed / 2**30:.2f} GiB, and {int(free * fraction) / 2**30:.2f} GiB are available for them.",
+            cure=f"Use at most {fitting} for max_num_sequences and max_batch_size."
+            if fitting
+            else "Use fewer draft tokens, or speculate=none."
+            if num_verified
+            else "Use a smaller engine.",
         )
     return min(2 * num_rows, room // 4 // slot_bytes) if config.prefix_reuse else 0
+
+
+def num_verified_slots(max_rows: int, max_drafts: int) -> int:
+    """The number of slots, the last ones, for the states after the tokens of a step of `max_rows` rows that verifies drafts; 0 without
+    drafts. One more than it has tokens, for padding."""
+    return min(max_rows * (1 + max_drafts), max_sampled_tokens(max_rows)) + 1 if max_drafts else 0
 
 
 def make_caches(

@@ -179,8 +179,9 @@ class ModelRunner:
         drafts = None
         if packed.max_drafts:
             drafts = DraftedRows(packed.draft_ids, packed.draft_parents, drafts_of(inputs, batch, packed.max_drafts))
-        with self._fatal_error(self._broadcasts_ids):
+        with self._fatal_error(self._broadcasts_ids or (self.states is not None and self.world.size > 1)):
             sampled = self.sampler.sample(logits, rows, counters, packed.sampled, prompt, drafts)
+            self._accept_states(inputs, batch, sampled.verified)
             self._store_last_ids(inputs, sampled.newest, packed.ranks)
             drafted = None
             if self.draft_runner is not None:
@@ -240,6 +241,7 @@ class ModelRunner:
         with self._observed():
             inputs = self.inputs.unpack(packed)
             self._compute(inputs, self._resolve(inputs.batch))
+        self._accept_states(inputs, inputs.batch, None)
         self._store_last_ids(inputs, self._unknown_ids(inputs, packed.ranks), packed.ranks)
 
     @torch.inference_mode()
@@ -314,6 +316,7 @@ class ModelRunner:
                 newest = verified.newest
         else:
             token_ids = newest = self._unknown_ids(inputs, ranks)
+        self._accept_states(inputs, batch, verified)
         self._store_last_ids(inputs, newest, ranks)
         drafts = self.draft_runner.buffer(newest) if self.draft_runner is not None else None
         num_parts = 2 + self.draft_runner.drafter.num_parts if self.draft_runner is not None else 1
@@ -333,6 +336,19 @@ class ModelRunner:
         with contextlib.nullcontext() if self.states is None else self.states.around_step(inputs.restores, inputs.saves):
             logits = self.model(batch, self.caches)
         return logits if self.all_rows is None or batch.ranks is None else sampled_first(logits, batch.ranks)
+
+    def _accept_states(self, inputs: StepInputs, batch: ForwardBatch, verified: Verified | None) -> None:
+        """Keep the recurrent states after the accepted drafts of each row, which only the leader knows (`verified`)."""
+        if self.states is None or batch.verified is None:
+            return
+        assert inputs.starts is not None and inputs.sequence_rows is not None
+        accepted = torch.zeros_like(inputs.sequence_rows) if verified is None else verified.num_accepted
+        if self.world.size > 1:
+            accepted = self.world.tensor.broadcast(accepted.clone())
+        # Rows with one token and rows with drafts come first, and have logits for all of their tokens.
+        rows = slice(batch.num_decodes, batch.num_decodes + batch.verified.num_rows)
+        tokens = (inputs.starts[:-1][rows] + accepted[rows]).clamp(max=batch.num_tokens)
+        self.states.accept(tokens, inputs.sequence_rows[rows])
 
     def _resolve(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch with the ids that only the device has. On a CPU these are drafts of a drafter only, because steps do not overlap."""

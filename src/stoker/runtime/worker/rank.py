@@ -22,7 +22,15 @@ from stoker.runtime.worker.draft_sources import DraftTask, load_drafter, uses_dr
 from stoker.runtime.worker.drafter import DraftSource
 from stoker.runtime.worker.dummy_step import Bounds
 from stoker.runtime.worker.inputs import Shape
-from stoker.runtime.worker.memory import MemoryBudget, block_bytes, free_memory, make_caches, num_kv_blocks, num_snapshots
+from stoker.runtime.worker.memory import (
+    MemoryBudget,
+    block_bytes,
+    free_memory,
+    make_caches,
+    num_kv_blocks,
+    num_snapshots,
+    num_verified_slots,
+)
 from stoker.runtime.worker.model_runner import ModelRunner, StepPublisher
 
 log = get_logger(__name__)
@@ -85,7 +93,7 @@ class LoadedRank:
         Every rank must call it at the same time, because it runs steps.
         """
         graphs = 0
-        slots = self.capacity.max_num_sequences, self.config, self.device.type
+        slots = self.capacity.max_num_sequences, self._num_verified, self.config, self.device.type
         if self.engine.config.model.has_state:  # refuse too many sequences before the largest step allocates their states
             num_snapshots(self._free(), self._slot_bytes() or 1, *slots)
         if self.device.type == "cuda":
@@ -137,8 +145,13 @@ class LoadedRank:
 
     @property
     def _num_slots(self) -> int:
-        """The number of slots of recurrent states: of the rows, of padding, and of snapshots."""
-        return self.capacity.max_num_sequences + 1 + self.num_snapshots
+        """The number of slots of recurrent states: of the rows, of padding, of snapshots, and of the tokens of a step with drafts."""
+        return self.capacity.max_num_sequences + 1 + self.num_snapshots + self._num_verified
+
+    @property
+    def _num_verified(self) -> int:
+        """The number of slots for the states after each token of a step that verifies drafts."""
+        return num_verified_slots(self.capacity.max_batch_size, self.max_drafts)
 
     def _state_bytes(self) -> int:
         """The number of bytes of all slots."""

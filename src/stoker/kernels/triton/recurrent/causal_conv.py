@@ -2,7 +2,8 @@
 
     out[t, c] = act(sum over j of weight[c, j] × input[t - (K - 1) + j, c]  + bias[c])
 
-where inputs before the first token of the row are those in the state of its slot. The state is replaced by the last K - 1 inputs.
+where inputs before the first token of the row are those in the state of its slot. The state is replaced by the last K - 1 inputs; for
+rows that verify drafts, those up to each token are stored instead (`LayerState`).
 
 Grid: axis 0 has the rows, axis 1 blocks of BLOCK_C channels. A CTA passes over tiles of TOKENS tokens; overlapping inputs come from L1.
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from stoker.kernels.triton.activation import activated
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
-from stoker.kernels.triton.recurrent.rows import launches, row_tokens
+from stoker.kernels.triton.recurrent.rows import Mode, launches, row_tokens
 
 if TYPE_CHECKING:
     from stoker.core.forward_batch import ForwardBatch
@@ -31,11 +32,21 @@ TOKENS = 16  # of a tile: 16 elements per thread
 
 
 @triton.jit
+def last_inputs(state_ptr, source_ptr, stride_x, count, is_place, is_old, places, LAST: tl.constexpr):
+    """The state [BLOCK_TAPS, BLOCK_C] after `count` tokens: the last inputs, from the state before the row and from this step."""
+    retained = tl.load(state_ptr + count, mask=is_old & (places + count < LAST), other=0.0)
+    last = places + count - LAST
+    newest = tl.load(source_ptr[None, :] + last.to(tl.int64) * stride_x, mask=is_place & (last >= 0), other=0.0)
+    return retained + newest.to(retained.dtype)
+
+
+@triton.jit
 def conv_kernel(
     x_ptr,  # [T, C], rows stride_x apart
     weight_ptr,  # [C, TAPS]
     bias_ptr,  # [C] or None
     states_ptr,  # [slots, C, TAPS - 1], slots stride_slot apart
+    last_slot_ptr,  # the last slot
     out_ptr,  # [T, C], dense
     rows,  # LaunchRows
     stride_x,
@@ -46,6 +57,7 @@ def conv_kernel(
     BLOCK_C: tl.constexpr,
     TOKENS: tl.constexpr,
     DECODE: tl.constexpr,
+    VERIFY: tl.constexpr,
     ACTIVATION: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -64,12 +76,15 @@ def conv_kernel(
     source_ptr = x_ptr + first * stride_x + channels
     target_ptr = out_ptr + first * C + channels
     state_ptr = states_ptr + slot * stride_slot + channels[None, :] * LAST + places
-    is_old = inside[None, :] & (places < LAST) & (is_new == 0)
-    # The last inputs of the row: those of the state that remain, and those of this step.
-    retained = tl.load(state_ptr + count, mask=is_old & (places + count < LAST), other=0.0)
-    last = places + count - LAST
-    newest_ptr = source_ptr[None, :] + last.to(tl.int64) * stride_x
-    newest = tl.load(newest_ptr, mask=inside[None, :] & (places < LAST) & (last >= 0), other=0.0)
+    is_place = inside[None, :] & (places < LAST)
+    is_old = is_place & (is_new == 0)
+    if VERIFY:
+        token_ptr = last_slot_ptr - first * stride_slot + channels[None, :] * LAST + places
+        for i in range(count):
+            after = last_inputs(state_ptr, source_ptr, stride_x, i + 1, is_place, is_old, places, LAST)
+            tl.store(token_ptr - (first * 0 + i) * stride_slot, after, mask=is_place)
+    else:
+        after = last_inputs(state_ptr, source_ptr, stride_x, count, is_place, is_old, places, LAST)
     if DECODE:
         old = tl.load(state_ptr, mask=is_old, other=0.0).to(tl.float32)
         taps = tl.load(weight_ptr + channels[None, :] * TAPS + places, mask=inside[None, :] & (places < LAST), other=0.0)
@@ -93,8 +108,9 @@ def conv_kernel(
                     result += before.to(tl.float32) * weight[None, :]
             out_ptrs = target_ptr[None, :] + tokens[:, None].to(tl.int64) * C
             tl.store(out_ptrs, activated(result, ACTIVATION).to(out_ptr.dtype.element_ty), mask=is_token)
-    tl.debug_barrier()  # other threads of the CTA may still read the old state
-    tl.store(state_ptr, retained + newest.to(retained.dtype), mask=inside[None, :] & (places < LAST))
+    if not VERIFY:
+        tl.debug_barrier()  # other threads of the CTA may still read the old state
+        tl.store(state_ptr, after, mask=is_place)
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, batch: ForwardBatch, activation: str) -> Tensor:
@@ -102,10 +118,10 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, 
     num_channels, taps = weight.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for rows, count, decode in launches(batch):
+    for rows, count, mode in launches(batch):
         conv_kernel[(count, triton.cdiv(num_channels, BLOCK_C))](
-            x, weight, bias, states, out, rows, x.stride(0), states.stride(0), C=num_channels, TAPS=taps,
-            BLOCK_TAPS=triton.next_power_of_2(max(taps - 1, 1)), BLOCK_C=BLOCK_C, TOKENS=TOKENS, DECODE=decode, ACTIVATION=activation,
-            num_warps=4, **pdl_launch_options(x),
+            x, weight, bias, states, states[-1:], out, rows, x.stride(0), states.stride(0), C=num_channels, TAPS=taps,
+            BLOCK_TAPS=triton.next_power_of_2(max(taps - 1, 1)), BLOCK_C=BLOCK_C, TOKENS=TOKENS, DECODE=mode is Mode.DECODE,
+            VERIFY=mode is Mode.VERIFY, ACTIVATION=activation, num_warps=4, **pdl_launch_options(x),
         )  # fmt: skip
     return out

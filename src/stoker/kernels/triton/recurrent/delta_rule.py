@@ -1,4 +1,5 @@
-"""The gated delta rule (`ops.delta_rule`): one token of decode rows, and chunks of prefill rows (arXiv 2412.06464).
+"""The gated delta rule (`ops.delta_rule`): single tokens of decode rows and of rows that verify drafts, and chunks of prefill rows
+(arXiv 2412.06464).
 
     state = exp(decay) × state        state += k (beta × (v - stateᵀ k))ᵀ        out = stateᵀ q
 
@@ -29,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
-from stoker.kernels.triton.recurrent.rows import chunk_tile, launches, row_tokens, softplus
+from stoker.kernels.triton.recurrent.rows import Mode, chunk_tile, launches, row_tokens, softplus
 from stoker.kernels.types import DeltaParams
 
 if TYPE_CHECKING:
@@ -94,14 +95,16 @@ def delta_decode_kernel(
     inputs,  # DeltaInputs
     block,  # DeltaParameters
     states_ptr,  # float32 [slots, H, Dk, Dv], slots stride_slot apart
+    last_slot_ptr,  # the last slot
     out_ptr,  # [T, H, Dv], dense
     rows,  # LaunchRows
     stride_slot,
     SIZES: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    VERIFY: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One CTA: BLOCK_V value features of one head of a row with one token."""
+    """One CTA: BLOCK_V value features of one head of a row with one token, or of all tokens of a row that verifies drafts."""
     head = tl.program_id(1)
     features = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     keys = tl.arange(0, SIZES.block_k)
@@ -109,22 +112,28 @@ def delta_decode_kernel(
     inside = is_key[:, None] & is_feature[None, :]
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
-    token, _, slot, is_new = row_tokens(rows, tl.program_id(0), True)
-    decay, beta = load_decay(inputs, block, token, 0, True, head)
+    first, count, slot, is_new = row_tokens(rows, tl.program_id(0), not VERIFY)
     key_head = head // SIZES.heads_per_key * SIZES.key_size
-    q = tl.load(inputs.q_ptr + token * inputs.stride_q + key_head + keys, mask=is_key, other=0.0).to(tl.float32)
-    k = tl.load(inputs.k_ptr + token * inputs.stride_k + key_head + keys, mask=is_key, other=0.0).to(tl.float32)
-    q = q * (1.0 / tl.sqrt((tl.sum(q * q, axis=0) + _EPS) * SIZES.key_size))
-    k = k * (1.0 / tl.sqrt(tl.sum(k * k, axis=0) + _EPS))
-    v = tl.load(inputs.v_ptr + token * inputs.stride_v + head * SIZES.value_size + features, mask=is_feature, other=0.0).to(tl.float32)
-    state_ptr = states_ptr + slot * stride_slot + (head * SIZES.key_size + keys)[:, None] * SIZES.value_size + features[None, :]
-    state = tl.load(state_ptr, mask=inside & (is_new == 0), other=0.0) * tl.exp(decay)
-    delta = (v - tl.sum(state * k[:, None], axis=0)) * beta
-    state = state + k[:, None] * delta[None, :]
-    out = tl.sum(state * q[:, None], axis=0)
-    tl.debug_barrier()  # threads with copies of a small state may still read it
-    tl.store(state_ptr, state, mask=inside)
-    tl.store(out_ptr + (token * SIZES.heads + head) * SIZES.value_size + features, out.to(out_ptr.dtype.element_ty), mask=is_feature)
+    places = (head * SIZES.key_size + keys)[:, None] * SIZES.value_size + features[None, :]
+    state = tl.load(states_ptr + slot * stride_slot + places, mask=inside & (is_new == 0), other=0.0)
+    for i in range(count):
+        token = first + i
+        decay, beta = load_decay(inputs, block, token, 0, True, head)
+        q = tl.load(inputs.q_ptr + token * inputs.stride_q + key_head + keys, mask=is_key, other=0.0).to(tl.float32)
+        k = tl.load(inputs.k_ptr + token * inputs.stride_k + key_head + keys, mask=is_key, other=0.0).to(tl.float32)
+        q = q * (1.0 / tl.sqrt((tl.sum(q * q, axis=0) + _EPS) * SIZES.key_size))
+        k = k * (1.0 / tl.sqrt(tl.sum(k * k, axis=0) + _EPS))
+        v = tl.load(inputs.v_ptr + token * inputs.stride_v + head * SIZES.value_size + features, mask=is_feature, other=0.0).to(tl.float32)
+        state = state * tl.exp(decay)
+        delta = (v - tl.sum(state * k[:, None], axis=0)) * beta
+        state = state + k[:, None] * delta[None, :]
+        out = tl.sum(state * q[:, None], axis=0)
+        tl.store(out_ptr + (token * SIZES.heads + head) * SIZES.value_size + features, out.to(out_ptr.dtype.element_ty), mask=is_feature)
+        if VERIFY:
+            tl.store(last_slot_ptr - token * stride_slot + places, state, mask=inside)
+    if not VERIFY:
+        tl.debug_barrier()  # threads with copies of a small state may still read it
+        tl.store(states_ptr + slot * stride_slot + places, state, mask=inside)
 
 
 @triton.jit
@@ -241,11 +250,12 @@ def delta_rule(
     sizes = DeltaSizes(heads, heads // key_heads, key_size, value_size, max(16, triton.next_power_of_2(key_size)))
     out = torch.empty(num_tokens, heads, value_size, dtype=v.dtype, device=v.device)
     options = pdl_launch_options(v)
-    for rows, count, decode in launches(batch):
-        if decode:
+    for rows, count, mode in launches(batch):
+        if mode is not Mode.PREFILL:
             delta_decode_kernel[(count, heads, triton.cdiv(value_size, BLOCK_V))](
-                inputs, parameters, states, out, rows, states.stride(0), SIZES=sizes, BLOCK_V=BLOCK_V, num_warps=4, **options
-            )
+                inputs, parameters, states, states[-1:], out, rows, states.stride(0), SIZES=sizes, BLOCK_V=BLOCK_V,
+                VERIFY=mode is Mode.VERIFY, num_warps=4, **options,
+            )  # fmt: skip
             continue
         tile = chunk_tile(v)
         inverses = torch.empty(num_tokens, heads, tile.tokens, dtype=torch.float32, device=v.device)

@@ -1,4 +1,5 @@
-"""The recurrence of Mamba 2 (`ops.mamba2`): one token of decode rows, and chunks of prefill rows (arXiv 2405.21060, section 6).
+"""The recurrence of Mamba 2 (`ops.mamba2`): single tokens of decode rows and of rows that verify drafts, and chunks of prefill rows
+(arXiv 2405.21060, section 6).
 
     state = exp(step × a) × state + step × x bᵀ        out = state c + skip × x        step = softplus(dt + dt_bias)
 
@@ -24,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
-from stoker.kernels.triton.recurrent.rows import chunk_tile, launches, row_tokens, softplus
+from stoker.kernels.triton.recurrent.rows import Mode, chunk_tile, launches, row_tokens, softplus
 from stoker.kernels.types import Mamba2Params
 
 if TYPE_CHECKING:
@@ -77,14 +78,16 @@ def mamba2_decode_kernel(
     inputs,  # Mamba2Inputs
     block,  # Mamba2Parameters
     states_ptr,  # float32 [slots, H, P, N], slots stride_slot apart
+    last_slot_ptr,  # the last slot
     out_ptr,  # [T, H, P], dense
     rows,  # LaunchRows
     stride_slot,
     SIZES: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    VERIFY: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One CTA: BLOCK_P features of one head of a row with one token."""
+    """One CTA: BLOCK_P features of one head of a row with one token, or of all tokens of a row that verifies drafts."""
     head = tl.program_id(1)
     features = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     n = tl.arange(0, SIZES.block_n)
@@ -93,19 +96,24 @@ def mamba2_decode_kernel(
     a, bias, skip = tl.load(block.a_ptr + head), tl.load(block.dt_bias_ptr + head), tl.load(block.skip_ptr + head)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
-    token, _, slot, is_new = row_tokens(rows, tl.program_id(0), True)
-    step = time_steps(tl.load(inputs.dt_ptr + token * inputs.stride_dt + head).to(tl.float32), bias, block)
-    x = tl.load(inputs.x_ptr + token * inputs.stride_x + head * SIZES.head_size + features, mask=is_feature, other=0.0).to(tl.float32)
+    first, count, slot, is_new = row_tokens(rows, tl.program_id(0), not VERIFY)
     group = head // SIZES.heads_per_group * SIZES.state_size
-    b = tl.load(inputs.b_ptr + token * inputs.stride_b + group + n, mask=is_n, other=0.0).to(tl.float32)
-    c = tl.load(inputs.c_ptr + token * inputs.stride_c + group + n, mask=is_n, other=0.0).to(tl.float32)
-    state_ptr = states_ptr + slot * stride_slot + (head * SIZES.head_size + features)[:, None] * SIZES.state_size + n[None, :]
-    state = tl.load(state_ptr, mask=inside & (is_new == 0), other=0.0)
-    state = state * tl.exp(step * a) + (step * x)[:, None] * b[None, :]
-    out = tl.sum(state * c[None, :], axis=1) + skip * x
-    tl.debug_barrier()  # threads with copies of a small state may still read it
-    tl.store(state_ptr, state, mask=inside)
-    tl.store(out_ptr + (token * SIZES.heads + head) * SIZES.head_size + features, out.to(out_ptr.dtype.element_ty), mask=is_feature)
+    places = (head * SIZES.head_size + features)[:, None] * SIZES.state_size + n[None, :]
+    state = tl.load(states_ptr + slot * stride_slot + places, mask=inside & (is_new == 0), other=0.0)
+    for i in range(count):
+        token = first + i
+        step = time_steps(tl.load(inputs.dt_ptr + token * inputs.stride_dt + head).to(tl.float32), bias, block)
+        x = tl.load(inputs.x_ptr + token * inputs.stride_x + head * SIZES.head_size + features, mask=is_feature, other=0.0).to(tl.float32)
+        b = tl.load(inputs.b_ptr + token * inputs.stride_b + group + n, mask=is_n, other=0.0).to(tl.float32)
+        c = tl.load(inputs.c_ptr + token * inputs.stride_c + group + n, mask=is_n, other=0.0).to(tl.float32)
+        state = state * tl.exp(step * a) + (step * x)[:, None] * b[None, :]
+        out = tl.sum(state * c[None, :], axis=1) + skip * x
+        tl.store(out_ptr + (token * SIZES.heads + head) * SIZES.head_size + features, out.to(out_ptr.dtype.element_ty), mask=is_feature)
+        if VERIFY:
+            tl.store(last_slot_ptr - token * stride_slot + places, state, mask=inside)
+    if not VERIFY:
+        tl.debug_barrier()  # threads with copies of a small state may still read it
+        tl.store(states_ptr + slot * stride_slot + places, state, mask=inside)
 
 
 @triton.jit
@@ -176,12 +184,13 @@ def mamba2(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, params: Mamba2Params, st
     parameters = Mamba2Parameters(params.a, params.dt_bias, params.skip, *limits)
     sizes = Mamba2Sizes(heads, heads // groups, size, state_size, max(16, triton.next_power_of_2(state_size)))
     out = torch.empty(num_tokens, heads, size, dtype=x.dtype, device=x.device)
-    for rows, count, decode in launches(batch):
-        if decode:
+    for rows, count, mode in launches(batch):
+        if mode is not Mode.PREFILL:
             # About 4,096 elements of the state per CTA: eight 16-byte accesses per thread.
             block_p = max(1, min(triton.next_power_of_2(size), 4096 // sizes.block_n))
             mamba2_decode_kernel[(count, heads, triton.cdiv(size, block_p))](
-                inputs, parameters, states, out, rows, states.stride(0), SIZES=sizes, BLOCK_P=block_p, num_warps=4, **pdl_launch_options(x),
+                inputs, parameters, states, states[-1:], out, rows, states.stride(0), SIZES=sizes, BLOCK_P=block_p,
+                VERIFY=mode is Mode.VERIFY, num_warps=4, **pdl_launch_options(x),
             )  # fmt: skip
         else:
             tile = chunk_tile(x)

@@ -1,11 +1,12 @@
 """What the kernels of recurrent states have in common: the row of a CTA, and functions that Triton lacks.
 
 A launch has one CTA per row and part of its state. The CTA passes over the tokens of its row in order, because each state depends on the
-one before. Decode rows have one token; they have a launch of their own, without loops.
+one before. Decode rows have one token; they have a launch of their own, without loops. So have the rows that verify drafts.
 """
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -66,11 +67,20 @@ def chunk_tile(x: Tensor) -> ChunkTile:
     return ChunkTile(16, 32, "tf32x3", 4) if x.dtype == torch.float32 else ChunkTile(32, 64, "tf32", 8)
 
 
-def launches(batch: ForwardBatch) -> list[tuple[LaunchRows, int, bool]]:
-    """(rows, their number, whether each has one token) of the launches of a step. The batch must have `state_slots`."""
+class Mode(Enum):
+    """How the rows of a launch are computed."""
+
+    DECODE = "decode"  # one token each
+    VERIFY = "verify"  # several tokens each; the state after each token is stored in its slot, and that of the row is not replaced
+    PREFILL = "prefill"
+
+
+def launches(batch: ForwardBatch) -> list[tuple[LaunchRows, int, Mode]]:
+    """(rows, their number, how they are computed) of the launches of a step. The batch must have `state_slots`."""
     assert batch.state_slots is not None, "the model has recurrent states, and the step names no slots"
-    num_rows, num_decodes = batch.num_rows, batch.num_decodes
-    parts = [(0, num_decodes, True), (num_decodes, num_rows - num_decodes, False)]
+    num_decodes, num_verified = batch.num_decodes, batch.verified.num_rows if batch.verified is not None else 0
+    counts = (num_decodes, num_verified, batch.num_rows - num_decodes - num_verified)
+    parts = zip((0, num_decodes, num_decodes + num_verified), counts, Mode, strict=True)
     return [
-        (LaunchRows(batch.query_starts, batch.seq_lens, batch.state_slots, first), count, decode) for first, count, decode in parts if count
+        (LaunchRows(batch.query_starts, batch.seq_lens, batch.state_slots, first), count, mode) for first, count, mode in parts if count
     ]

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
-from stoker.kernels.triton.recurrent.rows import launches, row_tokens, softplus
+from stoker.kernels.triton.recurrent.rows import Mode, launches, row_tokens, softplus
 from stoker.kernels.types import SelectiveScanParams
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def selective_scan_kernel(
     inputs,  # ScanInputs
     block,  # ScanParameters
     states_ptr,  # float32 [slots, D, N], slots stride_slot apart
+    last_slot_ptr,  # the last slot
     out_ptr,  # [T, D], dense
     rows,  # LaunchRows
     stride_slot,
@@ -63,6 +64,7 @@ def selective_scan_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DECODE: tl.constexpr,
+    VERIFY: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """One CTA: BLOCK_D features of all tokens of one row."""
@@ -87,8 +89,11 @@ def selective_scan_kernel(
         state = state * tl.exp(step[:, None] * a) + (step * x)[:, None] * b[None, :]
         out = tl.sum(state * c[None, :], axis=1) + skip * x
         tl.store(out_ptr + token * D + features, out.to(out_ptr.dtype.element_ty), mask=is_feature)
-    tl.debug_barrier()  # threads with copies of a small state may still read it
-    tl.store(states_ptr + slot * stride_slot + places, state, mask=inside)
+        if VERIFY:
+            tl.store(last_slot_ptr - token * stride_slot + places, state, mask=inside)
+    if not VERIFY:
+        tl.debug_barrier()  # threads with copies of a small state may still read it
+        tl.store(states_ptr + slot * stride_slot + places, state, mask=inside)
 
 
 def selective_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, params: SelectiveScanParams, states: Tensor, batch: ForwardBatch) -> Tensor:
@@ -99,9 +104,10 @@ def selective_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, params: Selectiv
     inputs = ScanInputs(x, dt, b, c, *(t.stride(0) for t in (x, dt, b, c)))
     parameters = ScanParameters(params.a, params.dt_bias, params.skip)
     out = torch.empty(num_tokens, num_features, dtype=x.dtype, device=x.device)
-    for rows, count, decode in launches(batch):
+    for rows, count, mode in launches(batch):
         selective_scan_kernel[(count, triton.cdiv(num_features, BLOCK_D))](
-            inputs, parameters, states, out, rows, states.stride(0), D=num_features, N=state_size, BLOCK_D=BLOCK_D,
-            BLOCK_N=triton.next_power_of_2(state_size), DECODE=decode, num_warps=2, **pdl_launch_options(x),
+            inputs, parameters, states, states[-1:], out, rows, states.stride(0), D=num_features, N=state_size,
+            BLOCK_D=BLOCK_D, BLOCK_N=triton.next_power_of_2(state_size), DECODE=mode is Mode.DECODE, VERIFY=mode is Mode.VERIFY,
+            num_warps=2, **pdl_launch_options(x),
         )  # fmt: skip
     return out
