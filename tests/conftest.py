@@ -84,6 +84,27 @@ def uninterpreted() -> Callable[..., str]:
 
 
 @pytest.fixture(scope="session")
+def new_cache() -> Callable[[Path], Path]:
+    """Makes a directory for STOKER_CACHE with the C kernels, which the processes of a test would each take seconds to compile."""
+    from stoker.kernels.native.build import KernelsUnavailable, built_library
+
+    try:
+        library = built_library()
+    except KernelsUnavailable:
+        library = None
+
+    def make(path: Path) -> Path:
+        folder = path / "native"
+        path.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)
+        if library is not None:
+            shutil.copy(library, folder)
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a minimal tokenizer, for tests that build engines and use token ids only."""
     from tokenizers import Tokenizer, models, pre_tokenizers

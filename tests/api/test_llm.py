@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +68,13 @@ def test_an_archive_and_no_progress(tiny_engine: Path, tmp_path: Path, monkeypat
     assert capfd.readouterr().err == ""
 
 
-def test_a_hub_id_with_a_revision(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_hub_id_with_a_revision(checkpoint: Path, tmp_path: Path, new_cache: Callable[[Path], Path]) -> None:
     """In a process of its own, because huggingface_hub reads its variables when it is imported. Progress is shown by default."""
     script = "import sys; from stoker import LLM\nwith LLM('acme/tiny', revision='v1', max_num_seqs=2, kv_cache_tokens=512) as llm:\n"
     script += "    print(llm.service.model_name, llm.generate([1, 2]).usage.prompt_tokens)"
     with local_hub({"acme/tiny": checkpoint}) as hub:
-        environment = os.environ | hub.environment(tmp_path / "hub") | {"STOKER_CACHE": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+        cache = {"STOKER_CACHE": str(new_cache(tmp_path))}
+        environment = os.environ | hub.environment(tmp_path / "hub") | cache | {"PYTHONPATH": ":".join(sys.path)}
         ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=110)
         assert ran.stdout == "tiny 2\n", ran.stderr
         assert any(path.startswith("/api/models/acme/tiny/revision/v1") for path in hub.requested)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ def checkpoint(tiny_engine: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory: pytest.TempPathFactory, new_cache: Callable[[Path], Path]) -> Path:
     """STOKER_CACHE of this module, so that each engine is built once."""
-    return tmp_path_factory.mktemp("cache")
+    return new_cache(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(autouse=True)
@@ -84,9 +85,9 @@ def test_a_checkpoint_is_built_once_for_all_commands(
     assert model_name_of(engine) == "checkpoint"
 
 
-def test_a_hub_id_is_fetched_and_built(checkpoint: Path, answer: str, tmp_path: Path) -> None:
+def test_a_hub_id_is_fetched_and_built(checkpoint: Path, answer: str, tmp_path: Path, new_cache: Callable[[Path], Path]) -> None:
     with local_hub({"acme/tiny-llama": checkpoint}) as hub:
-        environment = {**os.environ, **hub.environment(tmp_path), "STOKER_CACHE": str(tmp_path / "cache")}
+        environment = {**os.environ, **hub.environment(tmp_path), "STOKER_CACHE": str(new_cache(tmp_path / "cache"))}
         command = [sys.executable, "-m", "stoker", "generate", "acme/tiny-llama", "the quick", *ANSWER]
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment)
     assert done.stdout == answer + "\n", done.stderr

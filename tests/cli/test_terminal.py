@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from stoker.cli.conversation import Conversation
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "cache"))
+def _cache(tmp_path: Path, new_cache: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_CACHE", str(new_cache(tmp_path / "cache")))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # engines for the CPU, also on a machine with a GPU
 
 

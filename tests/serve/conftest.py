@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "cache"))
+def _cache(tmp_path: Path, new_cache: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_CACHE", str(new_cache(tmp_path / "cache")))
     for name in ("HF_MODEL_ID", "OPTION_MODEL_ID", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)

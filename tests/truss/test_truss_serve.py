@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -29,8 +30,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_replicas_build_once_and_the_engine_is_served(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "cache"))
+def test_replicas_build_once_and_the_engine_is_served(
+    folder: Path, tmp_path: Path, new_cache: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STOKER_CACHE", str(new_cache(tmp_path / "cache")))
     program = Path(__file__).parent / "replicas.py"
     done = subprocess.run([sys.executable, program, folder, "5"], capture_output=True, text=True, timeout=100, env=dict(os.environ))
     assert done.returncode == 0, done.stderr[-4000:]
