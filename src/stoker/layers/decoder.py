@@ -15,6 +15,7 @@ from stoker.distributed.token_dispatch import gather_ragged
 from stoker.kernels import ops
 from stoker.kernels.types import PLAIN
 from stoker.layers.altup import StreamExpansion, StreamMerge, altup_layer_specs
+from stoker.layers.forwarded_states import ForwardedStates
 from stoker.layers.fused_layer import FusedLayers
 from stoker.layers.layer import FEED_FORWARDS, LAYOUTS, RopeTables, make_layer, mixer_specs
 from stoker.layers.loader import Loader
@@ -184,7 +185,15 @@ class Decoder:
         self.norm = Norm(config.norm, loader, "norm", hidden) if config.norm is not None and stage.is_last else None
         self._cache_fields = [load_cache_fields(config, i, loader, tables) for i in indices]
         # Called with the number of layers of this stage that are computed, from 0 on, and the hidden states [T, stream_width] after them.
+        # Of states that earlier stages forward, the numbers are negative.
         self.observe_layers: Callable[[int, Tensor], None] | None = None
+        self._forwarded = ForwardedStates(stage, config.num_layers)
+
+    def forward_states(self, layers: Sequence[int]) -> None:
+        """Make the stages send the hidden states before `layers` (ascending) to the last stage. All stages need the same layers."""
+        self._forwarded = ForwardedStates(self.stage, self.config.num_layers, layers)
+        if not self.stage.is_last:
+            self.observe_layers = self._forwarded.observe
 
     def keep_layers(self, indices: Sequence[int]) -> None:
         """Drop all layers of this stage except those at `indices`, for an ahead-of-time trace, which needs one layer of each kind."""
@@ -201,12 +210,15 @@ class Decoder:
     def __call__(self, batch: ForwardBatch, caches: list[KVCache]) -> Tensor:
         """Logits [L, vocab] of the tokens `batch.logits_idx` (None: the last token of each row), in the model's dtype.
 
-        Stages before the last send the residual stream to the next stage and return [0, vocab]. Of several data-parallel ranks, the first
-        one returns the logits of all, rank after rank, and the others return [0, vocab].
+        Stages before the last send the residual stream and the states of `forward_states` to the next stage, and return [0, vocab]. Of
+        several data-parallel ranks, the first one returns the logits of all, rank after rank, and the others return [0, vocab].
         """
         stage = self.stage
         shape = (batch.num_tokens, self.config.stream_width)
-        x = self.begin(batch) if stage.is_first else stage.receive(shape, self.dtype, self.device)
+        x = self.begin(batch) if stage.is_first else self._forwarded.receive(shape, self.dtype, self.device)
+        if self.observe_layers is not None:
+            for number, state in self._forwarded.earlier if stage.is_last else ():
+                self.observe_layers(number, state)
         adapter_ids = batch.adapter_ids
         if self.dispatch is not None:
             assert batch.ranks is not None
@@ -227,7 +239,7 @@ class Decoder:
             if self.observe_layers is not None:
                 self.observe_layers(len(self.layers), x)
         if not stage.is_last:
-            stage.send(x)
+            self._forwarded.send(x)
             return x.new_empty(0, self.config.vocab_size)
         logits_idx = batch.logits_idx if batch.logits_idx is not None else batch.query_starts[1:] - 1
         if not batch.is_decode:  # in a decode step every token is the last of its row

@@ -186,6 +186,7 @@ def _load(
     loaded = load_rank(engine, config, device, world)
     if ranks is not None:
         ranks.wait()
+    loaded.forward_states()
     capacity, size = loaded.capacity, limits.tokens_per_block
     num_blocks = world.everyone.smallest(loaded.num_blocks())
     max_seq_len = min(capacity.max_seq_len, num_blocks * size)

@@ -36,7 +36,6 @@ class HeadSource(DraftSource):
         is_quantized = not isinstance(engine.config.recipe.default, Dense)
         embedding, output, num_bytes = whole_vocabulary(engine, model)
         self.head = load_heads(path, Target(model, max_seq_len + MAX_DRAFT_TOKENS + 1, is_quantized, embedding, output))
-        _check_stage(path, self.head, model)
         if isinstance(self.head, ParallelHead) and max(tree.depths) > self.head.num_drafts:
             if not tree.is_chain:
                 limit = f"draft_tree is {max(tree.depths)} tokens deep, and {path} has {self.head.num_drafts} heads"
@@ -46,6 +45,7 @@ class HeadSource(DraftSource):
         self.tree, self.num_drafts = tree, len(tree)
         self.num_bytes = HeadFolder.open(path).num_bytes + num_bytes
         self.engine, self.model = engine, model
+        self.layers = self.head.layers if isinstance(self.head, RecurrentHead) else ()
         self.name = kind_of(HeadFolder.open(path))
 
     @property
@@ -92,18 +92,6 @@ def check_heads(path: Path, engine: Engine) -> None:
         raise ConfigError(
             f"speculate={str(path)!r} is refused: {model.architecture} {kind}.",
             cure="Use --speculate ngram.",
-        )
-
-
-def _check_stage(path: Path, head: ParallelHead | RecurrentHead, model: Decoder) -> None:
-    """Raise ConfigError if a head reads hidden states of layers that other pipeline stages compute."""
-    layers = head.layers if isinstance(head, RecurrentHead) else ()
-    first = model.stage.layers(model.config.num_layers).start
-    if layers and min(layers) < first:
-        raise ConfigError(
-            f"speculate={str(path)!r} is refused: its heads read the states before layers {', '.join(map(str, layers))}, and the last "
-            f"pipeline stage begins at layer {first}.",
-            cure="Build the engine without --pipeline-parallel.",
         )
 
 

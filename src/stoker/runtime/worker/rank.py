@@ -87,6 +87,16 @@ class LoadedRank:
         file = self.engine.config.files.get(f"rank{self.world.rank}.safetensors")
         return self.draft_source.num_bytes / file.size if self.draft_source is not None and file is not None and file.size else 0.0
 
+    def forward_states(self) -> None:
+        """Make pipeline stages send the hidden states that the drafter of the leader reads. Every rank must call it at the same time."""
+        if self.world.stage.num_stages == 1 or not uses_drafter(self.config):
+            return
+        wanted = torch.zeros(self.engine.config.model.num_layers + 1, dtype=torch.int32)
+        if self.draft_source is not None:
+            wanted[torch.tensor(self.draft_source.layers, dtype=torch.int64)] = 1
+        layers = self.world.everyone.all_reduce(wanted.to(self.device)).nonzero().flatten()
+        self.model.forward_states(layers.tolist())
+
     def num_blocks(self) -> int:
         """The number of KV cache blocks that fit beside the activations of the largest step, the graphs and recurrent states.
 

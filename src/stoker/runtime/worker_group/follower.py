@@ -81,6 +81,7 @@ def follow(task: FollowTask) -> None:
     world = join(store, task.rank, engine.config.mapping, device, hosts=task.hosts, custom_all_reduce=task.config.custom_all_reduce)
     loaded = load_rank(engine, task.config, device, world)
     os.write(task.status_fd, LOADED)
+    loaded.forward_states()
     runner = loaded.runner(world.everyone.smallest(loaded.num_blocks()))
     runner.warm_up()
     transfers = _serve_transfers(task, engine.config, runner, store) if task.config.transfer is not None else None
