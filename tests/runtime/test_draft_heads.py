@@ -76,6 +76,20 @@ def test_drafts(drive: Make, prompts: list[list[int]], heads: dict[str, tuple[Pa
         check_drafts(drive, *heads[name], prompt)
 
 
+@pytest.mark.parametrize("name", ["medusa", "medusa-vllm", "eagle", "eagle3"])
+def test_weights_that_a_draft_reads(drive: Make, model: Any, heads: dict[str, tuple[Path, Oracle]], name: str) -> None:
+    """One Medusa head, or the linears of the layers and the output head. Copied embeddings are only looked up."""
+    path, oracle = heads[name]
+    runner = drive(speculate=str(path), draft_tokens=DRAFTS).executor.runner
+    assert isinstance(runner, ModelRunner) and runner.draft_runner is not None
+    head = runner.draft_runner.drafter.head  # type: ignore[attr-defined]
+    counts = {key: tensor.numel() for key, tensor in oracle.files.items() if tensor.dim() == 2 and key != "embed_tokens.weight"}
+    table, size = model.lm_head.weight.numel(), runner.model.dtype.itemsize
+    assert head.num_bytes == sum(counts.values()) * size
+    assert head.draft_bytes == (sum(counts.values()) // (3 if "medusa" in name else 1) + (table if name == "eagle" else 0)) * size
+    assert runner.model.lookup_bytes == table * size
+
+
 def served(model: Any, oracle: MtpOracle, changes: dict[str, Any], folder: Path) -> tuple[Make, Path]:
     """Executors of an engine that is built without the prediction layer, and the checkpoint with it."""
     config = json.loads(model.config.to_json_string()) | {"num_nextn_predict_layers": 1} | changes
@@ -99,6 +113,8 @@ def test_multi_token_prediction(prompts: list[list[int]], tmp_path: Path) -> Non
     changes = {"architectures": ["DeepseekV3ForCausalLM"], "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     make, path = served(model, oracle, changes, tmp_path)
     check_drafts(make, path, oracle, prompts[0])
+    length = make(speculate=str(path)).executor.scheduler.draft_length  # type: ignore[union-attr]
+    assert 0.1 < length._draft_share < 0.9  # one of three layers, and the head; the folder also has the model
 
 
 @torch.no_grad()

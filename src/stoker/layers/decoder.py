@@ -189,6 +189,11 @@ class Decoder:
         self.observe_layers: Callable[[int, Tensor], None] | None = None
         self._forwarded = ForwardedStates(stage, config.num_layers)
 
+    @property
+    def lookup_bytes(self) -> int:
+        """The size of an embedding that is no output head. A step reads only the rows of its tokens."""
+        return self.embed.num_bytes if self.stage.is_first and not self.config.tie_head else 0
+
     def forward_states(self, layers: Sequence[int]) -> None:
         """Make the stages send the hidden states before `layers` (ascending) to the last stage. All stages need the same layers."""
         self._forwarded = ForwardedStates(self.stage, self.config.num_layers, layers)

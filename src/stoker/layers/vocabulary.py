@@ -26,6 +26,11 @@ class Embedding:
         self.is_split = spec.split == "vocab" and loader.sharding.size > 1
         self.num_rows = local_spec(spec, loader.sharding).out_features
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of the table on this rank."""
+        return _weight_bytes(self.table)
+
     def __call__(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """The embeddings [T, width] of int32 `token_ids` [T], in `dtype`."""
         if not self.is_split:
@@ -45,9 +50,19 @@ class Head:
     def __init__(self, linear: LinearOp, vocab_size: int, group: Group, bias: Tensor | None = None) -> None:
         self.linear, self.vocab_size, self.group, self.bias = linear, vocab_size, group, bias
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of the weight on this rank."""
+        return _weight_bytes(self.linear)
+
     def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
         """Logits [T, vocab] on all ranks."""
         logits = self.linear(x, fusion)
         if self.bias is not None:
             logits = logits + self.bias
         return logits if self.group.size == 1 else self.group.all_gather(logits)[:, : self.vocab_size]
+
+
+def _weight_bytes(linear: LinearOp) -> int:
+    """The size of the packed weight of a linear; 0 for a linear that has none."""
+    return 0 if linear.packed_weight is None else linear.packed_weight.num_bytes

@@ -75,6 +75,7 @@ def load_eagle(folder: HeadFolder, target: Target) -> EagleHead:
     loader = HeadLoader(tensors, target.model.dtype, quantized=target.quantized)
     head = EagleHead(config, loader, target, bias="fc.bias" in folder.names)
     folder.check_all_used()
+    head.num_bytes, head.draft_bytes = loader.num_bytes, loader.num_bytes + target.head.num_bytes
     return head
 
 

@@ -156,6 +156,8 @@ def load_eagle3(folder: HeadFolder, target: Target) -> Eagle3Head:
         check_equal(folder.path, "draft vocabulary, without d2t,", rows, model.vocab_size)
     folder.ignore(*(name for name in folder.names if name == "t2d" or name.endswith(".inv_freq")))
     folder.check_all_used()
+    head.num_bytes = loader.num_bytes + (head.embedding.nbytes if head.embedding is not None else 0)
+    head.draft_bytes = loader.num_bytes + (target.head.num_bytes if head.lm_head is None else 0)
     return head
 
 

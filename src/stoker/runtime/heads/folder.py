@@ -47,11 +47,6 @@ class HeadFolder:
         return HeadFolder(path, config, tensors)
 
     @property
-    def num_bytes(self) -> int:
-        """The size of the files."""
-        return sum(file.stat().st_size for file in {file for file, _ in self._tensors.values()})
-
-    @property
     def names(self) -> set[str]:
         """The names of all tensors."""
         return set(self._tensors)

@@ -41,6 +41,8 @@ class ParallelHead(ABC):
     """Heads that compute all drafts from one state after the final norm, such as Medusa's. They have no KV cache."""
 
     num_drafts: int  # the number of heads
+    num_bytes: int  # size of the loaded linears
+    draft_bytes: int  # size of the weights that one draft reads
     target_ids: Tensor | None  # int32 [draft vocabulary], the ids of the model; None: logits have the vocabulary of the model
 
     @abstractmethod
@@ -56,6 +58,8 @@ class RecurrentHead(ABC):
 
     config: ModelConfig  # of its layers, as of a model that consists of them
     target_ids: Tensor | None = None  # int32 [draft vocabulary], the ids of the model; None: logits have the vocabulary of the model
+    num_bytes: int  # size of the loaded linears and embedding, without those of the model
+    draft_bytes: int  # size of the weights that one draft reads, with the output head
     layers: tuple[int, ...] = ()  # the model layers before which it reads the hidden states; empty: after the final norm
 
     @abstractmethod

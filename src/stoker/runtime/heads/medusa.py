@@ -36,9 +36,9 @@ def is_medusa(folder: HeadFolder) -> bool:
 class MedusaHeads(ParallelHead):
     """The blocks and output linears of all heads."""
 
-    def __init__(self, blocks: list[list[LinearOp]], heads: list[LinearOp], token_map: Tensor | None) -> None:
-        self.blocks, self.heads, self.target_ids = blocks, heads, token_map
-        self.num_drafts = len(heads)
+    def __init__(self, blocks: list[list[LinearOp]], heads: list[LinearOp], token_map: Tensor | None, num_bytes: int) -> None:
+        self.blocks, self.heads, self.target_ids, self.num_bytes = blocks, heads, token_map, num_bytes
+        self.num_drafts, self.draft_bytes = len(heads), num_bytes // len(heads)
 
     def logits(self, i: int, x: Tensor) -> Tensor:
         for linear in self.blocks[i]:
@@ -81,7 +81,7 @@ def load_medusa(folder: HeadFolder, target: Target) -> MedusaHeads:
     blocks = [[linear(f"blocks.{i}.{j}", hidden) for j in range(depth)] for i in range(count)]
     heads = [linear(f"heads.{i}", rows) for i in range(count)]
     folder.check_all_used()
-    return MedusaHeads(blocks, heads, token_map)
+    return MedusaHeads(blocks, heads, token_map, loader.num_bytes)
 
 
 def _canonical(name: str) -> str | None:

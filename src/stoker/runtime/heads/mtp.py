@@ -95,8 +95,10 @@ def load_mtp(folder: HeadFolder, target: Target) -> MtpHead:
     own = {"embed_norm": names.embed_norm, "hidden_norm": names.hidden_norm, "final_norm": names.norm, "project": names.project}
     tensor_names = row.tensor_names(config) | {key: _LAYER + name for key, name in own.items()}
     tensors = HeadTensors(folder, tensor_names, config, target.model.device)
-    head = MtpHead(config, HeadLoader(tensors, target.model.dtype, quantized=target.quantized), target, names)
+    loader = HeadLoader(tensors, target.model.dtype, quantized=target.quantized)
+    head = MtpHead(config, loader, target, names)
     folder.check_all_used()
+    head.num_bytes, head.draft_bytes = loader.num_bytes, loader.num_bytes + target.head.num_bytes
     return head
 
 

@@ -43,7 +43,7 @@ class HeadSource(DraftSource):
             tree = tree.prefix(self.head.num_drafts)
         _check_ranks(path, tree, self.head.target_ids, model.config.vocab_size)
         self.tree, self.num_drafts = tree, len(tree)
-        self.num_bytes = HeadFolder.open(path).num_bytes + num_bytes
+        self.num_bytes, self.draft_bytes = self.head.num_bytes + num_bytes, self.head.draft_bytes
         self.engine, self.model = engine, model
         self.layers = self.head.layers if isinstance(self.head, RecurrentHead) else ()
         self.name = kind_of(HeadFolder.open(path))

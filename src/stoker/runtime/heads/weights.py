@@ -74,10 +74,12 @@ class HeadLoader(Loader):
 
     def __init__(self, source: HeadTensors, dtype: torch.dtype, *, quantized: bool) -> None:
         super().__init__(source, Recipe(default=Int8() if quantized else Dense()), dtype, source.device, SINGLE)
+        self.num_bytes = 0  # of the linears that were loaded, without biases
 
     def linear(self, spec: LinearSpec) -> Any:
         """Load and quantize the linear, or the stacked experts, that a spec declares. Raises CheckpointError for a wrong shape."""
         chosen = self.recipe.format_for(spec)
         stored = chosen.quantize(self.source.get(f"{spec.name}.weight", spec.weight_shape, self.dtype), spec)
+        self.num_bytes += sum(tensor.nbytes for tensor in stored.values())
         bias = self.source.get(f"{spec.name}.bias", spec.bias_shape, self.dtype) if spec.bias else None
         return chosen.load(stored, bias)

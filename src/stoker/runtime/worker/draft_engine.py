@@ -76,6 +76,7 @@ class EngineSource(DraftSource):
         config = engine.config.model
         self.model = Decoder(config if window is None else config.windowed(window), engine.loader(0, device), num_positions)
         self.num_bytes = engine.config.files["rank0.safetensors"].size if "rank0.safetensors" in engine.config.files else 0
+        self.draft_bytes = max(self.num_bytes - self.model.lookup_bytes, 0)
 
     @property
     def _block_size(self) -> int:

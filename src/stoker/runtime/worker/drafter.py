@@ -85,6 +85,7 @@ class DraftSource(ABC):
     catches_up: ClassVar[bool]  # whether the drafter can compute tokens in a later step, because it needs only their ids
     num_drafts: int  # the largest number of drafts per sequence
     num_bytes: int  # size of the weights
+    draft_bytes: int  # size of the weights that one draft reads
     layers: tuple[int, ...] = ()  # the hidden states before these layers of the model are read
 
     @abstractmethod

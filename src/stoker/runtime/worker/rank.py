@@ -83,9 +83,13 @@ class LoadedRank:
 
     @property
     def draft_share(self) -> float:
-        """The size of the drafter's weights relative to those of the model on this rank: about the time of one draft; 0 if unknown."""
+        """The size of the weights that one draft reads relative to those that a step of this rank reads: about the time of one draft.
+
+        0 if unknown.
+        """
         file = self.engine.config.files.get(f"rank{self.world.rank}.safetensors")
-        return self.draft_source.num_bytes / file.size if self.draft_source is not None and file is not None and file.size else 0.0
+        num_read = file.size - self.model.lookup_bytes if file is not None else 0
+        return self.draft_source.draft_bytes / num_read if self.draft_source is not None and num_read > 0 else 0.0
 
     def forward_states(self) -> None:
         """Make pipeline stages send the hidden states that the drafter of the leader reads. Every rank must call it at the same time."""
