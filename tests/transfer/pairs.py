@@ -90,8 +90,9 @@ class Side:
 class Pair:
     """`prefill` computes prompts, and `decode` continues."""
 
-    def __init__(self, prefill: Path, decode: Path | None = None, **settings: Any) -> None:
-        self.prefill = Side(prefill, **settings)
+    def __init__(self, prefill: Path, decode: Path | None = None, prefill_tokens: int | None = None, **settings: Any) -> None:
+        """`prefill_tokens`: the size of the cache of `prefill`, if it differs from that of `decode`."""
+        self.prefill = Side(prefill, **(settings if prefill_tokens is None else {**settings, "kv_cache_tokens": prefill_tokens}))
         self.decode = Side(decode or prefill, **settings)
 
     @property

@@ -13,11 +13,12 @@ from typing import Any, cast
 import msgspec
 import pytest
 import torch
-from pairs import LIMIT_S, Pair, request, run
+from pairs import LIMIT_S, Pair, request, run, with_tickets
 from test_transfers import prompt
 
 from stoker.base.types import FinishReason
 from stoker.runtime.request import TokenRequest
+from stoker.runtime.transfer import transfers
 from stoker.runtime.transfer.imports import Imports
 from stoker.runtime.transfer.nixl_agent import NixlAgent
 from stoker.runtime.transfer.pages import RankPages
@@ -27,9 +28,9 @@ from stoker.runtime.worker.model_runner import ModelRunner
 
 
 def imports_of(both: Pair) -> Imports:
-    transfers = both.decode.executor._transfers
-    assert transfers is not None
-    return transfers.imports
+    found = both.decode.executor._transfers
+    assert found is not None
+    return found.imports
 
 
 def wait(until: Callable[[], object]) -> None:
@@ -55,7 +56,7 @@ def test_blocks_of_a_failed_import_are_zeroed_before_the_next_one_writes_to_them
     tiny_engine: Path, pair: type[Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second import waits for the blocks of the first one, which fails."""
-    both = pair(tiny_engine, kv_cache_tokens=256)
+    both = pair(tiny_engine, kv_cache_tokens=256, prefill_tokens=1024)
     imports, runner = imports_of(both), cast(ModelRunner, both.decode.executor.runner)
     zero_blocks, zeroed = runner.zero_blocks, set[int]()
 
@@ -74,13 +75,42 @@ def test_blocks_of_a_failed_import_are_zeroed_before_the_next_one_writes_to_them
     wanted, decoded = [request(prompt(40 + i, 150)) for i in range(2)], list[TokenRequest]()
     for each in wanted:
         decoded.append(both.submit(each)[1])
-        # Both engines have blocks for one prompt only. In the other order each import would wait for the other until a time limit.
         run(both.sides, lambda: any(each.targets is not None for each in imports._imports))
     run(both.sides, lambda: all(both.decode.has_answered(each) for each in decoded))
     assert (both.decode.stats.num_failed_imports, both.decode.stats.num_imports) == (1, 1)
     assert len(zeroed) == 9
     alone = pair(tiny_engine).prefill
     assert [both.decode.answer(each) for each in decoded] == [alone.generate(each) for each in wanted]
+
+
+def test_prompts_that_fill_both_caches_are_imported_one_after_the_other(tiny_engine: Path, pair: type[Pair]) -> None:
+    """The second prompt is computed when the first one was read, for which the blocks of the decoding engine must be free until then."""
+    both = pair(tiny_engine, kv_cache_tokens=256)
+    wanted = [request(prompt(60 + i, 150)) for i in range(2)]
+    submitted = [both.submit(each) for each in wanted]
+    both.decode.mailbox.messages.reverse()  # so that the import of the second prompt begins first
+    run(both.sides, lambda: all(both.decode.has_answered(decoded) for _, decoded in submitted))
+    assert (both.decode.stats.num_imports, both.decode.stats.num_failed_imports) == (2, 0)
+
+
+def test_engines_that_wait_for_each_other_compute_a_prompt_themselves(
+    tiny_engine: Path, pair: type[Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each engine computes a prompt for the other one, and has then no blocks for the prompt that it imports."""
+    monkeypatch.setattr(transfers, "STALL_S", 0.0)
+    both = pair(tiny_engine, kv_cache_tokens=256)
+    wanted, decoded = [request(prompt(70 + i, 150)) for i in range(2)], list[TokenRequest]()
+    for each, sides in zip(wanted, (both.sides, both.sides[::-1]), strict=True):
+        address = sides[0].executor.info.transfer
+        assert address is not None
+        requests = with_tickets(each, address.host, address.port)
+        for side, submitted in zip(sides, requests, strict=True):
+            side.mailbox.submit([submitted])
+        decoded.append(requests[1])
+    run(both.sides, lambda: both.decode.has_answered(decoded[0]) and both.prefill.has_answered(decoded[1]))
+    assert sum(side.stats.num_failed_imports for side in both.sides) == 1
+    alone = pair(tiny_engine).prefill
+    assert [both.decode.answer(decoded[0]), both.prefill.answer(decoded[1])] == [alone.generate(each) for each in wanted]
 
 
 def test_a_rank_writes_imported_blocks_after_it_has_zeroed_them() -> None:

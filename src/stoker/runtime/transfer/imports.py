@@ -78,6 +78,8 @@ class Import:
         self.targets: ImportTargets | None = None  # the blocks that are written
         self.num_zeroed = 0  # blocks that each rank has zeroed before it writes to the targets, which may be among them
         self.wants_blocks = False
+        self.may_give_way = False  # its source may wait for blocks that are held here, and resolves such a wait only by its time-out
+        self.gives_way = False
         self.has_blocks = threading.Event()
         self.num_bytes = 0
         self.failure = ""
@@ -88,6 +90,8 @@ class Import:
         """Raise CancelledError if the request has ended."""
         if self.result.cancelled():
             raise CancelledError("was cancelled")
+        if self.gives_way and not self.has_blocks.is_set():
+            raise LinkError("was not read: both engines wait for blocks that the other one has to read")
 
 
 class Imports:
@@ -149,6 +153,15 @@ class Imports:
                 return
             each.targets, each.num_zeroed, each.wants_blocks = targets, self._rank.progress.num_zeroed, False
             each.has_blocks.set()
+
+    def give_way(self) -> None:
+        """Let the first import that waits for blocks fail, if this engine has to resolve the wait of two engines for each other.
+
+        Its source then releases the blocks of the prompt, which may be those for which an import of the source waits.
+        """
+        waiting = next((each for each in self._imports if each.wants_blocks), None)
+        if waiting is not None and waiting.may_give_way:
+            waiting.wants_blocks, waiting.gives_way = False, True
 
     def close(self) -> None:
         """End all imports, and wait until nothing is written to the cache any more."""
@@ -222,6 +235,11 @@ class Imports:
         opened = decode(request(link, OPEN, Open(each.ticket.transfer_id), OPENED, 2 * timeout_s, each.check), Opened)
         source = _with_host(opened.layout, each.ticket.host)
         self._check_source(source, opened, each)
+        # Blocks are allocated when the source has blocks for the prompt. Earlier, they could be those for which another import waits, whose
+        # prompt fills the cache of the source until it is read.
+        segments = self._next_segments(each, link, 0)
+        # Both engines compare the same two layouts, so that of two engines that wait for each other (at least) one gives way.
+        each.may_give_way = msgspec.msgpack.encode(self._layout) <= msgspec.msgpack.encode(opened.layout)
         each.wants_blocks = True
         deadline = time.monotonic() + timeout_s
         while not each.has_blocks.wait(0.05):
@@ -233,16 +251,23 @@ class Imports:
         ranks = _RankGroup(self._rank, self._others, source)
         try:
             known = 0
-            while known < each.num_blocks:
-                body = request(link, NEXT, Next(known), SEGMENTS, 2 * timeout_s, each.check)
-                for segment in decode(body, Segments).segments:
+            while True:
+                for segment in segments:
                     each.check()
                     self._pull(each, ranks, segment, known)
                     known += len(segment.blocks)
+                if known >= each.num_blocks:
+                    break
+                segments = self._next_segments(each, link, known)
         finally:
             ranks.close()
         link.send(DONE)
         receive(link, OK, 2 * timeout_s)
+
+    def _next_segments(self, each: Import, link: Link, num_known: int) -> list[Segment]:
+        """The segments after the first `num_known` blocks, for which the source may have to start a step first."""
+        body = request(link, NEXT, Next(num_known), SEGMENTS, 2 * self._rank.timeout_s, each.check)
+        return decode(body, Segments).segments
 
     def _pull(self, each: Import, ranks: _RankGroup, segment: Segment, start: int) -> None:
         """Read a segment that begins at block `start` of the prompt, without the blocks that are here."""

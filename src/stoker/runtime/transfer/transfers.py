@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
+STALL_S = 0.5  # after which an idle engine gives up an import that waits for blocks while other engines do not read those held for them
+
 
 class RankTransfers:
     """The server, the pages and the progress of one rank. It is created before the model is loaded, so that a used port is found early."""
@@ -111,6 +113,7 @@ class Transfers:
         self._own, self._scheduler = own, scheduler
         kv_cache = scheduler.kv_cache
         self._progress = own.progress
+        self._stalled_at: float | None = None  # since when no sequence runs while blocks are held for other engines
         self._num_stalls = 0  # iterations in a row in which sequences wait and none runs
         layout = EngineLayout(
             checkpoint=engine.checkpoint.fingerprint, tokens_per_block=engine.limits.tokens_per_block, num_layers=engine.model.num_layers,
@@ -170,7 +173,14 @@ class Transfers:
         self.imports.end_read()
         zero_blocks()
         self.imports.allocate()
-        self.exports.advance(time.monotonic())
+        now = time.monotonic()
+        self.exports.advance(now)
+        if self._scheduler.num_running or not self.exports.num_held:
+            self._stalled_at = None
+        elif self._stalled_at is None:
+            self._stalled_at = now
+        elif now > self._stalled_at + STALL_S:
+            self.imports.give_way()
         if (self._scheduler.num_waiting or self._scheduler.num_preempted) and not self._scheduler.num_running:
             self._num_stalls += 1
             if self._num_stalls > 1:  # the first waiting sequence was not admitted
