@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "parity"))
 from cases import CASES, FIRST
 from harness import Harness, generate_in_batch, prefill_logits
 from oracles import Reference
-from test_parity import assert_close, check_served, make_prompts
+from test_parity import assert_close, check_served, check_supplied_drafts, make_prompts
 
 CUDA = torch.device("cuda")
 # Relative error of all logits. It is large because the weights are random with width 48, and largest where a rounded router score sends a
@@ -80,6 +80,8 @@ def test_an_executor_equals_the_reference(row: str, tmp_path: Path, tokenizer: P
     prompt, others = make_prompts(reference, harness)
     config = harness.config
     check_served(engine, reference, [prompt, *others], config.requires_whole_prompt, "cuda", has_state=config.has_state)
+    if config.has_state:
+        check_supplied_drafts(engine, [prompt, *others], "cuda")
 
 
 @pytest.mark.parametrize("row", FIRST)

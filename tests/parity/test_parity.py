@@ -68,6 +68,8 @@ def test_logits_and_tokens_equal_the_reference(case: tuple[str, str], tmp_path: 
     check_served(
         tmp_path / "engine", reference, [prompt, *others], harness.config.requires_whole_prompt, has_state=harness.config.has_state
     )
+    if harness.config.has_state and case[1] == "plain":
+        check_supplied_drafts(tmp_path / "engine", [prompt, *others], "cpu")
     if case in SELF_DRAFTED:
         check_draft_engine(tmp_path / "engine", [prompt, *others], [main.tokens[len(prompt) :]])
 
@@ -98,8 +100,6 @@ def check_served(
         stats = llm.stats()
     assert stats.num_preemptions > 0 and (stats.num_reused_tokens > 0) == (not in_one_step)
     check_speculation(engine, prompts, params, [answer.choices[0].token_ids for answer in answers], device, repeats=not has_state)
-    if has_state:
-        check_supplied_drafts(engine, prompts, device)
     for answer in [*answers, later]:
         tokens = answer.choices[0].token_ids
         sequence = [*answer.prompt_token_ids, *tokens]
@@ -135,7 +135,7 @@ def check_supplied_drafts(engine: Path, prompts: list[list[int]], device: str) -
     assert [answer.tokens for answer in driven.run(*drafted)] == expected
     driven.check_idle()
     stats = driven.stats
-    assert stats.num_draft_tokens > stats.num_accepted_draft_tokens > 100 and stats.num_preemptions > 0
+    assert stats.num_draft_tokens > stats.num_accepted_draft_tokens > 40 and stats.num_preemptions > 0
     plain.executor.close()
     driven.executor.close()
 

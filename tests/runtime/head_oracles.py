@@ -211,24 +211,30 @@ class Eagle3Oracle(Oracle):
 class MtpOracle(Oracle):
     """A multi-token prediction layer with the blocks of the last layer of `model`, within the checkpoint of the model."""
 
-    def __init__(self, model: Any, layer: type[nn.Module], *, mimo: bool = False) -> None:
+    def __init__(self, model: Any, layer: type[nn.Module], *, mimo: bool = False, qwen_norm: type[nn.Module] | None = None) -> None:
+        """`qwen_norm`: the class of the norms of Qwen3-Next or Qwen3.5, whose names the layer then has."""
         super().__init__(model)
         config, self.mimo = model.config, mimo
         number = config.num_hidden_layers
         self.layer = layer(config, number - 1)
-        self.norms = nn.ModuleDict({name: LlamaRMSNorm(self.hidden, config.rms_norm_eps) for name in ("enorm", "hnorm", "norm")})
+        self.norms = nn.ModuleDict(
+            {name: (qwen_norm or LlamaRMSNorm)(self.hidden, config.rms_norm_eps) for name in ("enorm", "hnorm", "norm")}
+        )
         self.project = nn.Linear(2 * self.hidden, self.hidden, bias=False)
         for module in (self.layer, self.norms, self.project):
             randomize(module, 8)
         stem = "model.mtp_layers.0" if mimo else f"model.layers.{number}"
         names = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj")
-        if not mimo:
+        if qwen_norm is not None:
+            stem, names = "mtp", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
+        elif not mimo:
             names = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
         modules = (*self.norms.values(), self.project)
         tensors = {f"{name}.weight": module.weight for name, module in zip(names, modules, strict=True)}
-        if not mimo:
+        if not mimo and qwen_norm is None:
             tensors |= {"shared_head.head.weight": model.lm_head.weight, "embed_tokens.weight": model.model.embed_tokens.weight}
-        tensors |= per_expert(self.layer.state_dict())
+        inner = "layers.0." if qwen_norm is not None else ""
+        tensors |= {inner + name: tensor for name, tensor in per_expert(self.layer.state_dict()).items()}
         self.files = {f"{stem}.{name}": tensor for name, tensor in tensors.items()}
 
     def head(self, x: Tensor, embedded: Tensor) -> Tensor:

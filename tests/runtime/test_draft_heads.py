@@ -92,7 +92,7 @@ def test_weights_that_a_draft_reads(drive: Make, model: Any, heads: dict[str, tu
 
 def served(model: Any, oracle: MtpOracle, changes: dict[str, Any], folder: Path) -> tuple[Make, Path]:
     """Executors of an engine that is built without the prediction layer, and the checkpoint with it."""
-    config = json.loads(model.config.to_json_string()) | {"num_nextn_predict_layers": 1} | changes
+    config = json.loads(model.config.to_json_string()) | changes
     tensors = per_expert(model.state_dict())
     plain, complete = (write(folder / name, config, tensors | extra) for name, extra in (("plain", {}), ("complete", oracle.files)))
     tiny.save_tokenizer(plain)
@@ -110,11 +110,45 @@ def test_multi_token_prediction(prompts: list[list[int]], tmp_path: Path) -> Non
     sizes |= {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "head_dim": 8}
     model = tiny.model("deepseek_v3", **sizes, first_k_dense_replace=1, num_key_value_heads=6)
     oracle = MtpOracle(model, DeepseekV3DecoderLayer)
-    changes = {"architectures": ["DeepseekV3ForCausalLM"], "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    changes = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_nextn_predict_layers": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    }
     make, path = served(model, oracle, changes, tmp_path)
     check_drafts(make, path, oracle, prompts[0])
     length = make(speculate=str(path)).executor.scheduler.draft_length  # type: ignore[union-attr]
     assert 0.1 < length._draft_share < 0.9  # one of three layers, and the head; the folder also has the model
+
+
+HYBRID: dict[str, Any] = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 16,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}  # fmt: skip
+
+
+@torch.no_grad()
+def test_multi_token_prediction_of_qwen3_next(prompts: list[list[int]], tmp_path: Path) -> None:
+    """The layer has gated attention and experts, and the model recurrent states that follow its accepted drafts."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer, Qwen3NextRMSNorm
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
+    model = tiny.model("qwen3_next", **HYBRID, **experts)
+    oracle = MtpOracle(model, Qwen3NextDecoderLayer, qwen_norm=Qwen3NextRMSNorm)
+    make, path = served(model, oracle, {"architectures": ["Qwen3NextForCausalLM"]}, tmp_path)
+    check_drafts(make, path, oracle, prompts[0])
+
+
+@torch.no_grad()
+def test_multi_token_prediction_of_qwen3_5(prompts: list[list[int]], tmp_path: Path) -> None:
+    """The dense form: the layer has the feed-forward of the model."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
+
+    model = tiny.model("qwen3_5_text", **HYBRID)
+    oracle = MtpOracle(model, Qwen3_5DecoderLayer, qwen_norm=Qwen3_5RMSNorm)
+    make, path = served(model, oracle, {"architectures": ["Qwen3_5ForCausalLM"]}, tmp_path)
+    check_drafts(make, path, oracle, prompts[0])
 
 
 @torch.no_grad()
@@ -124,7 +158,9 @@ def test_multi_token_prediction_of_mimo(prompts: list[list[int]], tmp_path: Path
 
     model = tiny.model("qwen2")
     oracle = MtpOracle(model, Qwen2DecoderLayer, mimo=True)
-    make, path = served(model, oracle, {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}, tmp_path)
+    make, path = served(
+        model, oracle, {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}, tmp_path
+    )
     check_drafts(make, path, oracle, prompts[0])
     tree = "[0],[1],[0,0],[1,0],[1,1],[1,1,0]"
     driven = make(speculate=str(path), draft_tree=tree, adaptive_drafts=False)

@@ -3,8 +3,9 @@
     x' = norm(layer(project([norm(embedding of the following token), norm(x)])))     MiMo: project([norm(x), norm(embedding)])
     logits = output head of the model(x')
 
-The layer has the blocks of the model's last layer. It is trained to predict one token; for further drafts it reads its own output. A
-checkpoint with several such layers uses the first one. Formats: layer number L of DeepSeek V3 and GLM-4.5, and `mtp_layers.0` of MiMo.
+The layer has the blocks of the model's last layer with attention. It is trained to predict one token; for further drafts it reads its own
+output. A checkpoint with several such layers uses the first one. Formats: layer number L of DeepSeek V3 and GLM-4.5, `mtp_layers.0` of
+MiMo, and `mtp` of Qwen3-Next and Qwen3.5.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from stoker.core.model_config import ModelConfig
 from stoker.core.specs import LinearSpec
 from stoker.layers.layer import RopeTables, make_layer
 from stoker.layers.norm import Norm
+from stoker.models.architecture import Transformed
 from stoker.models.config_reader import read_model_config
 from stoker.models.registry import resolve_architecture
+from stoker.models.tensor_transforms import add_one, subtract_one
 from stoker.runtime.heads.folder import HeadFolder
 from stoker.runtime.heads.head import RecurrentHead, Target, check_equal
 from stoker.runtime.heads.weights import HeadLoader, HeadTensors
@@ -38,12 +41,15 @@ class MtpNames:
     project: str
     norm: str
     copies: tuple[str, ...]
-    hidden_first: bool  # whether `project` reads the hidden state before the embedding
+    hidden_first: bool = False  # whether `project` reads the hidden state before the embedding
+    one_plus: bool = False  # whether the weights of norms are stored less one
 
 
-_DEEPSEEK = MtpNames("enorm", "hnorm", "eh_proj", "shared_head.norm", ("embed_tokens", "shared_head.head"), hidden_first=False)
+_DEEPSEEK = MtpNames("enorm", "hnorm", "eh_proj", "shared_head.norm", ("embed_tokens", "shared_head.head"))
 _MIMO = MtpNames("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", (), hidden_first=True)
+_QWEN = MtpNames("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", (), one_plus=True)
 _LAYER = "model.layers.0."  # the prefix of the tensors after renaming
+_LATER_LAYER = re.compile(r"mtp\.layers\.[1-9]")
 _ENORM = re.compile(r"model\.layers\.(\d{1,6})\.enorm\.weight")
 
 
@@ -88,12 +94,15 @@ def load_mtp(folder: HeadFolder, target: Target) -> MtpHead:
             f"{folder.path} does not fit: it is a {model.architecture}, and the engine is a {target.config.architecture}.",
             cure="Name the checkpoint from which the engine was built.",
         )
-    folder = folder.renamed(lambda name: _LAYER + name.removeprefix(prefix) if name.startswith(prefix) else None)
+    folder = folder.renamed(lambda name: _rename(name, prefix))
     folder.ignore(*(name for name in folder.names if name.startswith(tuple(f"{_LAYER}{copy}." for copy in names.copies))))
     folder.ignore(*(name for name in folder.names if name.endswith((".rotary_emb.inv_freq", "_scale_inv"))))
-    config = msgspec.structs.replace(model, layers=model.layers[-1:])  # a model that consists of the layer
-    own = {"embed_norm": names.embed_norm, "hidden_norm": names.hidden_norm, "final_norm": names.norm, "project": names.project}
-    tensor_names = row.tensor_names(config) | {key: _LAYER + name for key, name in own.items()}
+    layer = next(layer for layer in reversed(model.layers) if layer.attention is not None)
+    config = msgspec.structs.replace(model, layers=(layer,))  # a model that consists of the layer
+    norms = {"embed_norm": names.embed_norm, "hidden_norm": names.hidden_norm, "final_norm": names.norm}
+    tensor_names = row.tensor_names(config) | {"project": _LAYER + names.project}
+    for key, name in norms.items():
+        tensor_names[key] = Transformed((_LAYER + name,), add_one, subtract_one) if names.one_plus else _LAYER + name
     tensors = HeadTensors(folder, tensor_names, config, target.model.device)
     loader = HeadLoader(tensors, target.model.dtype, quantized=target.quantized)
     head = MtpHead(config, loader, target, names)
@@ -102,9 +111,18 @@ def load_mtp(folder: HeadFolder, target: Target) -> MtpHead:
     return head
 
 
+def _rename(name: str, prefix: str) -> str | None:
+    """The name of a tensor of the first multi-token prediction layer as one of layer 0; None for other tensors."""
+    if not name.startswith(prefix) or _LATER_LAYER.match(name):
+        return None
+    return _LAYER + name.removeprefix(prefix).removeprefix("layers.0.")
+
+
 def _prefix(folder: HeadFolder) -> tuple[str, MtpNames] | None:
     """(prefix of the tensors of the first multi-token prediction layer, its format), or None."""
     if "model.mtp_layers.0.input_proj.weight" in folder.names:
         return "model.mtp_layers.0.", _MIMO
+    if "mtp.fc.weight" in folder.names:
+        return "mtp.", _QWEN
     layers = [int(match[1]) for name in folder.names if (match := _ENORM.fullmatch(name))]
     return (f"model.layers.{min(layers)}.", _DEEPSEEK) if layers else None
