@@ -28,7 +28,10 @@ _stock_dot = InterpreterBuilder.create_dot
 _stock_patch_lang = interpreter._patch_lang
 _stock_patch_tensor = interpreter._patch_lang_tensor
 _stock_np_dtype = interpreter._get_np_dtype
+_stock_block_type_init = tl.block_type.__init__
 _np_dtypes: dict[str, np.dtype] = {}
+_block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
+_SCALAR_SHAPE = (tl.constexpr(1), tl.tuple([]))
 
 
 def _as_float(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
@@ -85,6 +88,27 @@ def _get_np_dtype(dtype: tl.dtype) -> np.dtype:
     return found
 
 
+def _block_type_init(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
+    """Fill in the attributes of an equal type that exists. Triton checks the shape again and makes the name of each type of its tuple.
+
+    `tensor_shape`: (numel, shape) of tensors of this type, as compile-time constants.
+    """
+    key = (element_ty.name, *(size.value if isinstance(size, tl.constexpr) else size for size in shape))
+    found = _block_types.get(key)
+    if found is None:
+        _stock_block_type_init(self, element_ty, shape)
+        self.tensor_shape = tl.constexpr(self.numel), tl.tuple([tl.constexpr(size) for size in self.shape])
+        _block_types[key] = dict(vars(self))
+    else:
+        vars(self).update(found)
+        self.element_ty = element_ty
+
+
+def _tensor_init(self: tl.tensor, handle: TensorHandle, type: tl.dtype) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.numel, self.shape = type.tensor_shape if type.is_block() else _SCALAR_SHAPE
+
+
 def install() -> None:
     np.seterr(all="ignore")  # float arithmetic on a device gives no warnings
     InterpreterBuilder.cast_impl = _cast
@@ -93,6 +117,8 @@ def install() -> None:
     interpreter._patch_lang = _patch_lang
     interpreter._patch_lang_tensor = _patch_tensor
     interpreter._get_np_dtype = _get_np_dtype
+    tl.block_type.__init__ = _block_type_init
+    tl.tensor.__init__ = _tensor_init
     interpreter.InterpretedFunction.__call__ = _call_device_function
     # The assertion that an integer does not overflow is computed in int64 and then discarded, because `debug` is off.
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)

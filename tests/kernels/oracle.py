@@ -127,16 +127,17 @@ def expected_attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: A
                 start, mask, position = int(batch.tree.starts[row]), int(batch.tree.masks[token]), int(batch.positions[token])
             prefix = 0 if batch.prefix_lens is None else int(batch.prefix_lens[row])
             seen = [k for k in range(length) if (_sees(position, k, prefix, params) if k < start else mask >> (k - start) & 1)]
-            places = [(int(batch.block_tables[row, k // block_size]), k % block_size) for k in seen]
+            keys_seen = torch.tensor(seen)
+            blocks, offsets = batch.block_tables[row, keys_seen // block_size].long(), keys_seen % block_size
             for head in range(heads):
                 kv_head = head // (heads // kv_heads)
-                keys, values = (torch.stack([pages[b, kv_head, i] for b, i in places]) for pages in real)
-                keys = keys + _subtracted_mean(cache, kv_head, seen)
+                keys, values = (pages[blocks, kv_head, offsets] for pages in real)
+                keys = keys + _subtracted_mean(cache, kv_head, keys_seen)
                 scores = keys @ q[token, head].double() * params.scale
                 if params.softcap is not None:
                     scores = params.softcap * torch.tanh(scores / params.softcap)
                 if params.alibi_slopes is not None:
-                    scores = scores + params.alibi_slopes[head].double() * (torch.tensor(seen) - position)
+                    scores = scores + params.alibi_slopes[head].double() * (keys_seen - position)
                 if params.sinks is not None:
                     scores = torch.cat((scores, params.sinks[head : head + 1].double()))
                 weights = torch.softmax(scores, 0)[: len(seen)]
@@ -148,12 +149,12 @@ def _real(pages: Tensor, scale: Tensor | None) -> Tensor:
     return pages.double() if scale is None else pages.double() * scale.double()[None, :, None, None]
 
 
-def _subtracted_mean(cache: KVCache, kv_head: int, positions: list[int]) -> Tensor | float:
+def _subtracted_mean(cache: KVCache, kv_head: int, positions: Tensor) -> Tensor | float:
     """[keys, D]: the mean that was subtracted from a head's keys before they were stored; none from a sequence's first key."""
     if cache.key_mean is None or cache.key_scale is None:
         return 0.0
-    means = [cache.key_mean[kv_head, at // MEAN_TOKENS].double() * (at > 0) for at in positions]
-    return torch.stack(means) * cache.key_scale[kv_head].double()
+    means = cache.key_mean[kv_head, positions // MEAN_TOKENS].double() * (positions > 0)[:, None]
+    return means * cache.key_scale[kv_head].double()
 
 
 def _sees(query: int, key: int, prefix: int, params: AttentionParams) -> bool:
