@@ -105,7 +105,7 @@ def test_a_killed_replica_loses_no_request_and_an_update_loses_none(client: http
     wait_for(lambda: len(replicas_of(client, "one")) == 2, 60)
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
         requests = [threads.submit(complete, client, "one", 50) for _ in range(16)]
-        wait_for(lambda: all(row["requests_in_flight"] > 4 for row in replicas_of(client, "one")), 20)
+        wait_for(lambda: all(row["requests_in_flight"] for row in replicas_of(client, "one")), 20)
         url = replicas_of(client, "one")[0]["url"]
         kill(stub_pids()[url])
         assert all(request.result()["usage"]["completion_tokens"] == 50 for request in requests)

@@ -1,12 +1,14 @@
 """An executor process without a model. Token i of a sequence depends on the prompt, the seed, the index of the sequence and i only.
 
-Files in the directory of its engine control it: `hold` has the number of tokens after which sequences wait, and `refuse` prevents the load.
+Files in the directory of its engine control it: `hold` has the number of tokens after which sequences wait, `refuse` prevents the load,
+and the load lasts as long as `loading` exists.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,6 +66,8 @@ class StubExecutor:
 def load_stub(engine: str, config: object, listen: Any, nodes: object) -> StubExecutor:
     if (Path(engine) / "refuse").exists():
         raise EngineError("the stub refuses to load.")
+    while (Path(engine) / "loading").exists():
+        time.sleep(0.005)
     return StubExecutor(listen(INFO), Path(engine))
 
 

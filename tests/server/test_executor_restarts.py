@@ -91,6 +91,7 @@ async def test_readiness_retries_and_errors_of_a_restart(stub: Path) -> None:
             waiting = asyncio.create_task(client.post("/v1/chat/completions", json={"messages": [], "prompt": "x"}))
             unstarted = asyncio.create_task(client.post("/v1/completions", json={**BODY, "stream": True}))
             await running(client, 3)
+            (stub / "loading").touch()  # the next executor is ready after the checks below
             pid = kill_executor(served)
             rest = [line async for line in lines if line]
         assert (await waiting).status_code == 400, "what needs no executor is answered meanwhile"
@@ -100,6 +101,7 @@ async def test_readiness_retries_and_errors_of_a_restart(stub: Path) -> None:
         assert (await client.get("/ping")).status_code == 503 and "Loading" in (await client.get("/ping")).text, "SageMaker's health check"
         response = await client.post("/v1/completions", json=BODY)
         assert response.status_code == 503 and response.headers["retry-after"], "new requests are refused during a restart"
+        (stub / "loading").unlink()
         (stub / "hold").unlink()
         assert (await whole).json()["choices"][0]["text"] == quiet, "nothing was sent to the client, so the request runs again"
         chunks = [json.loads(line[6:]) for line in (await unstarted).text.splitlines() if line.startswith("data: {")]
