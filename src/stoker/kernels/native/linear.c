@@ -5,8 +5,11 @@
  *
  *     weight [out, in]    BLOCK rows are finished together: products with all rows of x, then bias, gate and residual
  *       rows  0..15  |  block 0: tiles of WIDTH rows × all features       a work item (share) is several blocks
- *       rows 16..31  |  block 1                                           passes: ROWS_PER_PASS rows of x at a time; the block's
+ *       rows 16..31  |  block 1                                           passes: up to ROWS_PER_PASS rows of x at a time; the block's
  *          ...                                                            weights stay in the L1 cache between passes
+ *
+ * A pass decodes each vector of weights once for all its rows of x, and loads each vector of x once for all weight rows of the tile. The
+ * order of the additions to a sum does not depend on the number of rows, so that a row of y is bitwise the same in every batch.
  */
 
 #include <stdlib.h>
@@ -15,16 +18,32 @@
 
 #define MAX_ROWS 16
 #define MAX_LINEARS 4
+/* 8 rows of int4 [3072, 576]: with AVX-512, two passes of 4 rows need 440 µs and one pass with narrower tiles 470 µs. With AVX2, one pass
+ * of 4 rows needs 340 µs, and one of 8 rows 445 µs. */
+#ifdef __AVX512F__
 #define ROWS_PER_PASS 4
+#else
+#define ROWS_PER_PASS 8
+#endif
 #define PREFETCH_BYTES 8192 /* ahead: [3072, 576] of int8 from memory takes 195 µs; without prefetch 420 µs, 3,072 bytes ahead 240 µs */
 #define MIN_PARALLEL_BYTES (128 << 10) /* of a weight, from which a second thread is worth its start */
 
 struct job {
     const struct linear *linear;
-    float *x; /* [rows, pitch]: the input of the product, in float32, with zeros behind `in` features */
+    float *rows;   /* [rows, pitch]: the input of the product, in float32, with zeros behind `in` features */
+    float *x;      /* the same by passes: each [pitch / LANES, rows of the pass, LANES], with rows of zeros behind the last row */
     int64_t pitch;
     int64_t share_blocks; /* blocks of a work item */
 };
+
+/* Rows of x of a pass when `rows` are left. Three run as four and so on, with rows of zeros, so that fewer functions are compiled. */
+static INLINE int64_t rows_of_pass(int64_t rows) { return rows <= 2 ? rows : rows <= 4 ? 4 : min_i64(rows <= 6 ? 6 : 8, ROWS_PER_PASS); }
+
+/* Rows of x by passes. */
+static int64_t padded_rows(const struct linear *a) {
+    int64_t whole = a->rows / ROWS_PER_PASS * ROWS_PER_PASS;
+    return whole + rows_of_pass(a->rows - whole);
+}
 
 /* Reorder each 2 × LANES features of x [pitch] to the even ones, then the odd ones: the order in which LANES bytes of int4 are decoded
  * (their low halves, then their high halves). */
@@ -40,129 +59,144 @@ static void split_even_odd(float *x, int64_t pitch) {
 static void prepare_row(void *data, int64_t row) {
     const struct job *job = data;
     const struct linear *a = job->linear;
-    float *x = job->x + row * job->pitch;
+    float *x = job->rows + row * job->pitch;
     load_input(a, row, x, job->pitch);
     if (a->rounding) {
         float scale = rounding_scale(a, x, job->pitch);
         for (int64_t k = 0; k < job->pitch; k += LANES) store_up_to(FLOAT32, x, k, round_to_e4m3(load(FLOAT32, x, k) / scale) * scale, LANES);
     }
     if (a->weight_dtype == UINT8) split_even_odd(x, job->pitch);
+    int64_t first = row / ROWS_PER_PASS * ROWS_PER_PASS, rows = rows_of_pass(a->rows - first);
+    float *to = job->x + first * job->pitch + (row - first) * LANES;
+    for (int64_t k = 0; k < job->pitch; k += LANES) store_up_to(FLOAT32, to, k * rows, load(FLOAT32, x, k), LANES);
 }
 
 /* Weight rows of a tile, for R rows of x: as many as there are registers for the sums. */
 #if defined(__AVX512F__) || defined(__aarch64__)
-#define WIDTH(R) 4
+#define WIDTH(R) ((R) <= 4 ? 4 : 2)
 #else
-#define WIDTH(R) ((R) <= 2 ? 4 : 2)
+#define WIDTH(R) ((R) <= 2 ? 4 : (R) <= 4 ? 2 : 1)
 #endif
 
-/* Rows of the weight, and the sums of their products with rows of x, lane by lane. */
+/* W weight rows, `pitch` bytes apart, with their scales, `groups` apart; and the sums of their products with rows of x, lane by lane. */
 struct tile {
-    const char *row[4];
+    const char *row;
+    int64_t pitch, groups;
+    const float *scale, *low;
     f32v sum[4][ROWS_PER_PASS];
 };
 
-/* sum[w][r] += v × x[r] for R rows of x, `pitch` apart. */
-static INLINE void multiply_add(struct tile *t, int w, int R, f32v v, const float *x, int64_t pitch) {
-    UNROLL for (int r = 0; r < R; r++) t->sum[w][r] += v * load(FLOAT32, x + r * pitch, 0);
+/* Prefetch `bytes` of the weight, PREFETCH_BYTES after the `done` bytes of the tile that are already multiplied. Its rows are contiguous. */
+static INLINE void prefetch(const struct tile *t, int64_t done, int64_t bytes) {
+    UNROLL for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(t->row + done + i + PREFETCH_BYTES);
 }
 
-/* The products of W weight rows of `dtype`, without groups. */
-static INLINE void multiply_plain(int dtype, int W, int R, const struct job *job, const float *x, struct tile *t) {
-    int64_t in = job->linear->in, k = 0;
-    for (; k + LANES <= in; k += LANES) {
-        UNROLL for (int w = 0; w < W; w++) {
-            __builtin_prefetch(t->row[w] + k * size_of(dtype) + PREFETCH_BYTES);
-            multiply_add(t, w, R, load(dtype, t->row[w], k), x + k, job->pitch);
-        }
+/* sum[w][r] += v[w] × x[r] for W weight rows and R rows of x [R, LANES]. */
+static INLINE void multiply_add(struct tile *t, int W, int R, const f32v *v, const float *x) {
+    UNROLL for (int r = 0; r < R; r++) {
+        f32v features = load(FLOAT32, x, r * LANES);
+        UNROLL for (int w = 0; w < W; w++) t->sum[w][r] += v[w] * features;
+    }
+}
+
+/* The products of weights of `dtype` without groups. */
+static INLINE void multiply_plain(int dtype, int W, int R, int64_t in, const float *x, struct tile *t) {
+    int64_t k = 0;
+    f32v v[4];
+    for (; k + LANES <= in; k += LANES, x += R * LANES) {
+        prefetch(t, k * W * size_of(dtype), W * LANES * size_of(dtype));
+        UNROLL for (int w = 0; w < W; w++) v[w] = load(dtype, t->row + w * t->pitch, k);
+        multiply_add(t, W, R, v, x);
     }
     if (k == in) return;
-    UNROLL for (int w = 0; w < W; w++) multiply_add(t, w, R, load_first(dtype, t->row[w], k, in - k), x + k, job->pitch);
+    UNROLL for (int w = 0; w < W; w++) v[w] = load_first(dtype, t->row + w * t->pitch, k, in - k);
+    multiply_add(t, W, R, v, x);
 }
 
-/* The products of LANES bytes of int4, two features each, whose features in x are split into even and odd ones. */
-static INLINE void multiply_int4(struct tile *t, int w, int R, const void *bytes, codebook book, const float *x, int64_t pitch) {
-    i32v values = widen_u8(bytes);
-    multiply_add(t, w, R, decode_int4(values, book), x, pitch);
-    multiply_add(t, w, R, decode_int4(values >> 4, book), x + LANES, pitch);
-}
-
-/* The products of W weight rows of int4. The scales of row w begin at at[w]. */
-static INLINE void multiply_int4_groups(int W, int R, const struct job *job, const struct group_scales *scales, const int64_t *at,
-                                        const float *x, struct tile *t) {
-    int64_t row = job->linear->in / 2, whole = row - row % LANES, bytes = job->linear->group / 2, groups = (row + bytes - 1) / bytes;
-    for (int64_t g = 0, k = 0; g < groups; g++) {
-        codebook books[4];
-        UNROLL for (int w = 0; w < W; w++) books[w] = codebook_of(scales->scale[at[w] + g], scales->low[at[w] + g]);
-        for (int64_t end = min_i64((g + 1) * bytes, whole); k < end; k += LANES) {
-            UNROLL for (int w = 0; w < W; w++) {
-                __builtin_prefetch(t->row[w] + k + PREFETCH_BYTES);
-                multiply_int4(t, w, R, t->row[w] + k, books[w], x + 2 * k, job->pitch);
-            }
-        }
-    }
-    if (whole == row) return;
+/* The products of LANES bytes of int4 per weight row, `pitch` bytes apart. Bytes contain two features, which x has as even and odd ones. */
+static INLINE void multiply_int4(struct tile *t, int W, int R, const char *bytes, int64_t pitch, const codebook *books, const float *x) {
+    f32v even[4], odd[4];
     UNROLL for (int w = 0; w < W; w++) {
-        int64_t last = at[w] + groups - 1;
-        char bytes[LANES] = {0};
-        memcpy(bytes, t->row[w] + whole, row - whole);
-        multiply_int4(t, w, R, bytes, codebook_of(scales->scale[last], scales->low[last]), x + 2 * whole, job->pitch);
+        i32v values = widen_u8(bytes + w * pitch);
+        even[w] = decode_int4(values, books[w]);
+        odd[w] = decode_int4(values >> 4, books[w]);
+    }
+    multiply_add(t, W, R, even, x);
+    multiply_add(t, W, R, odd, x + R * LANES);
+}
+
+/* The products of int4. One loop over the vectors, also of several groups, because the usual group is a single vector. */
+static INLINE void multiply_int4_groups(int W, int R, const struct linear *a, const float *x, struct tile *t) {
+    int64_t row = a->in / 2, whole = row - row % LANES, bytes = a->group / 2;
+    codebook books[4] = {0};
+    for (int64_t g = 0, k = 0; k < row; k += LANES, x += 2 * R * LANES) {
+        if (k == g * bytes) {
+            UNROLL for (int w = 0; w < W; w++) books[w] = codebook_of(t->scale[w * t->groups + g], t->low[w * t->groups + g]);
+            g++;
+        }
+        if (k < whole) {
+            prefetch(t, k * W, W * LANES);
+            multiply_int4(t, W, R, t->row + k, t->pitch, books, x);
+            continue;
+        }
+        char last[4][LANES] = {0};
+        UNROLL for (int w = 0; w < W; w++) memcpy(last[w], t->row + w * t->pitch + whole, row - whole);
+        multiply_int4(t, W, R, last[0], LANES, books, x);
     }
 }
 
-/* The same for int8 in groups, which are multiples of LANES. */
-static INLINE void multiply_int8_groups(int W, int R, const struct job *job, const struct group_scales *scales, const int64_t *at,
-                                        const float *x, struct tile *t) {
-    int64_t in = job->linear->in, size = job->linear->group;
-    for (int64_t g = 0; g * size < in; g++) {
-        f32v scale[4], low[4];
-        UNROLL for (int w = 0; w < W; w++) {
-            scale[w] = broadcast(scales->scale[at[w] + g]);
-            low[w] = broadcast(scales->low[at[w] + g]);
-        }
-        int64_t k = g * size, end = min_i64(k + size, in);
-        for (; k + LANES <= end; k += LANES) {
+/* The products of int8 in groups, which are multiples of LANES. */
+static INLINE void multiply_int8_groups(int W, int R, const struct linear *a, const float *x, struct tile *t) {
+    f32v scale[4] = {0}, low[4] = {0}, v[4];
+    for (int64_t g = 0, k = 0; k < a->in; k += LANES, x += R * LANES) {
+        if (k == g * a->group) {
             UNROLL for (int w = 0; w < W; w++) {
-                __builtin_prefetch(t->row[w] + k + PREFETCH_BYTES);
-                multiply_add(t, w, R, load(INT8, t->row[w], k) * scale[w] + low[w], x + k, job->pitch);
+                scale[w] = broadcast(t->scale[w * t->groups + g]);
+                low[w] = broadcast(t->low[w * t->groups + g]);
             }
+            g++;
         }
-        if (k == end) continue;
-        UNROLL for (int w = 0; w < W; w++)
-            multiply_add(t, w, R, load_first(INT8, t->row[w], k, end - k) * scale[w] + low[w], x + k, job->pitch);
+        prefetch(t, k * W, W * LANES);
+        UNROLL for (int w = 0; w < W; w++) v[w] = load_up_to(INT8, t->row + w * t->pitch, k, a->in - k) * scale[w] + low[w];
+        multiply_add(t, W, R, v, x);
     }
 }
 
-/* sums[r][n] = row r of x · weight row first + n, for R rows of x and `count` weight rows. Tiles that reach past the last weight row
- * repeat it. */
+/* sums[r][n] = row r of a pass of x · weight row first + n, for R rows of x and `count` weight rows. Rows that fill no tile are
+ * multiplied one by one, by tiles of W times the same row. */
 static INLINE void multiply_block(int dtype, int R, const struct job *job, const struct group_scales *scales, int64_t first, int64_t count,
                                   const float *x, float (*sums)[BLOCK]) {
     const struct linear *a = job->linear;
     int64_t pitch = dtype == UINT8 ? a->in / 2 : a->in * size_of(dtype), groups = scales ? (a->in + a->group - 1) / a->group : 0;
-    for (int64_t n = 0; n < count; n += WIDTH(R)) {
-        struct tile t = {0};
-        int64_t at[4];
-        UNROLL for (int w = 0; w < WIDTH(R); w++) {
-            int64_t row = min_i64(n + w, count - 1);
-            t.row[w] = (const char *)a->weight + (first + row) * pitch;
-            at[w] = row * groups;
+    for (int64_t n = 0, rows; n < count; n += rows) {
+        struct tile t = {.row = (const char *)a->weight + (first + n) * pitch};
+        rows = 1;
+        if (n + WIDTH(R) <= count) rows = WIDTH(R), t.pitch = pitch, t.groups = groups;
+        if (scales) t.scale = scales->scale + n * groups, t.low = scales->low + n * groups;
+        if (dtype == UINT8) multiply_int4_groups(WIDTH(R), R, a, x, &t);
+        else if (dtype == INT8 && scales) multiply_int8_groups(WIDTH(R), R, a, x, &t);
+        else multiply_plain(dtype, WIDTH(R), R, a->in, x, &t);
+        UNROLL for (int r = 0; r < R; r++) {
+            float sum[4];
+            if (WIDTH(R) == 4) sum_lanes_of_4(t.sum[0][r], t.sum[1][r], t.sum[2][r], t.sum[3][r], sum);
+            else
+                UNROLL for (int w = 0; w < WIDTH(R); w++) sum[w] = sum_lanes(t.sum[w][r]);
+            memcpy(sums[r] + n, sum, (rows == 1 ? 1 : WIDTH(R)) * sizeof *sum);
         }
-        if (dtype == UINT8) multiply_int4_groups(WIDTH(R), R, job, scales, at, x, &t);
-        else if (dtype == INT8 && scales) multiply_int8_groups(WIDTH(R), R, job, scales, at, x, &t);
-        else multiply_plain(dtype, WIDTH(R), R, job, x, &t);
-        UNROLL for (int w = 0; w < WIDTH(R); w++) UNROLL for (int r = 0; r < R; r++) sums[r][n + w] = sum_lanes(t.sum[w][r]);
     }
 }
 
-/* One function per weight dtype, so that each is compiled with its own conversion. Three rows run as four, the last of which is zeros. */
+/* One function per weight dtype, so that each is compiled with its own conversion. */
 #define PRODUCTS(NAME, DTYPE)                                                                                                              \
     static void NAME(const struct job *job, const struct group_scales *scales, int64_t first, int64_t count, float (*sums)[BLOCK]) {       \
         for (int64_t r = 0; r < job->linear->rows; r += ROWS_PER_PASS) {                                                                   \
             const float *x = job->x + r * job->pitch;                                                                                      \
-            switch (job->linear->rows - r) {                                                                                               \
+            switch (rows_of_pass(job->linear->rows - r)) {                                                                                 \
             case 1: multiply_block(DTYPE, 1, job, scales, first, count, x, sums + r); break;                                               \
             case 2: multiply_block(DTYPE, 2, job, scales, first, count, x, sums + r); break;                                               \
-            default: multiply_block(DTYPE, ROWS_PER_PASS, job, scales, first, count, x, sums + r);                                         \
+            case 4: multiply_block(DTYPE, 4, job, scales, first, count, x, sums + r); break;                                               \
+            case 6: multiply_block(DTYPE, min_i64(6, ROWS_PER_PASS), job, scales, first, count, x, sums + r); break;                       \
+            case 8: multiply_block(DTYPE, ROWS_PER_PASS, job, scales, first, count, x, sums + r);                                          \
             }                                                                                                                              \
         }                                                                                                                                  \
     }
@@ -206,9 +240,6 @@ static void compute_share(void *data, int64_t index) {
     for (int64_t b = first; b < end; b++) compute_block(job, b * BLOCK);
 }
 
-/* Rows of the buffer of x: three of the last pass are padded to four. */
-static int64_t padded_rows(const struct linear *a) { return a->rows % ROWS_PER_PASS == 3 ? a->rows + 1 : a->rows; }
-
 /* Returns 0, or 1 when the reference must run instead: no memory, or more rows, linears or groups than the buffers above hold. */
 int stoker_linears(const struct linears *a) {
     if (a->count < 1 || a->count > MAX_LINEARS) return 1;
@@ -219,13 +250,13 @@ int stoker_linears(const struct linears *a) {
         const struct linear *l = a->first + i;
         if (l->rows > MAX_ROWS || (l->group && l->in > MAX_GROUPS * l->group) || l->in < 1) return 1;
         if (!l->rows || !l->out) return 0;
-        jobs[i] = (struct job){l, NULL, padded(l->in), 0};
+        jobs[i] = (struct job){l, NULL, NULL, padded(l->in), 0};
         int64_t blocks = (l->out + BLOCK - 1) / BLOCK, bytes = l->in * l->out * size_of(l->weight_dtype);
         int64_t shares = bytes < MIN_PARALLEL_BYTES ? 1 : min_i64(blocks, a->threads * 4);
         jobs[i].share_blocks = (blocks + shares - 1) / shares;
         stages[2 * i] = (struct stage){prepare_row, jobs + i, l->rows, 0, 0};
         stages[2 * i + 1] = (struct stage){compute_share, jobs + i, (blocks + jobs[i].share_blocks - 1) / jobs[i].share_blocks, 0, 0};
-        floats += padded_rows(l) * jobs[i].pitch;
+        floats += (padded_rows(l) + l->rows) * jobs[i].pitch;
         if (most_shares < shares) most_shares = shares;
     }
     float *x = aligned_alloc(128, (floats + 31) / 32 * 32 * sizeof *x);
@@ -235,7 +266,9 @@ int stoker_linears(const struct linears *a) {
         const struct linear *l = a->first + i;
         jobs[i].x = next;
         next += padded_rows(l) * jobs[i].pitch;
-        if (padded_rows(l) > l->rows) memset(next - jobs[i].pitch, 0, jobs[i].pitch * sizeof *next);
+        if (padded_rows(l) > l->rows) memset(jobs[i].x, 0, padded_rows(l) * jobs[i].pitch * sizeof *x);
+        jobs[i].rows = next;
+        next += l->rows * jobs[i].pitch;
     }
     run_stages(a->fork, most_shares > 1 ? a->threads : 1, stages, 2 * a->count);
     free(x);

@@ -82,11 +82,15 @@ WIDEN(widen_u16, uint16_t)
 
 /* IEEE half precision bits (in the low 16 bits of each lane) as float32. */
 static INLINE f32v from_float16(u32v half) {
+#ifdef __AVX512F__
+    return (f32v)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)half));
+#else
     u32v magnitude = (half & 0x7fff) << 13;
     f32v value = as_float(magnitude) * 0x1p112f; /* moves the exponent's bias from 15 to 127; exact for subnormals */
     f32v special = as_float(magnitude | 0x7f800000);
     value = blend((i32v)((half & 0x7c00) == 0x7c00), special, value); /* infinity and NaN */
     return as_float((u32v)value | (half & 0x8000) << 16);
+#endif
 }
 
 /* e4m3 bits (in the low 8 bits of each lane) as float32. */
@@ -153,6 +157,20 @@ static INLINE float sum_lanes(f32v v) {
     memcpy(parts, &v, sizeof v);
     for (int half = LANES / 2; half; half /= 2) UNROLL for (int i = 0; i < half; i++) parts[i] += parts[half + i];
     return parts[0];
+}
+
+/* to[i] = sum_lanes of vector i, bitwise. On AVX-512 all four are halved at once, in a third of the instructions. */
+static INLINE void sum_lanes_of_4(f32v a, f32v b, f32v c, f32v d, float *to) {
+#ifdef __AVX512F__
+    __m512 left = _mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x44) + _mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xee);
+    __m512 right = _mm512_shuffle_f32x4((__m512)c, (__m512)d, 0x44) + _mm512_shuffle_f32x4((__m512)c, (__m512)d, 0xee);
+    __m512 sum = _mm512_shuffle_f32x4(left, right, 0x88) + _mm512_shuffle_f32x4(left, right, 0xdd); /* vector i in 128 bits number i */
+    sum += _mm512_permute_ps(sum, 0x4e);
+    sum += _mm512_permute_ps(sum, 0xb1);
+    _mm_storeu_ps(to, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, sum))); /* a compressing store takes 100 cycles on Zen 4 */
+#else
+    to[0] = sum_lanes(a), to[1] = sum_lanes(b), to[2] = sum_lanes(c), to[3] = sum_lanes(d);
+#endif
 }
 
 /* exp(x) within 2 units in the last place; 0 and infinity beyond the range of float.
