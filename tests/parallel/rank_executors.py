@@ -16,13 +16,18 @@ def load(engine: Path, **settings: object) -> Executor:
     return load_executor(engine, RuntimeConfig(num_threads=1, **settings), SynchronousMailbox)  # type: ignore[arg-type]
 
 
-def generate(executor: Executor, prompts: list[list[int]], num_new: int, **params: object) -> list[list[int]]:
-    """The generated tokens of each prompt. All are submitted at once."""
+def generate(
+    executor: Executor, prompts: list[list[int]], num_new: int, *, drafts: list[list[int]] | None = None, **params: object
+) -> list[list[int]]:
+    """The generated tokens of each prompt. All are submitted at once. `drafts`: those of each request."""
     mailbox = executor.mailbox
     assert isinstance(mailbox, SynchronousMailbox)
     settings = SamplingParams(max_tokens=num_new, ignore_eos=True, **params)  # type: ignore[arg-type]
     names = [f"{executor.stats.num_steps}-{i}" for i in range(len(prompts))]
-    mailbox.submit([TokenRequest(request_id=name, prompt_ids=prompt, params=settings) for name, prompt in zip(names, prompts, strict=True)])
+    calls = zip(names, prompts, drafts or [[] for _ in prompts], strict=True)
+    mailbox.submit(
+        [TokenRequest(request_id=name, prompt_ids=prompt, params=settings, draft_ids=drafted) for name, prompt, drafted in calls]
+    )
     tokens: dict[str, list[int]] = {name: [] for name in names}
     unfinished = set(names)
     while unfinished:

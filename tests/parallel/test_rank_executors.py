@@ -6,12 +6,13 @@ import random
 from pathlib import Path
 
 import pytest
-from cases import GROUPED, POSITIONS
+from cases import GROUPED, MAMBA2, POSITIONS
 from oracles import hf_model
 from rank_executors import generate, load
 
 from stoker.base.config import Limits, Mapping
 from stoker.base.draft_tree import parse_tree
+from stoker.base.errors import ConfigError
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.profiling.roofline import products_of
@@ -82,6 +83,27 @@ def check_products(executor: Executor) -> None:
     assert isinstance(executor.runner, ModelRunner)
     layers = len(executor.runner.world.stage.layers(MODEL["num_hidden_layers"]))
     assert [product.of_rows for product in products_of(executor.runner)] == [False] * 4 * layers + [True]
+
+
+def test_recurrent_states_after_drafts_on_two_ranks(tmp_path: Path, tokenizer: Path) -> None:
+    """Both ranks keep the states after the accepted drafts, whose number only the rank that samples knows. Pipeline stages are refused."""
+    hf_model("Mamba2", **MAMBA2).save_pretrained(tmp_path / "hf")
+    limits = Limits(max_input_len=POSITIONS // 2, max_output_len=POSITIONS // 2, max_num_tokens=64, max_batch_size=8, tokens_per_block=16)
+    for name in ("one", "tp2", "pp2"):
+        config = BuildConfig(tokenizer=str(tokenizer), device="cpu", dtype="float32", limits=limits, mapping=MAPPINGS[name])
+        build(tmp_path / "hf", tmp_path / name, config, verify="files")
+    expected = generate(load(tmp_path / "one"), prompts()[:4], 24)
+    drafts = [[max(token - (i % 5 == 4), 0) for i, token in enumerate(answer)] for answer in expected]
+    settings = {"speculate": "request", "draft_tokens": 4, "adaptive_drafts": False}
+    executor = load(tmp_path / "tp2", **settings)
+    try:
+        assert generate(executor, prompts()[:4], 24, drafts=drafts) == expected
+        stats = executor.snapshot()
+        assert stats.num_draft_tokens > stats.num_accepted_draft_tokens > 20
+    finally:
+        executor.close()
+    with pytest.raises(ConfigError, match="with pipeline_parallel=2, recurrent states cannot be"):
+        load(tmp_path / "pp2", **settings)
 
 
 @pytest.mark.parametrize("name", ["tp2", "pp2"])

@@ -11,13 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from stoker.core.forward_batch import VerifiedRows
 from stoker.runtime.schedule.planner import max_sampled_tokens
 from stoker.runtime.worker.inputs import PackedStep, Shape, buffer_size
 from stoker.runtime.worker.parallel_inputs import with_counts
 from stoker.runtime.worker_group.channels.channel import HEADER_SIZE, Numbers
 
 STEP, ZERO_BLOCKS, END, PROFILE, PARTS = 1, 2, 3, 4, 5
-_STEP_FIELDS = 19  # the number of values that encode_step returns
+_STEP_FIELDS = 21  # the number of values that encode_step returns
 
 
 class Record(NamedTuple):
@@ -46,9 +47,14 @@ def encode_step(packed: PackedStep, all_greedy: bool) -> tuple[int, ...]:
     shape = packed.shape
     return (
         STEP, shape.tokens, shape.rows, shape.is_decode, packed.width, packed.num_logits, packed.num_sampled, packed.num_decodes,
-        packed.max_query_len, packed.max_seq_len, packed.max_drafts, packed.num_sequences, packed.is_padded, all_greedy,
-        packed.is_prefix_lm, packed.has_adapters, packed.num_restores, packed.num_saves, packed.num_moves,
+        packed.max_query_len, packed.max_seq_len, packed.max_drafts, packed.num_sequences, *_verified_sizes(packed), packed.is_padded,
+        all_greedy, packed.is_prefix_lm, packed.has_adapters, packed.num_restores, packed.num_saves, packed.num_moves,
     )  # fmt: skip
+
+
+def _verified_sizes(packed: PackedStep) -> tuple[int, int]:
+    """The numbers of rows and of tokens that verify drafts."""
+    return (0, 0) if packed.verified is None else (packed.verified.num_rows, packed.verified.num_tokens)
 
 
 def encode_parts(packed: list[PackedStep], all_greedy: bool) -> tuple[tuple[int, ...], Numbers]:
@@ -85,13 +91,14 @@ def _decode_part(record: Numbers, buffer: Callable[[int], torch.Tensor], rank: i
 
 def _decode_step(fields: list[int]) -> tuple[PackedStep, bool]:
     """(step without its numbers, all_greedy), from the header of a step after its kind."""
-    *sizes, is_padded, all_greedy, is_prefix_lm, has_adapters, num_restores, num_saves, num_moves = fields
+    *sizes, num_verified, verified_tokens, is_padded, all_greedy, is_prefix_lm, has_adapters, num_restores, num_saves, num_moves = fields
     tokens, rows, is_decode, width, num_logits, num_sampled, num_decodes, max_query_len, max_seq_len, max_drafts, num_sequences = sizes
     # A padded step is that of a graph, which is captured for a number of drafts.
     shape = Shape(tokens, rows, bool(is_decode), max_drafts if is_padded else 0)
     packed = PackedStep(
         torch.empty(0), shape, width, num_logits, num_sampled, num_decodes, max_query_len, max_seq_len, bool(is_padded), [],
         is_prefix_lm=bool(is_prefix_lm), has_adapters=bool(has_adapters), max_drafts=max_drafts, num_sequences=num_sequences,
+        verified=VerifiedRows(num_verified, verified_tokens, 1 + max_drafts) if num_verified else None,
         num_restores=num_restores, num_saves=num_saves, num_moves=num_moves,
     )  # fmt: skip
     return packed, bool(all_greedy)
