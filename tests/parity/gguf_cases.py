@@ -395,6 +395,10 @@ _OWN = {
         native, "GraniteMoeHybrid", **cases.GRANITE_HYBRID | {"time_step_limit": (0.0, float("inf")), "num_local_experts": 0},
         position_embedding_type="rope",
     ),
+    "granitehybrid without attention": partial(
+        native, "GraniteMoeHybrid",
+        **cases.GRANITE_HYBRID | {"time_step_limit": (0.0, float("inf")), "layer_types": ["linear_attention"] * 3},
+    ),
     "seed_oss": partial(native, "SeedOss", **GROUPED, head_dim=12),
     "bloom": partial(native, "Bloom", vocab_size=101, hidden_size=48, n_layer=3, n_head=6, seq_length=256, bos_token_id=1, eos_token_id=2),
     "exaone4": partial(native, "Exaone4", **GROUPED, sliding_window=9, layer_types=_TYPES, head_dim=12),
@@ -477,6 +481,9 @@ GGUF_CASES: dict[str, Case] = {
     ),
     "falcon-h1": Case(CASES["FalconH1ForCausalLM", "plain"], "falcon-h1", gguf_writer.falcon_h1_tensors, falcon_h1),
     "granitehybrid": Case(_OWN["granitehybrid"], "granitehybrid", gguf_writer.state_tensors, granite_hybrid),
+    "granitehybrid without attention": Case(
+        _OWN["granitehybrid without attention"], "granitehybrid", gguf_writer.state_tensors, granite_hybrid
+    ),
     "granitehybrid, dense": Case(_OWN["granitehybrid dense"], "granitehybrid", gguf_writer.state_tensors, granite_hybrid),
     "command-r": Case(CASES["CohereForCausalLM", "q/k norms"], "command-r", None, cohere),
     "cohere2": Case(_OWN["cohere2"], "cohere2", None, cohere),

@@ -112,7 +112,7 @@ def _read_jamba(m: Metadata) -> dict[str, Any]:
     The converter counts the MLPs of a model without experts as one expert.
     """
     kv_heads, layers = _kv_heads(m), m.require("block_count", int)
-    config = llama_config(m, rotary=False) | {"num_key_value_heads": max(kv_heads)}
+    config = llama_config(m, rotary=False) | _num_kv_heads(m, kv_heads)
     hidden, inner = config["hidden_size"], m.require("ssm.inner_size", int)
     if inner % hidden:
         raise m.unsupported("ssm.inner_size", inner, f"A multiple of embedding_length={hidden} is.")
@@ -141,10 +141,15 @@ def _kv_heads(m: Metadata) -> list[int]:
     found = m.value(key)
     heads = [found] * layers if type(found) is int else found
     valid = isinstance(heads, list) and len(heads) == layers and all(type(count) is int and count >= 0 for count in heads)
-    if not valid or len({*heads} - {0}) != 1:
+    if not valid or len({*heads} - {0}) > 1:
         raise m.unsupported(key, found, f"An array of {layers} numbers is, each 0 or the same number of heads.")
     result: list[int] = heads
     return result
+
+
+def _num_kv_heads(m: Metadata, heads: list[int]) -> dict[str, Any]:
+    """The number of key-value heads, that of query heads if no layer has attention."""
+    return {"num_key_value_heads": max(heads, default=0) or m.value("attention.head_count")}
 
 
 def _has_bias(m: Metadata, module: str) -> bool:
@@ -198,7 +203,7 @@ def _mamba2_keys(m: Metadata, heads: int, size: int) -> dict[str, Any]:
 def _read_granite_hybrid(m: Metadata) -> dict[str, Any]:
     """Granite 4. rope.scaling.finetuned states whether the attention layers have a rotary embedding."""
     kv_heads, (heads, size) = _kv_heads(m), state_heads(m)
-    config = read_granite(m) | {"num_key_value_heads": max(kv_heads), "attention_bias": _has_bias(m, "attn_q")}
+    config = read_granite(m) | _num_kv_heads(m, kv_heads) | {"attention_bias": _has_bias(m, "attn_q")}
     shared, width = shared_expert_width(m), config["intermediate_size"]
     config |= {"num_local_experts": 0, "shared_intermediate_size": width}
     if m.get("expert_count", int, 0):
