@@ -34,6 +34,7 @@ LLAMA = GROUPED | {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_s
 DEEPSEEK = MLA | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "n_group": 2, "topk_group": 1}
 PROMPTS = [[5, 9, 61, 33, 8, 70, 12], [40, 41, 3, 90, 17] * 6]
 COUNT = 24
+DYNAMIC = "dynamic:3,2,6"
 TREE = "[0],[1],[0,0],[1,0],[0,0,0]"
 
 
@@ -140,6 +141,7 @@ def check(folder: Path, name: str, kind: str, tree: str | None) -> None:
         ("tp2", "eagle3", None),
         ("pp2", "eagle", None),
         ("pp2", "eagle", TREE),
+        ("tp2", "eagle", DYNAMIC),
         ("tp2pp2", "eagle3", None),
         ("pp2", "eagle3", TREE),
     ],
@@ -148,6 +150,6 @@ def test_heads(llama: Path, name: str, kind: str, tree: str | None) -> None:
     check(llama, name, kind, tree)
 
 
-@pytest.mark.parametrize(("name", "tree"), [("tp2", TREE), ("pp2", None)])
+@pytest.mark.parametrize(("name", "tree"), [("tp2", TREE), ("pp2", DYNAMIC)])
 def test_multi_token_prediction(deepseek: Path, name: str, tree: str | None) -> None:
     check(deepseek, name, "mtp", tree)

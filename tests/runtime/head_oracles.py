@@ -44,6 +44,7 @@ class Oracle:
     """A head of `model`: its files, and its drafts after a sequence of tokens."""
 
     layers: tuple[int, ...] | None = None  # hidden states of transformers that are read; None: after the final norm
+    token_map: Tensor | None = None  # the ids of the draft vocabulary
     config: dict[str, Any]
     files: Files
 
@@ -79,11 +80,16 @@ class Oracle:
 
     def ranked(self, states: Tensor, tokens: list[int], path: list[int]) -> list[int]:
         """All tokens after the drafts `path`, the most likely first."""
+        found = self.logits(self.outputs(states, tokens, path)).argsort(descending=True)
+        return (found if self.token_map is None else self.token_map[found]).tolist()
+
+    def outputs(self, states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
+        """The output [width] after the drafts `path`."""
         x = self.begin(states)
         for i in range(len(path) + 1):
             out = self.head(x, self.model.model.embed_tokens(torch.tensor((tokens + path[:i])[1:])))
             x = torch.cat((x, out[-1:]))
-        return self.tokens(out[-1])
+        return out[-1]
 
     def begin(self, states: Tensor) -> Tensor:
         return states
@@ -91,8 +97,8 @@ class Oracle:
     def head(self, x: Tensor, embedded: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def tokens(self, x: Tensor) -> list[int]:
-        return self.model.lm_head(x).argsort(descending=True).tolist()
+    def logits(self, x: Tensor) -> Tensor:
+        return self.model.lm_head(x)
 
 
 class MedusaOracle(Oracle):
@@ -173,13 +179,13 @@ class Eagle3Oracle(Oracle):
         self.layer, self.norm = Eagle3Layer(config), LlamaRMSNorm(self.hidden, config.rms_norm_eps)
         for module in (self.fc, self.lm_head, self.layer, self.norm):
             randomize(module, 7)
-        self.chosen = torch.arange(64) * (config.vocab_size // 64)
+        self.token_map = torch.arange(64) * (config.vocab_size // 64)
         stem = "layers.0" if speculators else "midlayer"
         self.files = {f"{stem}.{name}": tensor for name, tensor in self.layer.named_parameters()}
         self.files |= {"fc.weight": self.fc.weight, "norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.weight}
         t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
-        t2d[self.chosen] = True
-        self.files |= {"d2t": self.chosen - torch.arange(64), "t2d": t2d}
+        t2d[self.token_map] = True
+        self.files |= {"d2t": self.token_map - torch.arange(64), "t2d": t2d}
         sizes = config.to_dict() | {"num_hidden_layers": 1}
         if speculators:
             self.config = {
@@ -204,8 +210,8 @@ class Eagle3Oracle(Oracle):
         x = residual + attended[0]
         return x + layer.mlp(layer.post_attention_layernorm(x))
 
-    def tokens(self, x: Tensor) -> list[int]:
-        return self.chosen[self.lm_head(self.norm(x)).argsort(descending=True)].tolist()
+    def logits(self, x: Tensor) -> Tensor:
+        return self.lm_head(self.norm(x))
 
 
 class MtpOracle(Oracle):

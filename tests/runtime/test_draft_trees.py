@@ -16,7 +16,7 @@ from test_draft_heads import Watched
 from test_padded_drafts import CalledSteps
 from test_speculation import COUNT, FEATURES, comparable
 
-from stoker.base.draft_tree import DraftTree, parse_tree
+from stoker.base.draft_tree import PARENT_SHIFT, DraftTree, parse_tree
 from stoker.base.errors import ConfigError
 from stoker.runtime.request import Sequence
 from stoker.runtime.sampling.grammar_client import CompileProcess
@@ -24,6 +24,7 @@ from stoker.runtime.worker.model_runner import ModelRunner
 
 Make = Callable[..., Driven]
 TREE = "[0],[1],[0,0],[2],[1,0],[0,1],[1,0,0],[0,0,0],[1,0,1],[2,0]"
+DYNAMIC = "dynamic:4,3,10"
 WIDE = ",".join([*(f"[{i}]" for i in range(16)), *(f"[{i},{j}]" for i in range(6) for j in range(4)), *(f"[{i},0,{i}]" for i in range(6))])
 
 
@@ -37,13 +38,18 @@ def heads(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
 class Script:
     """Proposes trees in which a random path has the true continuation, mostly, and siblings are different tokens."""
 
-    def __init__(self, driven: Driven, tree: DraftTree, answers: dict[tuple[str, int], list[int]], seed: int) -> None:
+    def __init__(
+        self, driven: Driven, tree: DraftTree, answers: dict[tuple[str, int], list[int]], seed: int, *, is_dynamic: bool = False
+    ) -> None:
+        self.is_dynamic = is_dynamic
         self.tree, self.answers, self.rng = tree, answers, random.Random(seed)
         self.num_paths = 0
         driven.executor.scheduler._planner._proposer.propose = self.propose  # type: ignore[method-assign]
 
     def propose(self, seq: Sequence, limit: int) -> list[int]:
         tree, rng = self.tree.prefix(limit), self.rng
+        if self.is_dynamic:
+            tree = DraftTree(tuple(rng.randrange(i + 1) for i in range(len(tree))), tree.ranks)
         answer = self.answers[seq.request_id, seq.index]
         true_path, node = set[int](), rng.randrange(len(tree) + 1)
         while node:
@@ -59,10 +65,11 @@ class Script:
                 token = rng.randrange(300)
             used[parent].add(token)
             ids.append(token)
+        seq.proposal = [token | parent << PARENT_SHIFT for token, parent in zip(ids, tree.parents, strict=True)]
         return ids
 
 
-def check_features(make: Make, path: Path, prompts: list[list[int]], cases: list[dict[str, Any]], **settings: Any) -> Driven:
+def check_features(make: Make, path: Path, prompts: list[list[int]], cases: list[dict[str, Any]], tree: str, **settings: Any) -> Driven:
     """Scripted trees give the answers of plain decoding in fewer steps. Returns the executor."""
     calls = [request(prompts[i % len(prompts)], **{"max_tokens": COUNT} | params) for i, params in enumerate(cases)]
     plain = make()
@@ -73,8 +80,8 @@ def check_features(make: Make, path: Path, prompts: list[list[int]], cases: list
         other.params = call.params
         for index in range(call.params.n):
             answers[other.request_id, index] = plain.answers[call.request_id, index].tokens
-    driven = make(speculate=str(path), draft_tree=TREE, adaptive_drafts=False, **settings)
-    script = Script(driven, parse_tree(TREE), answers, 3)
+    driven = make(speculate=str(path), draft_tree=tree, adaptive_drafts=False, **settings)
+    script = Script(driven, parse_tree(TREE), answers, 3, is_dynamic=tree == DYNAMIC)
     found = driven.run(*again)
     for case, one, other in zip([call for call in calls for _ in range(call.params.n)], expected, found, strict=True):
         assert comparable(one) == comparable(other), case.params
@@ -85,8 +92,13 @@ def check_features(make: Make, path: Path, prompts: list[list[int]], cases: list
 @pytest.mark.parametrize("settings", [{}, {"max_num_tokens": 24, "policy": "max_utilization", "kv_cache_tokens": 8 * 16}], ids=str)
 def test_features(drive: Make, prompts: list[list[int]], heads: dict[str, tuple[Path, Oracle]], settings: dict[str, Any]) -> None:
     """All sampling features, with trees that cross block boundaries, beside prefill chunks, and with preemption."""
-    driven = check_features(drive, heads["medusa"][0], prompts, FEATURES, **settings)
+    driven = check_features(drive, heads["medusa"][0], prompts, FEATURES, TREE, **settings)
     assert driven.stats.num_preemptions > 0 or not settings
+
+
+def test_features_with_dynamic_trees(drive: Make, prompts: list[list[int]], heads: dict[str, tuple[Path, Oracle]]) -> None:
+    """Each row and step has a random tree."""
+    check_features(drive, heads["eagle"][0], prompts, FEATURES, DYNAMIC)
 
 
 def test_blocks_of_accepted_paths_are_reused(drive: Make, prompts: list[list[int]], heads: dict[str, tuple[Path, Oracle]]) -> None:
@@ -114,7 +126,7 @@ def test_a_quantized_cache_and_a_window(compiler: CompileProcess, heads: dict[st
         return Driven(engine, compiler, **{"kv_cache_tokens": 1024} | settings)
 
     prompts = [[(7 * i + j) % 290 + 3 for j in range(count)] for i, count in enumerate((100, 61))]
-    driven = check_features(make, heads["medusa"][0], prompts, FEATURES[:6])
+    driven = check_features(make, heads["medusa"][0], prompts, FEATURES[:6], TREE)
     driven.check_idle()
 
 
@@ -208,3 +220,56 @@ def test_key_means_have_the_period_of_trees() -> None:
     from stoker.runtime.schedule.planner import TREE_PERIOD
 
     assert TREE_PERIOD == MEAN_TOKENS and torch.iinfo(torch.int64).bits == 64
+
+
+def best_tree(oracle: Oracle, tokens: list[int], depth: int, width: int, count: int) -> tuple[list[int], list[int]]:
+    """(token ids, parents) of a dynamic tree: each path is computed by itself."""
+    model = oracle.model
+    states = model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+    read = states[-1] if oracle.layers is None else torch.cat([states[i] for i in oracle.layers], dim=-1)
+    scores, expanded = dict[tuple[int, ...], float](), [()]
+    for _ in range(depth):
+        level = dict[tuple[int, ...], float]()
+        for path in expanded:
+            x = oracle.outputs(read[0], tokens, list(path))
+            logprobs = oracle.logits(x).log_softmax(-1)
+            best, ids = logprobs.topk(width)
+            found = ids.tolist() if oracle.token_map is None else oracle.token_map[ids].tolist()
+            level |= {(*path, token): scores.get(path, 0.0) + score for token, score in zip(found, best.tolist(), strict=True)}
+        scores |= level
+        expanded = sorted(level, key=level.__getitem__, reverse=True)[:width]
+    nodes = [(), *sorted(scores, key=scores.__getitem__, reverse=True)[:count]]
+    return [path[-1] for path in nodes[1:]], [nodes.index(path[:-1]) for path in nodes[1:]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_dynamic_trees(drive: Make, prompts: list[list[int]], heads: dict[str, tuple[Path, Oracle]], name: str) -> None:
+    """Each row has the most probable nodes, and answers are those of plain decoding, also with random sampling."""
+    path, oracle = heads[name]
+    driven = drive(speculate=str(path), draft_tree=DYNAMIC, adaptive_drafts=False)
+    watched = Watched(driven)
+    (answer,) = driven.run(request(prompts[0], max_tokens=14))
+    drafts = [found for _, found in watched.found]
+    ids, parents = best_tree(oracle, [*prompts[0], answer.tokens[0]], 4, 3, 10)
+    assert [draft & 0xFFFFFF for draft in drafts[0]] == ids and [draft >> 24 for draft in drafts[0]] == parents
+    assert len({tuple(draft >> 24 for draft in found) for found in drafts}) > 1  # the shape follows the probabilities
+
+    cases: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 5, "n": 2}, {"frequency_penalty": 0.5}, {"max_tokens": 3}]
+    calls = [request(prompts[i], **{"max_tokens": 14} | case) for i, case in enumerate(cases)]
+    plain = drive().run(*calls)
+    assert [comparable(answer) for answer in driven.run(*calls)] == [comparable(answer) for answer in plain]
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [("dynamic:4", "is refused"), ("dynamic:9,9,20", "expands 72"), ("dynamic:2,2,7", "from 1 to 6"), ("dynamic:0,2,1", "DEPTH")],
+)
+def test_sizes_of_dynamic_trees(tree: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_tree(tree)
+
+
+def test_medusa_heads_refuse_dynamic_trees(drive: Make, heads: dict[str, tuple[Path, Oracle]]) -> None:
+    with pytest.raises(ConfigError, match="Medusa heads, which draft static trees"):
+        drive(speculate=str(heads["medusa"][0]), draft_tree=DYNAMIC)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from stoker.base.draft_tree import node_depths
 from stoker.base.types import SamplingParams
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.schedule.draft_length import DraftLength
@@ -111,7 +112,11 @@ def test_the_number_of_drafts_is_the_one_with_the_largest_rate(
 def test_the_number_of_nodes_of_a_tree(base: float, rows: int, least: int, most: int) -> None:
     """Node i follows the newest token or node 1, and is accepted with a known probability; the last seven nodes are useless."""
     parents, probabilities = (0, 1, 0, 1, 0, 2, 0, 1, 0, 0, 0, 1, 2), (0.5, 0.6, 0.2, 0.2, 0.1, 0.5)
-    length, rng, seq = DraftLength(13, is_adaptive=True, nodes=NodeAcceptance(parents)), random.Random(1), sequence([1])
+    length, rng, seq = (
+        DraftLength(13, is_adaptive=True, nodes=NodeAcceptance(len(parents), max(node_depths(parents)))),
+        random.Random(1),
+        sequence([1]),
+    )
     counts = []
     for _ in range(600):
         count = length.limit(seq, rows)

@@ -8,7 +8,7 @@ from typing import Any, TypedDict, get_args, get_origin
 
 import msgspec
 
-from stoker.base.draft_tree import MAX_TREE_NODES, DraftTree, parse_tree
+from stoker.base.draft_tree import MAX_TREE_NODES, DraftTree, DynamicTree, parse_tree
 from stoker.base.env import MAX_THREADS
 from stoker.base.errors import ConfigError, ConfigTypeError
 
@@ -194,7 +194,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Largest number of draft tokens of a sequence per step, 1 to 63. None: all nodes of `draft_tree`, or 7 without one."""
 
     draft_tree: str | None = None
-    """Tree of the drafts of draft heads: paths of ranks such as [0],[0,0],[1], or mc_sim_7b_63. None: one chain of drafts."""
+    """Tree of the drafts of draft heads: paths of ranks such as [0],[0,0],[1], mc_sim_7b_63, or
+    dynamic:DEPTH,WIDTH,TOKENS. None: one chain of drafts."""
 
     adaptive_drafts: bool = True
     """Verify fewer draft tokens, or none, where the measured acceptance and step times show that it is faster."""
@@ -272,7 +273,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     @property
-    def tree(self) -> DraftTree | None:
+    def tree(self) -> DraftTree | DynamicTree | None:
         """`draft_tree`, cut to `draft_tokens` nodes. Raises ConfigError."""
         if self.draft_tree is None:
             return None

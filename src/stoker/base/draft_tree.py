@@ -28,8 +28,10 @@ MC_SIM_7B_63 = (
     "[0,1,1], [0,0,6], [0,3,0], [5,0], [1,3], [0,0,7], [0,0,8], [0,0,9], [6,0], [0,4,0], [1,4], [7,0], [0,1,2], [2,0,0], [3,1], [2,2], "
     "[8,0], [0,5,0], [1,5], [1,0,1], [0,2,1], [9,0], [0,6,0], [0,0,0,1], [1,6], [0,7,0]"
 )
+PARENT_SHIFT = 24  # an element of a dynamic tree is token id + (parent << PARENT_SHIFT), so that both reach the host at once
+_DYNAMIC = re.compile(r"dynamic:(\d{1,4}),(\d{1,4}),(\d{1,4})")
 NAMED_TREES = {"mc_sim_7b_63": MC_SIM_7B_63}
-_CURE = f"Use paths such as [0],[0,0],[1], each after that of its parent, or {' or '.join(NAMED_TREES)}."
+_CURE = f"Use paths such as [0],[0,0],[1], each after that of its parent, {' or '.join(NAMED_TREES)}, or dynamic:DEPTH,WIDTH,TOKENS."
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,28 @@ class DraftTree:
         return node_depths(self.parents)[1:]
 
 
+@dataclass(frozen=True, slots=True)
+class DynamicTree:
+    """Trees whose shape follows the probabilities of the drafts. Each sequence and step has its own."""
+
+    depth: int
+    width: int  # the nodes that are expanded at each depth, and the candidates after each of them
+    num_nodes: int  # of all candidates, the most probable ones
+
+    def prefix(self, count: int) -> DynamicTree:
+        """The trees of the `count` most probable drafts."""
+        return DynamicTree(self.depth, self.width, count)
+
+    def __len__(self) -> int:
+        """The number of drafts."""
+        return self.num_nodes
+
+    @property
+    def num_expanded(self) -> int:
+        """The number of nodes whose candidates are computed, without the newest token."""
+        return self.width * (self.depth - 1)
+
+
 def chain_length(parents: Sequence[int]) -> int:
     """The number of leading drafts that form a chain."""
     return next((i for i, parent in enumerate(parents) if parent != i), len(parents))
@@ -83,8 +107,10 @@ def node_depths(parents: Sequence[int]) -> list[int]:
     return depths
 
 
-def parse_tree(text: str) -> DraftTree:
-    """Read the paths of a tree, or the name of one. Raises ConfigError, which names `draft_tree`."""
+def parse_tree(text: str) -> DraftTree | DynamicTree:
+    """Read the paths of a tree, the name of one, or the sizes of dynamic trees. Raises ConfigError, which names `draft_tree`."""
+    if text.strip().startswith("dynamic"):
+        return _parse_dynamic(text)
     paths = _parse_paths(NAMED_TREES.get(text.strip(), text))
     if len(paths) > MAX_TREE_NODES:
         raise ConfigError(f"draft_tree has {len(paths)} nodes, and may have {MAX_TREE_NODES}.", cure="Leave out the last ones.")
@@ -100,6 +126,22 @@ def parse_tree(text: str) -> DraftTree:
         parents.append(nodes[path[:-1]])
         nodes[path] = len(nodes)
     return DraftTree(tuple(parents), tuple(path[-1] for path in paths))
+
+
+def _parse_dynamic(text: str) -> DynamicTree:
+    """Read dynamic:DEPTH,WIDTH,TOKENS. Raises ConfigError."""
+    match = _DYNAMIC.fullmatch("".join(text[:60].split()))
+    if match is None:
+        raise ConfigError(f"draft_tree={text[:60]!r} is refused.", cure="Use dynamic:DEPTH,WIDTH,TOKENS, such as dynamic:6,8,40.")
+    tree = DynamicTree(*map(int, match.groups()))
+    if not tree.depth or not tree.width or tree.num_expanded > MAX_TREE_NODES or tree.width > MAX_TREE_NODES:
+        limit = f"WIDTH and (DEPTH - 1) x WIDTH are from 1 to {MAX_TREE_NODES}"
+        raise ConfigError(f"draft_tree={text!r} expands {tree.num_expanded} nodes of width {tree.width}; {limit}.", cure="Use less.")
+    most = min(MAX_TREE_NODES, tree.width + tree.num_expanded * tree.width)
+    if not 1 <= tree.num_nodes <= most:
+        limit = f"TOKENS is from 1 to {most} for this depth and width"
+        raise ConfigError(f"draft_tree={text!r} has {tree.num_nodes} nodes; {limit}.", cure="Change TOKENS.")
+    return tree
 
 
 def _parse_paths(text: str) -> list[tuple[int, ...]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from stoker.base.config import Mapping, RuntimeConfig
+from stoker.base.draft_tree import DraftTree, DynamicTree
 from stoker.base.errors import ConfigError, StokerError
 from stoker.base.logging import get_logger
 from stoker.base.nodes import NodeSettings, leader
@@ -210,7 +211,8 @@ def _load(
         event_log=BlockEventLog() if events is not None else None,
         proposer="drafter" if uses_drafter(config) else config.speculate,
         draft_tokens=loaded.max_drafts or None,
-        tree_parents=config.tree.parents if config.tree is not None else None,
+        tree_parents=config.tree.parents if isinstance(config.tree, DraftTree) else None,
+        dynamic_tree=config.tree if isinstance(config.tree, DynamicTree) else None,
         adaptive_drafts=config.adaptive_drafts,
         target_itl_s=config.target_itl_ms / 1000 if config.target_itl_ms is not None else None,
         target_ttft_s=config.target_ttft_ms / 1000 if config.target_ttft_ms is not None else None,

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from stoker.base.draft_tree import DraftTree
+from stoker.base.draft_tree import DraftTree, DynamicTree
 from stoker.core.forward_batch import KVCache
 from stoker.layers.decoder import Decoder
+from stoker.runtime.heads.dynamic_drafts import DynamicDrafts
 from stoker.runtime.heads.head import ParallelHead, RecurrentHead
-from stoker.runtime.heads.recurrent_drafts import RecurrentDrafts
+from stoker.runtime.heads.recurrent_drafts import RecurrentDrafts, StaticDrafts
 from stoker.runtime.heads.sampled_drafts import choose
 from stoker.runtime.worker.accepted_batch import AcceptedBatch, accepted_batch
 from stoker.runtime.worker.draft_batch import SpareBlocks
@@ -72,9 +73,15 @@ class ParallelDrafter(Drafter):
 class RecurrentDrafter(Drafter):
     """Runs a recurrent head on all tokens of a step, and then on its own drafts."""
 
-    def __init__(self, model: Decoder, head: RecurrentHead, caches: list[KVCache], spare: SpareBlocks, tree: DraftTree) -> None:
-        self.is_tree, self.num_drafts, self.caches, self.states = not tree.is_chain, len(tree), caches, StateRecorder(model, head.layers)
-        self.head, self._recurrent = head, RecurrentDrafts(head, caches, spare, model.config.vocab_size, tree)
+    def __init__(
+        self, model: Decoder, head: RecurrentHead, caches: list[KVCache], spare: SpareBlocks, tree: DraftTree | DynamicTree
+    ) -> None:
+        self.head, self.num_drafts, self.caches, self.states = head, len(tree), caches, StateRecorder(model, head.layers)
+        self._recurrent: RecurrentDrafts
+        if isinstance(tree, DynamicTree):
+            self.is_tree, self._recurrent = True, DynamicDrafts(head, caches, spare, model.config.vocab_size, tree)
+        else:
+            self.is_tree, self._recurrent = not tree.is_chain, StaticDrafts(head, caches, spare, model.config.vocab_size, tree)
 
     def compute(self, inputs: DraftInputs) -> tuple[Tensor, AcceptedBatch]:
         """The outputs of the head at the last valid tokens, and the batch of the step."""

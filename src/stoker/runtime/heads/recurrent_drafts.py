@@ -16,14 +16,16 @@ block belongs to the sequence that computed it first. Both make one key of the h
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from stoker.base.draft_tree import DraftTree
 from stoker.core.forward_batch import ForwardBatch, KVCache, TreeMask
-from stoker.runtime.heads.draft_levels import Level, make_levels
+from stoker.runtime.heads.draft_levels import make_levels
 from stoker.runtime.heads.head import RecurrentHead
 from stoker.runtime.heads.sampled_drafts import choose
 from stoker.runtime.worker.accepted_batch import AcceptedBatch
@@ -31,13 +33,22 @@ from stoker.runtime.worker.draft_batch import SpareBlocks
 from stoker.runtime.worker.drafter import DraftInputs
 
 
-class RecurrentDrafts:
+@dataclass(frozen=True, slots=True)
+class DraftStep:
+    """Where the drafts of S sequences are computed."""
+
+    positions: Tensor  # int32 [S], of the last valid tokens
+    tables: Tensor  # int32 [S, B], the block tables, with the spare blocks
+    is_real: Tensor  # bool [S], False for padding
+    longest: int  # the length of the longest sequence
+
+
+class RecurrentDrafts(ABC):
     """Runs a recurrent head. `caches` have the blocks of the model, and then those of `spare`. `vocab_size` is that of the model."""
 
-    def __init__(self, head: RecurrentHead, caches: list[KVCache], spare: SpareBlocks, vocab_size: int, tree: DraftTree) -> None:
-        self.head, self.caches, self.spare, self.vocab_size, self.tree = head, caches, spare, vocab_size, tree
+    def __init__(self, head: RecurrentHead, caches: list[KVCache], spare: SpareBlocks, vocab_size: int) -> None:
+        self.head, self.caches, self.spare, self.vocab_size = head, caches, spare, vocab_size
         self.block_size = caches[0].block_size
-        self._levels = make_levels(tree, caches[0].keys.device)
 
     def compute(self, inputs: DraftInputs, accepted: AcceptedBatch, states: Tensor) -> Tensor:
         """Compute the tokens of the step. Returns the outputs [S, hidden] at the last valid token of each sequence.
@@ -47,26 +58,15 @@ class RecurrentDrafts:
         shifted = self._shifted(accepted.batch, inputs.newest, accepted.last, self._is_real(inputs))
         return self.head(self.head.begin(_select(states, 0, accepted.order)), shifted, self.caches).index_select(0, accepted.last)
 
+    @abstractmethod
     def drafts(self, inputs: DraftInputs, x: Tensor, accepted: AcceptedBatch) -> Iterator[Tensor]:
         """The drafts of each sequence from the outputs `x` of `compute`: of a chain one after another, of a tree all at once."""
-        batch, last, is_real, count = accepted.batch, accepted.last, self._is_real(inputs), len(inputs.rows)
-        tables, positions = self._tables(batch, inputs.rows, last), batch.positions.index_select(0, last).to(torch.int32)
-        found: list[Tensor] = []
-        for depth, level in enumerate(self._levels.levels):
-            if depth:
-                before = self._levels.levels[depth - 1]
-                x = _select(x.view(count, -1, x.shape[-1]), 1, before.inner_parents).flatten(0, 1)
-                token_ids = _select(found[-1], 1, before.inner).flatten()
-                x = self.head(x, self._level_batch(token_ids, positions, depth, before, tables, is_real, batch.max_seq_len), self.caches)
-            # The newest token has position + 1; the first draft has the random number of position + 2.
-            counters, num_parents = positions + 2 + depth, len(x) // count
-            counters = counters if num_parents == 1 else counters.repeat_interleave(num_parents)
-            drafts = choose(self.head.logits(x), self.head.target_ids, inputs, counters, self.vocab_size, level.num_candidates)
-            found.append(_select(drafts.view(count, -1), 1, level.chosen))
-            if self.tree.is_chain:
-                yield found[-1].flatten()
-        if not self.tree.is_chain:
-            yield _select(torch.cat(found, dim=1), 1, self._levels.order).t()
+
+    def _first_step(self, inputs: DraftInputs, accepted: AcceptedBatch) -> DraftStep:
+        """Where the drafts after a step of the model are computed."""
+        batch, last = accepted.batch, accepted.last
+        positions = batch.positions.index_select(0, last).to(torch.int32)
+        return DraftStep(positions, self._tables(batch, inputs.rows, last), self._is_real(inputs), batch.max_seq_len)
 
     def _is_real(self, inputs: DraftInputs) -> Tensor:
         """bool [S]: False for padding."""
@@ -92,29 +92,57 @@ class RecurrentDrafts:
         return torch.where(index < used, tables, beyond)
 
     def _level_batch(
-        self, token_ids: Tensor, positions: Tensor, depth: int, level: Level, tables: Tensor, is_real: Tensor, longest: int
+        self, token_ids: Tensor, step: DraftStep, depth: int, count: int, num_before: int, masks: Tensor | None
     ) -> ForwardBatch:
-        """The batch of the inner nodes of a level, `token_ids` [S × Q]. Padding stores nothing.
+        """The batch of `count` nodes of each sequence at one depth, `token_ids` [S × count]. Padding stores nothing.
 
-        `positions` [S] are those of the last valid tokens. Inner nodes have consecutive places after them, level by level.
+        The nodes have consecutive places after the last valid token, level by level, `num_before` in the levels before. `masks` int64
+        [S × count] are the nodes, numbered by their places, to which each attends; None: a chain, in which `count` is 1.
         """
-        count, size, device = level.num_inner, self.block_size, positions.device
-        ends = positions + 1 + level.num_before + count
+        size, device, positions = self.block_size, step.positions.device, step.positions
+        ends = positions + 1 + num_before + count
         places = ends.unsqueeze(1) - count + torch.arange(count, dtype=torch.int32, device=device)
-        slots = tables.gather(1, (places // size).long()) * size + places % size
-        is_chain = level.is_chain
+        slots = step.tables.gather(1, (places // size).long()) * size + places % size
         return ForwardBatch(
             token_ids=token_ids,
             positions=(positions + depth).repeat_interleave(count),
-            slots=torch.where(is_real.unsqueeze(1), slots, -1).flatten(),
+            slots=torch.where(step.is_real.unsqueeze(1), slots, -1).flatten(),
             query_starts=torch.arange(len(positions) + 1, dtype=torch.int32, device=device) * count,
-            seq_lens=torch.where(is_real, ends, 0 if is_chain else count),
-            block_tables=tables,
-            num_decodes=len(positions) if is_chain else 0,
+            seq_lens=torch.where(step.is_real, ends, 0 if masks is None else count),
+            block_tables=step.tables,
+            num_decodes=len(positions) if masks is None else 0,
             max_query_len=count,
-            max_seq_len=longest + level.num_before + count,
-            tree=None if is_chain else TreeMask(level.masks.repeat(len(positions)), positions + 1),
+            max_seq_len=step.longest + num_before + count,
+            tree=None if masks is None else TreeMask(masks, positions + 1),
         )
+
+
+class StaticDrafts(RecurrentDrafts):
+    """Runs a recurrent head that drafts trees of one shape, or chains."""
+
+    def __init__(self, head: RecurrentHead, caches: list[KVCache], spare: SpareBlocks, vocab_size: int, tree: DraftTree) -> None:
+        """As of `RecurrentDrafts`."""
+        super().__init__(head, caches, spare, vocab_size)
+        self.tree = tree
+        self._levels = make_levels(tree, caches[0].keys.device)
+
+    def drafts(self, inputs: DraftInputs, x: Tensor, accepted: AcceptedBatch) -> Iterator[Tensor]:
+        step, count, found = self._first_step(inputs, accepted), len(inputs.rows), list[Tensor]()
+        for depth, level in enumerate(self._levels.levels):
+            if depth:
+                before = self._levels.levels[depth - 1]
+                x = _select(x.view(count, -1, x.shape[-1]), 1, before.inner_parents).flatten(0, 1)
+                token_ids, masks = _select(found[-1], 1, before.inner).flatten(), None if before.is_chain else before.masks.repeat(count)
+                x = self.head(x, self._level_batch(token_ids, step, depth, before.num_inner, before.num_before, masks), self.caches)
+            # The newest token has position + 1; the first draft has the random number of position + 2.
+            counters, num_parents = step.positions + 2 + depth, len(x) // count
+            counters = counters if num_parents == 1 else counters.repeat_interleave(num_parents)
+            drafts = choose(self.head.logits(x), self.head.target_ids, inputs, counters, self.vocab_size, level.num_candidates)
+            found.append(_select(drafts.view(count, -1), 1, level.chosen))
+            if self.tree.is_chain:
+                yield found[-1].flatten()
+        if not self.tree.is_chain:
+            yield _select(torch.cat(found, dim=1), 1, self._levels.order).t()
 
 
 def _select(x: Tensor, dim: int, index: Tensor | None) -> Tensor:

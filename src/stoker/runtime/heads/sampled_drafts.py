@@ -19,12 +19,33 @@ def choose(logits: Tensor, target_ids: Tensor | None, inputs: DraftInputs, count
     `target_ids` int32 [V] are the ids of a draft vocabulary in that of the model, whose size is `vocab_size`; None: V is the vocabulary of
     the model. `counters` int32 [S × N] are the positions of the random numbers.
     """
+    if not inputs.all_greedy:
+        return _draw(_widen(logits, target_ids, vocab_size), inputs, counters, count)
+    found = logits.argmax(dim=-1, keepdim=True) if count == 1 else logits.topk(count, dim=-1).indices
+    return (found if target_ids is None else target_ids[found]).int()
+
+
+def choose_scored(
+    logits: Tensor, target_ids: Tensor | None, inputs: DraftInputs, counters: Tensor, vocab_size: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """The drafts of `choose`, and the logarithms of their probabilities, float32 [S × N, count], at most 0."""
+    logprobs = logits.float().log_softmax(dim=-1).clamp(max=0.0)
     if inputs.all_greedy:
-        found = logits.argmax(dim=-1, keepdim=True) if count == 1 else logits.topk(count, dim=-1).indices
-        return (found if target_ids is None else target_ids[found]).int()
-    if target_ids is not None:
-        wide = logits.new_full((len(logits), vocab_size), float("-inf"))
-        logits = wide.index_copy_(1, target_ids.long(), logits)
+        scores, found = logprobs.topk(count, dim=-1)
+        return (found if target_ids is None else target_ids[found]).int(), scores
+    drawn = _draw(_widen(logits, target_ids, vocab_size), inputs, counters, count)
+    return drawn, _widen(logprobs, target_ids, vocab_size).gather(1, drawn.long())
+
+
+def _widen(logits: Tensor, target_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Logits of the vocabulary of the model from those of the draft vocabulary."""
+    if target_ids is None:
+        return logits
+    return logits.new_full((len(logits), vocab_size), float("-inf")).index_copy_(1, target_ids.long(), logits)
+
+
+def _draw(logits: Tensor, inputs: DraftInputs, counters: Tensor, count: int) -> Tensor:
+    """int32 [S × N, count]: a drawn token, and the most likely other ones."""
     rows = inputs.rows.repeat_interleave(len(logits) // len(inputs.rows))
     drawn = ops.sample(logits, inputs.table.gather(rows, counters, False)).clamp(min=0).unsqueeze(1)
     if count == 1:

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from stoker.base.draft_tree import node_depths
-
 DECAY = 0.95  # of the averages, per step of a sequence with drafts
 FIRST = 0.7  # the initial value of the first node; that of node i (from 0) is FIRST ÷ (1 + i ÷ 4)
 
 
 class NodeAcceptance:
-    """The average acceptance of each node of a tree with these `parents`; recent steps count more."""
+    """The average acceptance of each of the nodes of a tree; recent steps count more. Those of a dynamic tree are numbered from the most
+    probable one on. `depth` is that of the tree."""
 
-    def __init__(self, parents: Seq[int]) -> None:
-        self.rates = [FIRST / (1.0 + i / 4.0) for i in range(len(parents))]
-        self.num_passes = max(node_depths(parents))  # of the drafter, which computes all nodes of one depth at once
+    def __init__(self, num_nodes: int, depth: int) -> None:
+        self.rates = [FIRST / (1.0 + i / 4.0) for i in range(num_nodes)]
+        self.num_passes = depth  # of the drafter, which computes all nodes of one depth at once
 
     def record(self, num_drafts: int, path: Seq[int]) -> None:
         """Count a step of a sequence that verified the first `num_drafts` nodes. `path`: the accepted nodes, from 1."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from stoker.base.draft_tree import chain_length
+from stoker.base.draft_tree import PARENT_SHIFT, chain_length
 from stoker.runtime.request import NO_ADAPTER, Sequence, Status
 from stoker.runtime.schedule.draft_length import DraftLength
 from stoker.runtime.schedule.drafter_progress import DrafterProgress
@@ -34,11 +34,13 @@ class Planner:
         drafts_beside_prefill: bool = True,
         drafter_progress: DrafterProgress | None = None,
         tree_parents: Seq[int] | None = None,
+        has_dynamic_trees: bool = False,
     ) -> None:
         """`draft_length`: the number of drafts per row. `drafts_beside_prefill`: whether steps with prefills have drafts, too.
 
         `drafter_progress`: of a drafter that can catch up. None: a drafter on the device runs in every step. `tree_parents`: the parents of
-        the drafts of each row, if these are a tree; None: a chain.
+        the drafts of each row, if these are a tree; None: a chain. `has_dynamic_trees`:
+        the drafter proposes a tree of its own shape for each row.
         """
         self._running_set = running_set
         self._proposer = proposer
@@ -48,7 +50,7 @@ class Planner:
         self._max_sampled = max_sampled_tokens(max_rows)
         self._drafts_beside_prefill = drafts_beside_prefill
         self._drafter_progress = drafter_progress
-        self._tree_parents = tree_parents
+        self._tree_parents, self._has_dynamic_trees = tree_parents, has_dynamic_trees
         self._row_limit = self._max_rows = max_rows
         self._budget, self._max_num_tokens = budget, budget.max_num_tokens
         self._token_limit = self._max_num_tokens  # of the step that is planned, for prefills
@@ -266,7 +268,7 @@ class Planner:
         plan.sequences[: plan.num_decodes] = [plan.sequences[row] for row in order]
         plan.starts[: plan.num_decodes] = [plan.starts[row] for row in order]
         plan.drafts[: plan.num_decodes] = [drafts[row] for row in order]
-        plan.parents[: plan.num_decodes] = [self._parents(len(drafts[row])) for row in order]
+        plan.parents[: plan.num_decodes] = [self._parents(plan.sequences[i], len(drafts[row])) for i, row in enumerate(order)]
         plan.num_new[: plan.num_decodes] = [1 + len(drafts[row]) for row in order]
         plan.num_decodes = sum(not ids for ids in drafts)
 
@@ -284,8 +286,8 @@ class Planner:
         while len(seq.blocks) * kv_cache.tokens_per_block < seq.num_computed + len(drafts) and kv_cache.grow(seq):
             pass
         drafts = drafts[: len(seq.blocks) * kv_cache.tokens_per_block - seq.num_computed]
-        if self._tree_parents is not None and _needs_chain(seq, len(drafts)):
-            drafts = drafts[: chain_length(self._tree_parents)]
+        if (self._tree_parents is not None or self._has_dynamic_trees) and _needs_chain(seq, len(drafts)):
+            drafts = drafts[: chain_length(self._parents(seq, len(drafts)))]
         if drafts and kv_cache.snapshots is not None and seq.num_pending <= seq.num_in_flight:
             end = -(-seq.num_computed // kv_cache.tokens_per_block) * kv_cache.tokens_per_block
             if seq.num_computed < end <= seq.num_computed + len(drafts):  # dropped at the commit if a draft before it is rejected
@@ -295,10 +297,12 @@ class Planner:
         plan.num_tokens += len(drafts)
         return drafts
 
-    def _parents(self, count: int) -> Seq[int]:
-        """The parents of the first `count` drafts of a row."""
+    def _parents(self, seq: Sequence, count: int) -> Seq[int]:
+        """The parents of the first `count` drafts of a sequence."""
         if not count:
             return NO_DRAFTS
+        if self._has_dynamic_trees:
+            return tuple(draft >> PARENT_SHIFT for draft in seq.proposal[:count])
         return range(count) if self._tree_parents is None else self._tree_parents[:count]
 
     def _add_adapters(self, plan: StepPlan) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from stoker.base.config import MAX_DRAFT_TOKENS, PROPOSERS, RuntimeConfig
-from stoker.base.draft_tree import DraftTree
+from stoker.base.draft_tree import DraftTree, DynamicTree
 from stoker.base.errors import ConfigError
 from stoker.engine.reader import Engine
 from stoker.layers.decoder import Decoder
@@ -29,7 +29,7 @@ class DraftTask:
     max_seq_len: int  # the longest sequence
     num_drafts: int  # the largest number of drafts per sequence
     window: int | None  # attend only to this number of most recent tokens
-    tree: DraftTree | None = None  # the tree of the drafts; None: a chain
+    tree: DraftTree | DynamicTree | None = None  # the tree of the drafts; None: a chain
 
 
 class DraftKind(NamedTuple):

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from stoker.base.config import MAX_DRAFT_TOKENS
+from stoker.base.draft_tree import PARENT_SHIFT
 from stoker.runtime.request import Sequence
 from stoker.runtime.schedule.plan import NO_DRAFTS
 from stoker.runtime.schedule.proposers.proposer import Proposer
+
+_TOKEN_BITS = (1 << PARENT_SHIFT) - 1  # the others are the parent in a dynamic tree, see `Planner`
 
 
 class DrafterTokens(Proposer):
@@ -18,4 +21,4 @@ class DrafterTokens(Proposer):
     runs_on_device = True
 
     def propose(self, seq: Sequence, limit: int) -> Seq[int]:
-        return NO_DRAFTS if seq.proposal is None else seq.proposal[:limit]
+        return NO_DRAFTS if seq.proposal is None else [draft & _TOKEN_BITS for draft in seq.proposal[:limit]]
