@@ -47,6 +47,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
 FAILURES = [
     (["generate", "ENGINE", "hi", "--temperature", "-1"], 2, "temperature=-1.0 is refused: it must be at least 0"),
     (["generate", "ENGINE", "hi", "--policy", "fifo"], 2, "policy='fifo' is refused. Use one of: guaranteed_no_evict"),
+    (
+        ["generate", "ENGINE", "hi", "--speculate", "ngrams"],
+        2,
+        "Use one of: none, ngram, request, or a directory with a slash, such as ./ngrams.",
+    ),
     (["generate", "ENGINE", ""], 2, "prompt=[] is refused: it is empty."),
     (["generate", "ENGINE", "hi", "--max-tokens", "65"], 2, "max_tokens=65 is refused: the engine's max_output_len is 64."),
     (["generate", "ENGINE", "--file", "NOWHERE"], 2, "cannot be read"),
@@ -61,6 +66,10 @@ FAILURES = [
     (["serve", "ENGINE", "--host", "no-such-host.invalid", "--port", "0"], 2, "cannot be used"),
     (["inspect", "NOWHERE"], 1, "does not exist."),
     (["build", "NOWHERE", "-o", "OUT"], 1, "NOWHERE"),
+    (["build", "ENGINE", "-o", "OUT"], 1, "is an engine, and not a checkpoint. Build from the checkpoint that it was made from"),
+    (["bench", "latency", "ENGINE", "--batch", "0"], 2, "batch=0 is refused. Use a whole number from 1"),
+    (["bench", "latency", "ENGINE", "--batch", "9"], 2, "batch=9 is refused. Use a whole number from 1 to 8."),
+    (["bench", "latency", "ENGINE", "--context", "0"], 2, "context=0 is refused. Use a whole number from 1"),
     (["bench", "throughput", "ENGINE", "--input-len", "5000"], 2, "input_len=5000 is refused."),
     (["bench", "latency", "ENGINE", "--breakdown"], 2, "--breakdown measures a GPU, and this engine runs on the CPU. Leave it out."),
     (["build", "NOWHERE", "-o", "OUT", "--compute-capability", "sm_90"], 2, "compute_capability='sm_90' is refused."),

@@ -211,6 +211,8 @@ async def test_sequence_limit_names_the_numbers(tokenizer: Tokenizer) -> None:
         service.info.max_seq_len = 20
         with pytest.raises(RequestError, match=r"its 10 tokens and max_tokens=15 make 25, and the limit of a sequence is 20.*at most 10"):
             await service.complete(make_request([1] * 10, max_tokens=15))
+        with pytest.raises(RequestError, match=r"limit of a sequence is 20\. Shorten it\.$"):
+            await service.complete(make_request([1] * 22, max_tokens=2))
 
 
 async def test_truncation_keeps_the_end(tokenizer: Tokenizer) -> None:

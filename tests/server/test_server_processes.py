@@ -247,7 +247,7 @@ async def test_a_port_in_use_is_reported_before_the_start(engine: Path, tmp_path
 def test_a_grpc_port_in_use_is_reported_before_the_start(engine: Path) -> None:
     with reserve("127.0.0.1", 0) as reserved:
         port = reserved.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be used: Address already in use"):
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be used: Address already in use.*another --grpc-port"):
             run(engine, RuntimeConfig(), ServerSettings(http_port=0, grpc_port=port))
 
 

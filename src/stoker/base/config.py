@@ -235,8 +235,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.device is not None:
             check_choice("device", self.device, DEVICES)
         check_choice("policy", self.policy, POLICIES)
-        if "/" not in self.speculate and not Path(self.speculate).is_dir():  # otherwise the directory of a draft engine
-            check_choice("speculate", self.speculate, PROPOSERS)
+        if self.speculate not in PROPOSERS and "/" not in self.speculate and not Path(self.speculate).is_dir():
+            choices = f"{', '.join(PROPOSERS)}, or a directory with a slash, such as ./{self.speculate}"
+            raise ConfigError(f"speculate={self.speculate!r} is refused.", cure=f"Use one of: {choices}.")
         self._check_drafts()
         for name in ("max_batch_size", "max_num_sequences", "max_num_tokens", "kv_cache_tokens", "attention_window"):
             if getattr(self, name) is not None:

@@ -69,8 +69,9 @@ def check_prompt(prompt_ids: list[int], params: SamplingParams, info: ExecutorIn
         raise RequestError("prompt", prompt_ids, limit, cure="Shorten it, or set truncate_prompt_tokens.")
     if size + max_tokens > info.max_seq_len:
         limit = f"its {size} tokens and max_tokens={max_tokens} make {size + max_tokens}, and the limit of a sequence is {info.max_seq_len}"
-        room = max(0, info.max_seq_len - size)
-        raise RequestError("prompt", prompt_ids, limit, cure=f"Shorten it, or set max_tokens to at most {room}.")
+        room = info.max_seq_len - size
+        cure = f"Shorten it, or set max_tokens to at most {room}." if room > 0 else "Shorten it."
+        raise RequestError("prompt", prompt_ids, limit, cure=cure)
     check_ids("prompt", prompt_ids, info.vocab_size)
 
 

@@ -63,12 +63,20 @@ def open_checkpoint(path: Path, name: str | None = None, *, weights: bool = True
         )
     extra_files = {f for pattern in _EXTRA_FILES for f in path.glob(pattern) if f.is_file()} if path.is_dir() else {config}
     data = read_json_object(config)
+    _reject_engine(config, data)
     _reject_engine_of_tensorrt(config, data)
     if is_tensorrt_llm_checkpoint(data):
         converted = hugging_face_config(data, str(config.parent))
         merged = TensorRTLLMWeights(config.parent, data, converted) if weights else NoWeights()
         return Checkpoint(config.parent, name, converted, merged, extra_files=sorted(extra_files))
     return Checkpoint(config.parent, name, data, open_weights(path) if weights else NoWeights(), extra_files=sorted(extra_files))
+
+
+def _reject_engine(file: Path, data: dict[str, Any]) -> None:
+    """Raise CheckpointError for the config.json of an engine that `stoker build` wrote."""
+    if "stoker_version" in data and "checkpoint" in data:
+        cure = "Build from the checkpoint that it was made from, or run stoker export hf ENGINE DIRECTORY to get one back."
+        raise CheckpointError(f"{file.parent} is an engine, and not a checkpoint.", cure=cure)
 
 
 def _reject_engine_of_tensorrt(file: Path, data: dict[str, Any]) -> None:

@@ -16,13 +16,19 @@ BACKLOG = 2048
 
 
 def listen(settings: ServerSettings) -> list[socket.socket]:
-    """Listening HTTP sockets: http_port, then metrics_port if set. Raises ConfigError if a port or the certificate cannot be used."""
+    """Listening HTTP sockets: http_port, then metrics_port if set. Raises ConfigError if a port or the certificate cannot be used.
+
+    grpc_port is checked, too, because it is opened only after the engine of a checkpoint was built.
+    """
     check_tls(settings)
     if settings.otlp_endpoint is not None:
         check_packages()
     with contextlib.ExitStack() as stack:
-        ports = [settings.http_port, *([settings.metrics_port] if settings.metrics_port is not None else [])]
-        listeners = [stack.enter_context(bind(settings.host, port)) for port in ports]
+        listeners = [stack.enter_context(bind(settings.host, settings.http_port))]
+        if settings.metrics_port is not None:
+            listeners.append(stack.enter_context(bind(settings.host, settings.metrics_port, option="--metrics-port")))
+        if settings.grpc_port is not None:
+            reserve(settings.host, settings.grpc_port).close()
         stack.pop_all()
         return listeners
 
@@ -35,11 +41,11 @@ def with_metrics_port(settings: ServerSettings, listeners: list[socket.socket]) 
 
 
 def reserve(host: str, port: int) -> socket.socket:
-    """A bound socket that never listens. It reserves the port for the frontends, which all listen on it. Raises ConfigError.
+    """A bound socket that never listens. It reserves the gRPC port for the frontends, which all listen on it. Raises ConfigError.
 
     The port is first bound without SO_REUSEPORT, which fails if another server of the same user listens on it with SO_REUSEPORT.
     """
-    with bind(host, port) as probe:
+    with bind(host, port, option="--grpc-port") as probe:
         family, address = probe.family, probe.getsockname()
     reserved = socket.socket(family, socket.SOCK_STREAM)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -47,8 +53,11 @@ def reserve(host: str, port: int) -> socket.socket:
     return reserved
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError, so that a port in use is reported before anything is loaded."""
+def bind(host: str, port: int, option: str = "--port") -> socket.socket:
+    """A listening socket. Raises ConfigError, so that a port in use is reported before anything is loaded.
+
+    `option` is the command-line option of the port, which the error message names.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, protocol)
@@ -60,9 +69,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"{host}:{port} cannot be used: {error.strerror}.", cure="Stop the other server, or use another --port."
-        ) from None
+        message = f"{host}:{port} cannot be used: {error.strerror}."
+        raise ConfigError(message, cure=f"Stop the other server, or use another {option}.") from None
     listener.setblocking(False)
     return listener
 

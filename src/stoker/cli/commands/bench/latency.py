@@ -54,6 +54,10 @@ def latency(
     check_output_file(json)
     with loading(model, runtime, build) as engine:
         benchmark = ExecutorBenchmark(engine, runtime)
+    for size in batch:
+        check_range("batch", size, 1, benchmark.executor.stats.max_batch_size)
+    for length in context:
+        check_range("context", length, 1, benchmark.executor.info.limits.max_input_len)
     if breakdown:
         check_gpu(benchmark)
     cases = list(itertools.product(batch, context))
