@@ -17,7 +17,7 @@ from stoker.base.errors import ConfigError
 from stoker.builder.checkpoint.gguf.registry import ARCHITECTURES as GGUF_ARCHITECTURES
 from stoker.builder.checkpoint.tensorrt_llm.config import ARCHITECTURES as TENSORRT_LLM_ARCHITECTURES
 from stoker.builder.conversion.shard_plan import check_shards
-from stoker.builder.conversion.tensor_plan import is_transformed
+from stoker.builder.conversion.tensor_plan import is_computed
 from stoker.builder.prequantized.methods import METHODS
 from stoker.builder.recipe import is_calibrated
 from stoker.core.model_config import ModelConfig
@@ -90,7 +90,7 @@ def dequantized_linears(row: Architecture, model: ModelConfig) -> list[str]:
     found: dict[str, None] = {}
     for index in _different_layers(model):
         for spec in layer_specs(model, index).values():
-            if isinstance(spec, LinearSpec) and spec.quantize and is_transformed(f"{spec.name}.weight", names):
+            if isinstance(spec, LinearSpec) and spec.quantize and is_computed(f"{spec.name}.weight", names):
                 found[spec.name.removeprefix(f"layers.{index}.")] = None
     return list(found)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from cases import GEMMA3N, native
+from cases import GEMMA3N, QWEN3_5, QWEN3_NEXT, native
 from gguf_cases import GGUF_CASES
 from gguf_writer import write_gguf
 from harness import Harness, prefill_logits
@@ -25,6 +25,9 @@ from stoker.builder.checkpoint.gguf.weights import GGUFWeights
 from stoker.builder.config import BuildConfig
 from stoker.builder.conversion.tensor_plan import plan_tensors
 from stoker.builder.prepare import read_model
+from stoker.core.specs import LinearSpec
+from stoker.layers.decoder import declare
+from stoker.quant.formats.dense import Dense
 
 TOLERANCE = 1e-4
 LIMITS = Limits(max_input_len=128, max_output_len=128, max_num_tokens=512, max_batch_size=8, tokens_per_block=16)
@@ -73,6 +76,38 @@ def test_the_quantized_table_of_layer_inputs_keeps_its_values(tmp_path: Path, to
     assert formats["layer_inputs.embed"] == "GroupedInt8" and type(engine.config.recipe.default).__name__ == "Int4"
     greedy = engine.config.checks["greedy"]
     assert greedy["equal"] == greedy["tokens"] == 32, "those of transformers with the dequantized weights"
+
+
+_WIDE = {
+    "hidden_size": 64, "head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "intermediate_size": 96,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "sizes"),
+    [("qwen35", "Q4_0", {}), ("qwen35", "Q8_0", {"linear_value_head_dim": 16}), ("qwen3next", "Q8_0", {"moe_intermediate_size": 32})],
+)
+def test_rows_and_columns_of_quantized_weights_are_moved(
+    name: str, kind: str, sizes: dict[str, int], tmp_path: Path, tokenizer: Path
+) -> None:
+    """Linears keep their stored bits unless a head has fewer columns than a block. Dequantized ones give the same logits."""
+    case = GGUF_CASES[name]
+    made = native("Qwen3_5Text", **QWEN3_5 | _WIDE | sizes) if name == "qwen35" else native("Qwen3Next", **QWEN3_NEXT | _WIDE | sizes)
+    made.save(tmp_path / "hf")
+    block = gguf.GGMLQuantizationType[kind]
+    source = write_gguf(tmp_path / "m.gguf", tmp_path / "hf", case.arch, case.change, case.describe, block)
+    prompt = torch.randint(3, 90, (33,), generator=torch.Generator().manual_seed(1)).tolist()
+    logits = []
+    for quantization in ("NO_QUANT", None):
+        settings = BuildConfig(tokenizer=str(tokenizer), device="cpu", dtype="float32", limits=LIMITS, quantization=quantization)
+        engine = build(source, tmp_path / str(quantization), settings, verify="none")
+        logits.append(prefill_logits(Harness(engine.path, 256), prompt))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    mixers = [spec for spec in declare(engine.config.model).values() if isinstance(spec, LinearSpec) and not spec.name.startswith("embed")]
+    dense = {spec.name.partition(".")[2].partition(".")[2] for spec in mixers if engine.config.recipe.format_for(spec) == Dense()}
+    torn = {"state.out"} if sizes.get("linear_value_head_dim") == 16 else set()
+    assert dense & {"attention.qkv", "attention.gate", "attention.out", "state.in", "state.out"} == torn
 
 
 def check_metadata(weights: GGUFWeights, path: Path) -> None:

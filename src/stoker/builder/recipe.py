@@ -15,7 +15,7 @@ from stoker.builder.config import BuildConfig
 from stoker.builder.conversion.canonical_names import CanonicalWeights
 from stoker.builder.conversion.import_linear import import_format, is_widened
 from stoker.builder.conversion.shard_plan import fit_recipe_to_shards
-from stoker.builder.conversion.tensor_plan import TensorPlan, is_transformed
+from stoker.builder.conversion.tensor_plan import TensorPlan, is_computed
 from stoker.builder.prequantized.cache_scales import KV_CACHE
 from stoker.builder.prequantized.compressed_tensors import kv_cache_scheme
 from stoker.builder.prequantized.fp8 import block_size
@@ -122,8 +122,10 @@ def _stored_recipe(config: EngineConfig, plans: dict[str, TensorPlan], checkpoin
     The most frequent format is the default, and all other linears are overrides.
     """
     linears = [spec for spec in declare(config.model).values() if isinstance(spec, LinearSpec)]
-    formats = {spec.name: _with_dtype(import_format(spec, plans, checkpoint.weights) or Dense(), config.dtype) for spec in linears}
-    widened = [formats[spec.name] for spec in linears if is_widened(spec, plans, checkpoint.weights)]
+    formats = {
+        spec.name: _with_dtype(import_format(spec, plans, checkpoint.weights, config.model) or Dense(), config.dtype) for spec in linears
+    }
+    widened = [formats[spec.name] for spec in linears if is_widened(spec, plans, checkpoint.weights, config.model)]
     for wider, count in Counter(config.dtype if found == Dense() else "int8 in groups" for found in widened).items():
         log.info("%d linears are stored as %s, because no kernel reads all of their parts as the checkpoint stores them.", count, wider)
     counts = Counter(formats[spec.name] for spec in linears if spec.quantize and formats[spec.name] != Dense())
@@ -154,7 +156,7 @@ def _described_recipe(config: EngineConfig, checkpoint: Checkpoint, architecture
     overrides: dict[str, Format] = {}
     for spec in declare(config.model).values():
         if isinstance(spec, LinearSpec) and spec.quantize:
-            if is_transformed(f"{spec.name}.weight", names):
+            if is_computed(f"{spec.name}.weight", names):
                 overrides[spec.name] = Dense()
             elif (common := math.gcd(rows, *spec.parts)) != rows and len(spec.parts) > 1:
                 overrides[spec.name] = BlockFp8(rows=common, columns=columns)

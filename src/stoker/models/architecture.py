@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -25,12 +25,15 @@ class Transformed:
     `restore` is its inverse, with which an engine is exported as a checkpoint: it receives the engine tensor and those of the engine
     modules `partners`, which are made of the same sources, and returns all sources. One of several partners has a `restore`. An engine of
     an architecture with an entry that has neither cannot be exported.
+
+    `moves` is "rows" or "columns" if `transform` only moves or selects these, in which case quantized weights keep their stored bits.
     """
 
     sources: tuple[str, ...]
     transform: Callable[[list[Tensor], ModelConfig], Tensor]
     restore: Callable[[list[Tensor], ModelConfig], tuple[Tensor, ...]] | None = None
     partners: tuple[str, ...] = ()
+    moves: Literal["rows", "columns"] | None = None
 
 
 # Maps engine names to checkpoint names. Both are module names: ".weight" and ".bias" are appended on both sides. "{i}" stands for the

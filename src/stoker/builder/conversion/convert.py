@@ -83,8 +83,8 @@ class Converter:
     def _convert_linear(self, spec: LinearSpec) -> Iterator[tuple[str, Tensor]]:
         """(engine name, tensor) of each stored tensor of a linear, which is imported unchanged or quantized."""
         chosen = self.config.recipe.format_for(spec)
-        if self.config.recipe.name == AS_STORED and import_format(spec, self.tensor_plans, self.weights) is not None:
-            stored = import_linear(spec, chosen, self.tensor_plans, self.weights)
+        if self.config.recipe.name == AS_STORED and import_format(spec, self.tensor_plans, self.weights, self.config.model) is not None:
+            stored = import_linear(spec, chosen, self.tensor_plans, self.weights, self.config.model)
             location = self.weights.location(self.tensor_plans[f"{spec.name}.weight"].sources[0][0])
             for suffix, tensor in stored.items():
                 _check_imported(f"{spec.name}.{suffix}", tensor, location)

@@ -1,6 +1,7 @@
 """Imports a linear from the pre-quantized weights of its parts (q, k and v; gate and up; experts).
 
-Stored tensors follow the output rows, so the parts of a fused linear are concatenated without a change of values.
+Stored tensors follow the output rows, so the parts of a fused linear are concatenated without a change of values. Where an architecture
+moves rows or columns, those of the stored tensors are moved.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.weights import CheckpointWeights
+from stoker.builder.conversion.moved_parts import moved_indices
 from stoker.builder.conversion.tensor_plan import TensorPlan
+from stoker.core.model_config import ModelConfig
 from stoker.core.specs import LinearSpec
 from stoker.quant.format import Format
 from stoker.quant.formats.block_fp8 import BlockFp8
@@ -28,14 +31,21 @@ LAYER_INPUTS = "layer_inputs.embed"  # a table of Gemma 3n, which has a third of
 _PER_GROUP_SUFFIXES = ("scale", "zero", "offset")
 
 
-def import_format(spec: LinearSpec, plans: Mapping[str, TensorPlan], weights: CheckpointWeights) -> Format | None:
+def import_format(spec: LinearSpec, plans: Mapping[str, TensorPlan], weights: CheckpointWeights, model: ModelConfig) -> Format | None:
     """The format that can store all parts of `spec` as the checkpoint has them. None if a part consists of plain numbers.
 
-    Parts in different kinds of groups, such as q in Q4_K and v in Q6_K, have int8 in groups in common.
+    Parts in different kinds of groups, such as q in Q4_K and v in Q6_K, have int8 in groups in common. Rows and columns that the
+    architecture moves must be whole blocks and groups.
     """
     plan = plans[f"{spec.name}.weight"]
-    if plan.transformed is not None:
-        return None
+    found = _common_format(spec, plan, weights)
+    if found is None or plan.transformed is None:
+        return found
+    return found if moved_indices(spec, found, plan, weights, model) is not None else None
+
+
+def _common_format(spec: LinearSpec, plan: TensorPlan, weights: CheckpointWeights) -> Format | None:
+    """The format that can store all sources of a weight, without regard to their arrangement."""
     sources = [source for group in plan.sources for source in group]
     formats = {weights.prequantized.get(source) for source in sources}
     found = formats.pop() if len(formats) == 1 else _common_groups(formats)
@@ -49,10 +59,10 @@ def import_format(spec: LinearSpec, plans: Mapping[str, TensorPlan], weights: Ch
     return found
 
 
-def is_widened(spec: LinearSpec, plans: Mapping[str, TensorPlan], weights: CheckpointWeights) -> bool:
+def is_widened(spec: LinearSpec, plans: Mapping[str, TensorPlan], weights: CheckpointWeights, model: ModelConfig) -> bool:
     """Whether the checkpoint stores a part of `spec` in fewer bits than `import_format`, which stores all parts in the same way."""
     stored = {weights.prequantized.get(source) for group in plans[f"{spec.name}.weight"].sources for source in group}
-    found = import_format(spec, plans, weights)
+    found = import_format(spec, plans, weights, model)
     return stored != {None} and (len(stored) > 1 or found is None or (spec.name == LAYER_INPUTS and stored != {found}))
 
 
@@ -70,7 +80,9 @@ def _is_wideable(found: Int4) -> bool:
     return found.zero in ("none", "float") and not found.reorder
 
 
-def import_linear(spec: LinearSpec, chosen: Format, plans: Mapping[str, TensorPlan], weights: CheckpointWeights) -> dict[str, Tensor]:
+def import_linear(
+    spec: LinearSpec, chosen: Format, plans: Mapping[str, TensorPlan], weights: CheckpointWeights, model: ModelConfig
+) -> dict[str, Tensor]:
     """The stored tensors of `spec` by suffix, imported without changing a value.
 
     `chosen` is the format of its parts in the checkpoint, or the same format with smaller groups or blocks.
@@ -79,6 +91,10 @@ def import_linear(spec: LinearSpec, chosen: Format, plans: Mapping[str, TensorPl
     for sources in plan.sources:
         parts = [_split_scales(weights.read_prequantized(s), weights.prequantized[s], chosen, weights.tensors[s].shape) for s in sources]
         experts.append({suffix: _fuse(suffix, [part[suffix] for part in parts], spec) for suffix in parts[0]})
+    if plan.transformed is not None:
+        moved = moved_indices(spec, chosen, plan, weights, model)
+        assert moved is not None, f"{spec.name} is imported as {chosen}, which `import_format` does not choose"
+        return {suffix: tensor.index_select(*moved[suffix]) if suffix in moved else tensor for suffix, tensor in experts[0].items()}
     if not plan.stacked:
         return experts[0]
     stacked = {suffix: torch.stack([expert[suffix] for expert in experts]) for suffix in experts[0]}

@@ -64,9 +64,10 @@ def dense_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
     return shapes | {f"{spec.name}.bias": spec.bias_shape} if spec.bias else shapes
 
 
-def is_transformed(name: str, names: TensorNames) -> bool:
-    """Whether the engine tensor `name` is computed by a function, and not only concatenated."""
-    return isinstance(_look_up(name, names)[0], Transformed)
+def is_computed(name: str, names: TensorNames) -> bool:
+    """Whether a function computes the values of the engine tensor `name`, which are otherwise concatenated or moved."""
+    found = _look_up(name, names)[0]
+    return isinstance(found, Transformed) and found.moves is None
 
 
 def combine_sources(plan: TensorPlan, tensors: list[Tensor], config: ModelConfig) -> Tensor:

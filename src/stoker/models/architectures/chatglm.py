@@ -76,7 +76,7 @@ def chatglm_names(config: ModelConfig) -> TensorNames:
         "head": "transformer.output_layer",
         "layers.{i}.attention_norm": f"{layer}.input_layernorm",
         "layers.{i}.mlp_norm": f"{layer}.post_attention_layernorm",
-        "layers.{i}.attention.qkv": Transformed((fused,), ungroup_qkv, group_qkv) if by_head else fused,
+        "layers.{i}.attention.qkv": Transformed((fused,), ungroup_qkv, group_qkv, moves="rows") if by_head else fused,
         "layers.{i}.attention.out": f"{layer}.self_attention.dense",
         "layers.{i}.mlp.up": f"{layer}.mlp.dense_h_to_4h",
         "layers.{i}.mlp.down": f"{layer}.mlp.dense_4h_to_h",

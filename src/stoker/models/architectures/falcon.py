@@ -63,7 +63,7 @@ def falcon_names(config: ModelConfig) -> TensorNames:
         "head": "lm_head",
         "layers.{i}.attention_norm": f"{layer}.ln_attn" if two_norms else f"{layer}.input_layernorm",
         "layers.{i}.mlp_norm": f"{layer}.ln_mlp" if two_norms else f"{layer}.post_attention_layernorm",
-        "layers.{i}.attention.qkv": Transformed((f"{layer}.self_attention.query_key_value",), ungroup_qkv, group_qkv),
+        "layers.{i}.attention.qkv": Transformed((f"{layer}.self_attention.query_key_value",), ungroup_qkv, group_qkv, moves="rows"),
         "layers.{i}.attention.out": f"{layer}.self_attention.dense",
         "layers.{i}.mlp.up": f"{layer}.mlp.dense_h_to_4h",
         "layers.{i}.mlp.down": f"{layer}.mlp.dense_4h_to_h",

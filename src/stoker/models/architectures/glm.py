@@ -101,7 +101,9 @@ def chatglm1_names(config: ModelConfig) -> TensorNames:
     return glm_names(config) | {
         "embed": "transformer.word_embeddings",
         "head": "lm_head",
-        "layers.{i}.attention.qkv": Transformed(("transformer.layers.{i}.attention.query_key_value",), _paired_halves, _quarters),
+        "layers.{i}.attention.qkv": Transformed(
+            ("transformer.layers.{i}.attention.query_key_value",), _paired_halves, _quarters, moves="rows"
+        ),
     }
 
 

@@ -68,7 +68,7 @@ def bigcode_names(config: ModelConfig) -> TensorNames:
         "head": "lm_head",
         "layers.{i}.attention_norm": f"{layer}.ln_1",
         "layers.{i}.mlp_norm": f"{layer}.ln_2",
-        "layers.{i}.attention.qkv": Transformed((f"{layer}.attn.c_attn",), ungroup_qkv, group_qkv),
+        "layers.{i}.attention.qkv": Transformed((f"{layer}.attn.c_attn",), ungroup_qkv, group_qkv, moves="rows"),
         "layers.{i}.attention.out": f"{layer}.attn.c_proj",
         "layers.{i}.mlp.up": f"{layer}.mlp.c_fc",
         "layers.{i}.mlp.down": f"{layer}.mlp.c_proj",

@@ -35,7 +35,7 @@ def internlm2_names(config: ModelConfig) -> TensorNames:
         "head": "output",
         "layers.{i}.attention_norm": f"{layer}.attention_norm",
         "layers.{i}.mlp_norm": f"{layer}.ffn_norm",
-        "layers.{i}.attention.qkv": Transformed((f"{layer}.attention.wqkv",), ungroup_qkv, group_qkv),
+        "layers.{i}.attention.qkv": Transformed((f"{layer}.attention.wqkv",), ungroup_qkv, group_qkv, moves="rows"),
         "layers.{i}.attention.out": f"{layer}.attention.wo",
         "layers.{i}.mlp.up": (f"{layer}.feed_forward.w1", f"{layer}.feed_forward.w3"),
         "layers.{i}.mlp.down": f"{layer}.feed_forward.w2",

@@ -56,8 +56,8 @@ def qwen3_next_names(config: ModelConfig) -> TensorNames:
     """The checkpoint modules of Qwen3-Next that make each engine module, by engine name; see `TensorNames`."""
     linear = "model.layers.{i}.linear_attn"
     inputs: TensorNames = {
-        "layers.{i}.state.in": Transformed((f"{linear}.in_proj_qkvz",), ungroup_inputs, _group_inputs),
-        "layers.{i}.state.gates": Transformed((f"{linear}.in_proj_ba",), ungroup_gates, _group_gates),
+        "layers.{i}.state.in": Transformed((f"{linear}.in_proj_qkvz",), ungroup_inputs, _group_inputs, moves="rows"),
+        "layers.{i}.state.gates": Transformed((f"{linear}.in_proj_ba",), ungroup_gates, _group_gates, moves="rows"),
     }
     return qwen2_moe_names(config) | gated_attention_names() | delta_net_names(linear) | inputs
 
@@ -68,9 +68,9 @@ def gated_attention_names() -> TensorNames:
     gate = "layers.{i}.attention.gate"
     names: TensorNames = {
         "layers.{i}.attention.qkv": Transformed(
-            (q, f"{attention}.k_proj", f"{attention}.v_proj"), queries_keys_values, _projections, (gate,)
+            (q, f"{attention}.k_proj", f"{attention}.v_proj"), queries_keys_values, _projections, (gate,), "rows"
         ),
-        gate: Transformed((q,), attention_gates, partners=("layers.{i}.attention.qkv",)),
+        gate: Transformed((q,), attention_gates, partners=("layers.{i}.attention.qkv",), moves="rows"),
     }
     norms = {
         "norm": "model.norm",

@@ -7,6 +7,7 @@ presents each expert as a tensor of its own, `blk.0.ffn_up_exps.5.weight`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Container
 
 from stoker.builder.checkpoint.gguf.architecture import GGUFArchitecture
@@ -72,5 +73,5 @@ def _in_layer(i: int, source: str | tuple[str, ...] | Transformed) -> str | tupl
     if isinstance(source, str):
         return f"blk.{i}.{source}"
     if isinstance(source, Transformed):
-        return Transformed(tuple(f"blk.{i}.{name}" for name in source.sources), source.transform)
+        return dataclasses.replace(source, sources=tuple(f"blk.{i}.{name}" for name in source.sources))
     return tuple(f"blk.{i}.{name}" for name in source)

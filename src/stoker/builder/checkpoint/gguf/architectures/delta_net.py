@@ -73,8 +73,8 @@ def _read_qwen3_5_moe(m: Metadata) -> dict[str, Any]:
 
 _COMMON: dict[str, str | tuple[str, ...] | Transformed] = {
     "mlp_norm": "post_attention_norm",
-    "attention.qkv": Transformed(("attn_q", "attn_k", "attn_v"), queries_keys_values),
-    "attention.gate": Transformed(("attn_q",), attention_gates),
+    "attention.qkv": Transformed(("attn_q", "attn_k", "attn_v"), queries_keys_values, moves="rows"),
+    "attention.gate": Transformed(("attn_q",), attention_gates, moves="rows"),
     "mlp.shared_gate": Transformed(("ffn_gate_inp_shexp",), as_row),
     "state.norm": "ssm_norm",
 }
@@ -84,8 +84,8 @@ def _qwen3_next_names(tensors: Container[str]) -> ModuleNames:
     """The modules of Qwen3-Next. Early files have one input projection, whose rows are in groups of the heads of a key."""
     is_grouped = "blk.0.ssm_in.weight" in tensors
     return _COMMON | {
-        "state.in": Transformed(("ssm_in",), ungroup_inputs) if is_grouped else ("attn_qkv", "attn_gate"),
-        "state.gates": Transformed(("ssm_ba",), ungroup_gates),
+        "state.in": Transformed(("ssm_in",), ungroup_inputs, moves="rows") if is_grouped else ("attn_qkv", "attn_gate"),
+        "state.gates": Transformed(("ssm_ba",), ungroup_gates, moves="rows"),
         "state.out": "ssm_out",
         "state.conv": "ssm_conv1d",
         "state.a_log": Transformed(("ssm_a",), flat_log_of_decay),
@@ -137,9 +137,9 @@ def _convolution(tensors: list[Tensor], config: ModelConfig) -> Tensor:
 
 
 _QWEN3_5_NAMES = _COMMON | {
-    "state.in": Transformed(("attn_qkv", "attn_gate"), _inputs),
-    "state.gates": Transformed(("ssm_beta", "ssm_alpha"), _gates),
-    "state.out": Transformed(("ssm_out",), partial(_rearranged, 1)),
+    "state.in": Transformed(("attn_qkv", "attn_gate"), _inputs, moves="rows"),
+    "state.gates": Transformed(("ssm_beta", "ssm_alpha"), _gates, moves="rows"),
+    "state.out": Transformed(("ssm_out",), partial(_rearranged, 1), moves="columns"),
     "state.conv": Transformed(("ssm_conv1d",), _convolution),
     "state.a_log": Transformed(("ssm_a",), _decay),
     "state.dt_bias": Transformed(("ssm_dt.bias",), partial(_rearranged, 0)),
