@@ -129,6 +129,7 @@ def _runner(engine: Engine, config: RuntimeConfig, rank: int) -> ModelRunner:
         max_seq_len=capacity.max_seq_len, block_size=size, device=META,
         max_drafts=max_drafts,
         has_trees=config.tree is not None, use_graphs=captures_steps(config, settings.model),
+        states=states if settings.model.has_state else None,
         world=World(rank, mapping.world_size, group, stage, everyone, leader(mapping), dispatch=dispatch),
     )  # fmt: skip
 
