@@ -306,6 +306,7 @@ ACCEPTED: dict[str, tuple[dict, Any, str, Any]] = {
     "model_metadata.tags": (MODEL, ["force-legacy-api-non-openai-compatible"], "options.legacy", True),
     "model_metadata.max_tokens_counts_prompt": (MODEL, True, "options.max_tokens_counts_prompt", True),
     "resources.use_gpu": (MODEL, False, "runtime.device", "cpu"),
+    "runtime.enable_debug_logs": (MODEL, True, "deployment.log_level", "debug"),
 }
 TOGETHER = {
     *(B + f"speculator.checkpoint_repository.{name}" for name in ("source", "repo", "revision", "runtime_secret_name")),

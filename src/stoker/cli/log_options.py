@@ -30,6 +30,13 @@ LogFormat = Annotated[
 ]
 
 
+def use_default_level(level: str | None) -> None:
+    """Log at `level` in this process and its children, unless --log-level or STOKER_LOG has set a level. None changes nothing."""
+    if level is not None and not env.text("STOKER_LOG"):
+        env.set_log(level=level)
+        logging.configure()
+
+
 @contextmanager
 def logging_to(file: Path | None, level: str | None = None, log_format: str | None = None) -> Iterator[None]:
     """In the block, log from this process and its children to `file`, to which their other output on standard error is appended, too.

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 from typing import NamedTuple
 
+from stoker.cli.log_options import use_default_level
 from stoker.cli.prepare_server import PreparedServer, engine_is_missing, prepare_server
 from stoker.cli.serve_arguments import ServeArguments
 from stoker.deploy.deployment import Deployment
@@ -33,6 +34,7 @@ def prepare(arguments: ServeArguments, progress: Progress) -> ServerStart:
     Raises ConfigError, CheckpointError and EngineError.
     """
     deployment, listeners = _read(arguments, progress)
+    use_default_level(deployment.log_level)
     if not engine_is_missing(deployment):
         executor = prestart_executor()
         try:

@@ -143,6 +143,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     runtime: RuntimeConfig = RuntimeConfig()
     drafts: EngineSource | None = None  # of `runtime.speculate`, if it is a location to fetch
     server: ServerSettings = ServerSettings()
+    log_level: str | None = None  # of the processes of the server, unless the command line or the environment sets one
     settings: tuple[Setting, ...] = ()  # the settings that are used, in the order of reading
     nodes: RequiredNodes = RequiredNodes()
     notes: tuple[Note, ...] = ()  # remarks, such as why a key has no effect

@@ -14,7 +14,7 @@ from stoker.base.logging import get_logger
 from stoker.base.nodes import NodeSettings
 from stoker.cli.api_keys import collect_keys, read_admin_key
 from stoker.cli.config_file import read_config_file
-from stoker.cli.log_options import LogFile, LogFormat, LogLevel, logging_to
+from stoker.cli.log_options import LogFile, LogFormat, LogLevel, logging_to, use_default_level
 from stoker.cli.node_options import NodeOptions, node_options, read_nodes
 from stoker.cli.options import build_options, explicit_parameters, runtime_options, struct_options
 from stoker.cli.ray_options import RayOptions, check_ray_options, ray_application, ray_options, run_on_ray
@@ -222,7 +222,9 @@ def _run_node(arguments: ServeArguments) -> int:
         from stoker.cli.node_process import run_node
         from stoker.cli.prepare_server import prepare_server
 
-        prepared = prepare_server(arguments.read_deployment(progress), progress, arguments.nodes)
+        deployment = arguments.read_deployment(progress)
+        use_default_level(deployment.log_level)
+        prepared = prepare_server(deployment, progress, arguments.nodes)
     return run_node(prepared.engine, prepared.runtime, arguments.nodes, typer.echo)
 
 

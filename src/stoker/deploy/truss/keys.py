@@ -207,7 +207,7 @@ _TOP_ROWS = (
     no_effect("runtime.num_workers", _COUNT, "in-flight batching serves all requests with one copy of the model"),
     no_effect("runtime.streaming_read_timeout", _UNSIGNED, "it is a setting of the proxy in front of the model"),
     no_effect("runtime.enable_tracing_data", _FLAG, _PLATFORM),
-    no_effect("runtime.enable_debug_logs", _FLAG, "set STOKER_LOG=debug instead"),
+    accepted("runtime.enable_debug_logs", _FLAG, "true: the log level is debug, unless --log-level or STOKER_LOG sets one", "debug_logs"),
     accepted("runtime.transport", _ANY, "http, and grpc without a custom model.py; websocket is rejected", "transport"),
     rejected("runtime.is_websocket_endpoint", "websockets are not supported", False, type=_FLAG),
     no_effect("runtime.health_checks", _ANY, _PLATFORM),

@@ -102,6 +102,7 @@ def _deployment(settings: CollectedSettings, folder: Path) -> Deployment:
         runtime=runtime,
         drafts=drafts,
         server=server,
+        log_level="debug" if settings.get("debug_logs") else None,
         settings=settings.settings(),
         notes=tuple(settings.notes),
     )
