@@ -142,6 +142,29 @@ world.close()
     assert (ran.returncode, ran.stdout.splitlines()) == (0, expected), ran.stderr
 
 
+def test_engines_of_several_ranks_follow_each_other_in_one_process(engine: Path) -> None:
+    """Each engine leaves its world when it is closed, and nothing is printed at the end of the process."""
+    code = f"""
+import sys
+import torch
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from rank_executors import generate, load
+
+tokens = []
+for _ in range(2):
+    executor = load({str(engine)!r})
+    tokens.append(generate(executor, [[5, 6, 7]], 3))
+    executor.close()
+    try:
+        executor.runner.world.tensor.all_reduce(torch.ones(4))
+    except RuntimeError:
+        print("left")
+assert tokens[0] == tokens[1]
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "left\nleft\n", "")
+
+
 def test_a_hung_rank_ends_all_ranks(engine: Path) -> None:
     executor = load(engine)
     process = ranks_of(executor)._local.followers[0].process

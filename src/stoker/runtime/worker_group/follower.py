@@ -90,6 +90,9 @@ def follow(task: FollowTask) -> None:
     _run_steps(channel, runner, SPIN_S[device.type], task)
     if transfers is not None:
         transfers.close()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the last step; the leader kills a rank that does not end in time
+    world.close()
 
 
 def _serve_transfers(task: FollowTask, engine: EngineConfig, runner: ModelRunner, store: Store) -> RankTransfers:

@@ -55,6 +55,7 @@ class WorkerGroup:
         self._step_timeout_s = config.step_timeout_s or STEP_TIMEOUT_S[self._device.type]
         num_blocks = -(-capacity.max_seq_len // limits.tokens_per_block)
         self.record_size = max_step_size(capacity.max_num_tokens, capacity.max_batch_size, num_blocks, mapping.data_parallel)
+        self._world: World | None = None  # that this process has joined
         self._failure: RankError | None = None
         self._failure_raised, self._closing = threading.Event(), threading.Event()
         self._first_failure_at: float | None = None
@@ -107,10 +108,11 @@ class WorkerGroup:
     def join(self) -> World:
         """Join the world when all followers are ready for it. Raises RankError if one of them ends before."""
         self.wait()
-        return join(
+        self._world = join(
             self._store, self._leader, self._engine.config.mapping, self._device, hosts=self._hosts,
             custom_all_reduce=self._config.custom_all_reduce, check=self.check,
         )  # fmt: skip
+        return self._world
 
     def transfer_layouts(self) -> list[RankLayout]:
         """Of each follower that serves transfers: where it listens, and what it holds. All ranks are on this host."""
@@ -170,7 +172,10 @@ class WorkerGroup:
         self.check()
 
     def close(self, failure: str = "") -> None:
-        """End the followers. `failure`: the error of this process that is the reason. Logs are retained if a follower failed."""
+        """End the followers, then leave the world. `failure`: the error of this process that is the reason.
+
+        Logs are retained if a follower failed.
+        """
         if self._closing.is_set():
             return
         self._closing.set()
@@ -187,6 +192,8 @@ class WorkerGroup:
             self._watcher.join()
             self._local.kill()
         self._nodes.close()
+        if self._world is not None:
+            _leave(self._world)
 
     # The watch thread.
 
@@ -231,6 +238,15 @@ def first_failure(local: FailedRank | None, remote: list[RemoteNode], *, may_wai
     if cause := next((node for node in remote if node.is_cause), None):
         return cause
     return None if may_wait else local or remote[0]
+
+
+def _leave(world: World) -> None:
+    """Close a world that no other rank uses any more. A thread does so, because a GPU may still wait for a rank that has failed."""
+    closing = threading.Thread(target=world.close, name="leave-world", daemon=True)
+    closing.start()
+    closing.join(GRACE_S)
+    if closing.is_alive():
+        log.warning("rank %d has not left the groups of its engine within %g s", world.rank, GRACE_S)
 
 
 def _give_up_after(deadline: float) -> None:
