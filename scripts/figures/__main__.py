@@ -13,6 +13,7 @@ from placement import placement
 from plots import fused_layer_time, step_time, throughput
 from request import request
 from routing import routing
+from scaling import scaling
 from svg import stylesheet
 
 from engine import engine
@@ -22,7 +23,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def generated_files() -> dict[str, str]:
     """Path below docs/ → content."""
-    drawings = (request, routing, engine, kv_cache, fused_layer, placement, step_time, throughput, fused_layer_time)
+    drawings = (request, routing, engine, kv_cache, fused_layer, placement, step_time, throughput, fused_layer_time, scaling)
     figures = {f"images/{draw.__name__}.svg": draw().svg() for draw in drawings}
     return figures | {"stylesheets/figures.css": stylesheet()}
 
