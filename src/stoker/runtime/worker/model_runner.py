@@ -105,8 +105,9 @@ class ModelRunner:
         return self.sampler.prepare(request)
 
     def close(self) -> None:
-        """End the compilation of grammars."""
+        """End the compilation of grammars, and delete the captured steps: NCCL closes no communicator that a graph uses."""
         self.sampler.close()
+        self.graphs = None
 
     def add(self, seq: Sequence) -> None:
         """Add a sequence, once, before its first step. Raises RequestError for a feature that the model does not support."""

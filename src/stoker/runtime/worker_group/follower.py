@@ -92,6 +92,7 @@ def follow(task: FollowTask) -> None:
         transfers.close()
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the last step; the leader kills a rank that does not end in time
+    runner.close()
     world.close()
 
 
