@@ -137,7 +137,7 @@ def test_dry_run_reports_settings_and_origins(checkpoint: Path, tmp_path: Path, 
     assert "static" in rows["policy"] and "command line" in rows["policy"]
     assert "default" in rows["max_queue_size"]
     assert "option.use_fused_mlp" in out
-    assert not (tmp_path / "cache").exists()
+    assert not (tmp_path / "cache" / "engines").exists()
 
 
 @pytest.mark.parametrize("kind", ["engine", "checkpoint", "triton", "lmi", "truss"])
