@@ -16,7 +16,8 @@ FAST := tests/test_architecture.py tests/test_vocabulary.py tests/project tests/
   tests/frontend tests/server tests/lmi tests/api/test_llm_settings.py tests/cli/test_documentation.py tests/cli/test_command_table.py
 FAST_SKIPS := tests/server/test_server_processes.py tests/server/test_server_hostile_http.py tests/frontend/test_chat_template.py \
   tests/frontend/test_detokenizer.py tests/frontend/test_beam_search.py tests/frontend/test_executor_transport.py \
-  tests/frontend/test_llm_start.py tests/deploy/test_triton_lint_fill.py tests/deploy/test_sources_remote.py tests/engine/test_engine_cache.py
+  tests/server/test_executor_restarts.py tests/server/test_monitoring.py tests/server/test_server_drain.py tests/deploy/test_draft_models.py \
+  tests/unit/test_speculation_fuzz.py tests/frontend/test_llm_start.py tests/deploy/test_triton_lint_fill.py tests/deploy/test_sources_remote.py tests/engine/test_engine_cache.py
 # The tests of the packages that [tool.coverage.run] in pyproject.toml names.
 COVERAGE := tests/unit tests/base tests/deploy tests/frontend tests/server tests/lmi tests/console tests/triton tests/truss tests/runtime/test_executor_loop.py \
   -m "not triton and not truss and not slow"
