@@ -38,5 +38,5 @@ def test_states_of_two_stages_reach_the_third() -> None:
             forwarded.observe(2, x)
             if not stage.is_last:
                 forwarded.send(x)
-        assert [(4 + number, state.unique().tolist()) for number, state in forwarded.earlier] == [(n, [n]) for n in expected]
+        assert [(4 + number, state.unique().tolist()) for number, state in forwarded.pop_earlier()] == [(n, [n]) for n in expected]
         assert x.shape == (4, 3) and x.unique().tolist() == [6] and not link

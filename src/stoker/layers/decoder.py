@@ -221,8 +221,8 @@ class Decoder:
         stage = self.stage
         shape = (batch.num_tokens, self.config.stream_width)
         x = self.begin(batch) if stage.is_first else self._forwarded.receive(shape, self.dtype, self.device)
-        if self.observe_layers is not None:
-            for number, state in self._forwarded.earlier if stage.is_last else ():
+        for number, state in self._forwarded.pop_earlier() if stage.is_last else ():
+            if self.observe_layers is not None:
                 self.observe_layers(number, state)
         adapter_ids = batch.adapter_ids
         if self.dispatch is not None:

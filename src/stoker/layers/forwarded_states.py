@@ -32,10 +32,10 @@ class ForwardedStates:
         self._states = dict(zip(self._received, states, strict=True))
         return x
 
-    @property
-    def earlier(self) -> list[tuple[int, Tensor]]:
-        """The received states. Their numbers count layers from the first one of this stage, and are negative."""
-        return [(number - self._first, self._states[number]) for number in self._received]
+    def pop_earlier(self) -> list[tuple[int, Tensor]]:
+        """The received states, of the last stage, which are then released. Their numbers count layers from its first one: negative."""
+        states, self._states = self._states, {}
+        return [(number - self._first, state) for number, state in states.items()]
 
     def observe(self, num_layers: int, x: Tensor) -> None:
         """Keep the states `x` before layer `num_layers` of this stage, if a later stage wants them."""

@@ -38,7 +38,7 @@ def unflatten_heads(tensors: list[Tensor], config: ModelConfig) -> tuple[Tensor,
     return (tensors[0].unflatten(0, (-1, attention.head_size)),)
 
 
-def as_row(tensors: list[Tensor], config: ModelConfig) -> tuple[Tensor, ...]:
+def unflatten_row(tensors: list[Tensor], config: ModelConfig) -> tuple[Tensor, ...]:
     """The inverse of `flatten` for a tensor [1, n]."""
     return (tensors[0][None],)
 

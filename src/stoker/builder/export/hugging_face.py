@@ -159,13 +159,13 @@ class _Exported:
         stored = self._ranks.tensors_of(spec)
         for plan in plans_of(spec, self._names):
             if plan.transformed is not None:
-                yield from self._restored(plan)
+                yield from self._restored(spec, plan, stored)
             elif isinstance(spec, LinearSpec) and plan.name.endswith(".weight"):
                 yield from self._linear(spec, plan, stored)
             else:
                 yield from self._plain(plan, stored[plan.name])
 
-    def _restored(self, plan: TensorPlan) -> Iterator[tuple[str, Tensor]]:
+    def _restored(self, spec: Spec, plan: TensorPlan, stored: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, tensor) of tensors that the engine has in another arrangement. Quantized ones become plain numbers.
 
         Raises EngineError for those that cannot be computed from engine tensors.
@@ -179,33 +179,36 @@ class _Exported:
                 f"{self.engine.path}: {plan.name} is computed from tensors of {self.architecture.name}, and cannot be exported.",
                 cure="Use the checkpoint that the engine was built from.",
             )
-        tensors = [self._dequantized(name) for name in (plan.name, *plan.partners)]
+        tensors = [self._dequantized(spec, plan.name, stored)]
+        for partner in plan.partners:
+            of_partner = self._specs[partner if partner in self._specs else partner.rpartition(".")[0]]
+            tensors.append(self._dequantized(of_partner, partner, self._ranks.tensors_of(of_partner)))
         for name, tensor in zip(plan.sources[0], transformed.restore(tensors, self.engine.config.model), strict=True):
             if name.endswith(".weight") and tensor.dim() == 2:
                 self.schemes[name.removesuffix(".weight")] = None
             yield name, tensor.to(self.engine.dtype)
 
-    def _dequantized(self, name: str) -> Tensor:
-        """An engine tensor as plain numbers. Logs a warning if the engine has it quantized."""
-        spec = self._specs[name if name in self._specs else name.rpartition(".")[0]]
-        stored = self._ranks.tensors_of(spec)
+    def _dequantized(self, spec: Spec, name: str, stored: dict[str, Tensor]) -> Tensor:
+        """The engine tensor `name` of a spec as plain numbers. Logs a warning if the engine has it quantized."""
         if not (isinstance(spec, LinearSpec) and name.endswith(".weight") and self._is_quantized(spec)):
             return stored[name]
         log.warning("%s is exported as %s: the engine has it in another arrangement.", name, self.engine.config.dtype)
-        chosen = self.engine.config.recipe.format_for(spec)
-        layouts = chosen.layout(spec, self.engine.dtype)
-        return dequantize(chosen, {suffix: stored[f"{spec.name}.{suffix}"] for suffix in layouts})
+        return dequantize(self.engine.config.recipe.format_for(spec), self._by_suffix(spec, stored))
+
+    def _by_suffix(self, spec: LinearSpec, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The stored tensors of the weight of a linear, by suffix."""
+        layouts = self.engine.config.recipe.format_for(spec).layout(spec, self.engine.dtype)
+        return {suffix: stored[f"{spec.name}.{suffix}"] for suffix in layouts}
 
     def _linear(self, spec: LinearSpec, plan: TensorPlan, stored: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, tensor) of the modules that make a linear, of each expert if it has several."""
-        chosen, prefix = self.engine.config.recipe.format_for(spec), f"{spec.name}."
+        chosen = self.engine.config.recipe.format_for(spec)
         if not self._is_quantized(spec):
             if spec.name != "embed" and (plan.stacked or not spec.num_experts):
                 self.schemes |= {name.removesuffix(".weight"): None for group in plan.sources for name in group}
             yield from self._plain(plan, stored[plan.name])
             return
-        layouts = chosen.layout(spec, self.engine.dtype)
-        tensors = {suffix: stored[prefix + suffix] for suffix in layouts}
+        tensors = self._by_suffix(spec, stored)
         if spec.name == "embed" or (spec.num_experts and not plan.stacked):  # compressed-tensors quantizes linears only
             if spec.num_experts:
                 log.warning("%s is exported as %s: the checkpoint has one tensor of all experts.", spec.name, self.engine.config.dtype)

@@ -9,7 +9,7 @@ from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.deepseek import deepseek_names
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
 from stoker.models.config_fields import read_activation, read_head_size, read_rope, replace_fields, require_values, with_defaults
-from stoker.models.tensor_transforms import as_row, flatten
+from stoker.models.tensor_transforms import flatten, unflatten_row
 
 
 @with_defaults(
@@ -49,7 +49,7 @@ def ernie_moe_config(hf: dict[str, Any]) -> ModelConfig:
 def ernie_moe_names(config: ModelConfig) -> TensorNames:
     """The checkpoint modules of ERNIE 4.5 MoE that make each engine module, by engine name; see `TensorNames`."""
     correction = "model.layers.{i}.mlp.moe_statics.e_score_correction_bias"  # [1, experts]
-    return deepseek_names(config) | {"layers.{i}.mlp.correction": Transformed((correction,), flatten, as_row)}
+    return deepseek_names(config) | {"layers.{i}.mlp.correction": Transformed((correction,), flatten, unflatten_row)}
 
 
 ARCHITECTURES = (

@@ -46,9 +46,8 @@ class DynamicDrafts(RecurrentDrafts):
         found: list[tuple[Tensor, Tensor, Tensor]] = []  # token, score and parent of the candidates of each depth
         num_found = 0
         for depth in range(self.tree.depth):
-            counters, num_parents = step.positions + 2 + depth, len(x) // count
-            counters = counters if num_parents == 1 else counters.repeat_interleave(num_parents)
-            logits = self.head.logits(x)
+            num_parents = len(x) // count
+            logits, counters = self.head.logits(x), step.counters(depth, num_parents)
             scored = choose_scored(logits, self.head.target_ids, inputs, counters, self.vocab_size, width)
             tokens, logprobs = (part.view(count, -1) for part in scored)
             candidates = scores.repeat_interleave(width, 1) + logprobs

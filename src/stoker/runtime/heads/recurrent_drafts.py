@@ -42,6 +42,14 @@ class DraftStep:
     is_real: Tensor  # bool [S], False for padding
     longest: int  # the length of the longest sequence
 
+    def counters(self, depth: int, num_parents: int) -> Tensor:
+        """int32 [S × num_parents], the positions of the random numbers of the drafts after each of `num_parents` nodes of a sequence.
+
+        The newest token has position + 1; the first draft, at `depth` 0, has the random number of position + 2.
+        """
+        found = self.positions + 2 + depth
+        return found if num_parents == 1 else found.repeat_interleave(num_parents)
+
 
 class RecurrentDrafts(ABC):
     """Runs a recurrent head. `caches` have the blocks of the model, and then those of `spare`. `vocab_size` is that of the model."""
@@ -134,9 +142,7 @@ class StaticDrafts(RecurrentDrafts):
                 x = _select(x.view(count, -1, x.shape[-1]), 1, before.inner_parents).flatten(0, 1)
                 token_ids, masks = _select(found[-1], 1, before.inner).flatten(), None if before.is_chain else before.masks.repeat(count)
                 x = self.head(x, self._level_batch(token_ids, step, depth, before.num_inner, before.num_before, masks), self.caches)
-            # The newest token has position + 1; the first draft has the random number of position + 2.
-            counters, num_parents = step.positions + 2 + depth, len(x) // count
-            counters = counters if num_parents == 1 else counters.repeat_interleave(num_parents)
+            counters = step.counters(depth, len(x) // count)
             drafts = choose(self.head.logits(x), self.head.target_ids, inputs, counters, self.vocab_size, level.num_candidates)
             found.append(_select(drafts.view(count, -1), 1, level.chosen))
             if self.tree.is_chain:

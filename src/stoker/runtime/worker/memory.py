@@ -123,15 +123,12 @@ def num_snapshots(free: int, slot_bytes: int, num_rows: int, num_verified: int, 
     room = int(free * fraction) - needed
     if room <= 0:
         fitting = max(int(free * fraction) // slot_bytes - 1 - num_verified, 0)
+        smaller = "Use fewer draft tokens, or speculate=none." if num_verified else "Use a smaller engine."
         drafts = f" and of {num_verified} tokens of a step with drafts" if num_verified else ""
         raise ConfigError(
             f"max_num_sequences={num_rows} is refused: the recurrent states of {num_rows} sequences{drafts} need "
             f"{needed / 2**30:.2f} GiB, and {int(free * fraction) / 2**30:.2f} GiB are available for them.",
-            cure=f"Use at most {fitting} for max_num_sequences and max_batch_size."
-            if fitting
-            else "Use fewer draft tokens, or speculate=none."
-            if num_verified
-            else "Use a smaller engine.",
+            cure=f"Use at most {fitting} for max_num_sequences and max_batch_size." if fitting else smaller,
         )
     return min(2 * num_rows, room // 4 // slot_bytes) if config.prefix_reuse else 0
 

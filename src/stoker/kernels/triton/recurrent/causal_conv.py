@@ -79,10 +79,10 @@ def conv_kernel(
     is_place = inside[None, :] & (places < LAST)
     is_old = is_place & (is_new == 0)
     if VERIFY:
-        token_ptr = last_slot_ptr - first * stride_slot + channels[None, :] * LAST + places
         for i in range(count):
             after = last_inputs(state_ptr, source_ptr, stride_x, i + 1, is_place, is_old, places, LAST)
-            tl.store(token_ptr - (first * 0 + i) * stride_slot, after, mask=is_place)
+            token_ptr = last_slot_ptr - (first + i) * stride_slot
+            tl.store(token_ptr + channels[None, :] * LAST + places, after, mask=is_place)
     else:
         after = last_inputs(state_ptr, source_ptr, stride_x, count, is_place, is_old, places, LAST)
     if DECODE:
