@@ -135,8 +135,9 @@ def _parse_dynamic(text: str) -> DynamicTree:
         raise ConfigError(f"draft_tree={text[:60]!r} is refused.", cure="Use dynamic:DEPTH,WIDTH,TOKENS, such as dynamic:6,8,40.")
     tree = DynamicTree(*map(int, match.groups()))
     if not tree.depth or not tree.width or tree.num_expanded > MAX_TREE_NODES or tree.width > MAX_TREE_NODES:
-        limit = f"WIDTH and (DEPTH - 1) x WIDTH are from 1 to {MAX_TREE_NODES}"
-        raise ConfigError(f"draft_tree={text!r} expands {tree.num_expanded} nodes of width {tree.width}; {limit}.", cure="Use less.")
+        limit = f"DEPTH and WIDTH are at least 1, and WIDTH and (DEPTH - 1) x WIDTH at most {MAX_TREE_NODES}"
+        expanded = max(tree.num_expanded, 0)
+        raise ConfigError(f"draft_tree={text!r} expands {expanded} nodes of width {tree.width}; {limit}.", cure="Change DEPTH or WIDTH.")
     most = min(MAX_TREE_NODES, tree.width + tree.num_expanded * tree.width)
     if not 1 <= tree.num_nodes <= most:
         limit = f"TOKENS is from 1 to {most} for this depth and width"
