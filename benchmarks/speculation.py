@@ -1,6 +1,7 @@
 """Measures speculative decoding: on a GPU the cost of verification, on a CPU the speed of prompt lookup.
 
 PYTHONPATH=src python benchmarks/speculation.py --config benchmarks/models/llama-3.1-8b --json results.json    # an H200, 6 minutes
+PYTHONPATH=src python benchmarks/speculation.py --full-load 256 --json results.json    # prompt lookup that finds nothing, at full load
 PYTHONPATH=src python benchmarks/speculation.py --cpu --json results.json    # the demo model on this CPU, 3 minutes
 
 On a GPU the weights are random, so no draft would be accepted. The host then counts three of four drafts as accepted (`forced`), whatever
@@ -11,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -87,7 +89,8 @@ def on_gpu(args: argparse.Namespace, name: str) -> dict[str, Any]:
         )
         build(args.config, folder + "/engine", config, verify="none")
         for speculate in ("none", "ngram"):
-            with mock.patch.object(Graphs, "warm_up", lambda _: 0):
+            # Ranks capture graphs together, so that one process cannot leave it out.
+            with mock.patch.object(Graphs, "warm_up", lambda _: 0) if args.tensor_parallel == 1 else nullcontext():
                 settings = RuntimeConfig(
                     prefix_reuse=False, speculate=speculate, draft_tokens=DRAFTS, adaptive_drafts=False, kv_cache_tokens=1 << 16
                 )
@@ -105,6 +108,38 @@ def on_gpu(args: argparse.Namespace, name: str) -> dict[str, Any]:
             executor.close()
             del executor
             torch.cuda.empty_cache()
+    return result
+
+
+def full_load(args: argparse.Namespace, name: str, repeats: int = 4) -> dict[str, Any]:
+    """Output tokens per second of as many requests as rows, with and without prompt lookup of adaptive length, in turn."""
+    rows, prompt, new = args.full_load, 128, 256
+    result: dict[str, Any] = {"format": name, "rows": rows, "prompt": prompt, "new": new, "tokens_per_s": {"none": [], "ngram": []}}
+    with tempfile.TemporaryDirectory() as folder:
+        limits = Limits(max_batch_size=rows, max_input_len=prompt, max_output_len=new, max_num_tokens=8192)
+        config = BuildConfig(dtype="bfloat16", dummy_weights=True, limits=limits, device="cuda", quantization=FORMATS[name])
+        build(args.config, folder + "/engine", config, verify="none")
+        executors = {
+            speculate: load_executor(
+                folder + "/engine",
+                RuntimeConfig(prefix_reuse=False, speculate=speculate, draft_tokens=DRAFTS, kv_cache_tokens=rows * (prompt + new + 64)),
+                SynchronousMailbox,
+            )
+            for speculate in ("none", "ngram")
+        }
+        vocab = executors["none"].info.vocab_size
+        for seed in range(repeats + 1):
+            for speculate, executor in executors.items():
+                run = run_batch(executor, random_requests(rows, prompt, new, vocab, seed), new)
+                if seed:
+                    result["tokens_per_s"][speculate].append(run.output_tokens_per_s)
+        stats = executors["ngram"].snapshot()
+        result |= {"draft_tokens": stats.num_draft_tokens, "accepted_draft_tokens": stats.num_accepted_draft_tokens}
+        for executor in executors.values():
+            executor.close()
+    plain, drafted = (statistics.median(values) for values in result["tokens_per_s"].values())
+    result["speed"] = drafted / plain
+    print(name, result, flush=True)
     return result
 
 
@@ -154,13 +189,15 @@ def main() -> None:
     parser.add_argument("--rows", type=lambda text: [int(rows) for rows in text.split(",")], default=[1, 8])
     parser.add_argument("--context", type=int, default=1000)
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--full-load", type=int, metavar="ROWS", help="only compare throughputs with this number of rows")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.cpu:
         found: dict[str, Any] = {**provenance(device="cpu"), "cpu": on_cpu()}
     else:
         what = {"config": args.config, "context": args.context, "drafts": DRAFTS, "forced_accepted": ACCEPTED}
-        found = {**provenance(device="cuda"), **what, "formats": [on_gpu(args, name) for name in args.formats.split(",")]}
+        measure = full_load if args.full_load else on_gpu
+        found = {**provenance(device="cuda"), **what, "formats": [measure(args, name) for name in args.formats.split(",")]}
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -27,6 +27,7 @@ FEATURES: list[dict[str, Any]] = [
     {}, {}, {"temperature": 0.9, "seed": 5}, {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "seed": 2}, {"logprobs": 2},
     {"repetition_penalty": 1.4, "frequency_penalty": 0.4},
 ]  # fmt: skip
+TREE = ",".join([*(f"[{i}]" for i in range(12)), *(f"[{i},{j}]" for i in range(4) for j in range(4)), "[0,0,0]", "[1,0,0]"])
 
 
 @pytest.fixture(scope="module")
@@ -168,16 +169,15 @@ def test_a_drafter_that_never_drafts_never_runs(engine: Path, monkeypatch: pytes
     assert found == expected and set(replayed) == {None} and stats.num_steps <= plain.num_steps + 2
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle3"])
+@pytest.mark.parametrize(("name", "tree"), [("medusa", TREE), ("eagle3", TREE), ("eagle3", "dynamic:3,4,12"), ("eagle", "dynamic:5,3,30")])
 @pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False}, {"overlap": False}], ids=str)
-def test_trees_of_heads(engine: Path, tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+def test_trees_of_heads(engine: Path, tmp_path: Path, name: str, tree: str, settings: dict[str, Any]) -> None:
     """Captured and launched steps with trees give the tokens of plain decoding: greedy, sampled, and with features."""
     import tiny
     from head_oracles import ORACLES, write
 
     oracle = ORACLES[name](tiny.model())
     path = str(write(tmp_path / name, oracle.config, oracle.files))
-    tree = ",".join([*(f"[{i}]" for i in range(12)), *(f"[{i},{j}]" for i in range(4) for j in range(4)), "[0,0,0]", "[1,0,0]"])
     calls = feature_calls()
     expected, _ = answers(engine, calls)
     found, stats = answers(engine, calls, speculate=path, draft_tree=tree, **settings)

@@ -73,20 +73,24 @@ def counting_head(kind: str, files: Files, embedding: Tensor) -> Files:
     return files
 
 
-def build_all(checkpoint: Path, folder: Path, tokenizer: Path, *names: str) -> None:
+def build_all(checkpoint: Path, folder: Path, tokenizer: Path, *names: str, device: str = "cpu") -> None:
     limits = Limits(max_input_len=64, max_output_len=64, max_num_tokens=64, max_batch_size=8, tokens_per_block=16)
     for name in names:
-        config = BuildConfig(tokenizer=str(tokenizer), device="cpu", dtype="float32", limits=limits, mapping=MAPPINGS[name])
+        config = BuildConfig(tokenizer=str(tokenizer), device=device, dtype="float32", limits=limits, mapping=MAPPINGS[name])
         build(checkpoint, folder / name, config, verify="none")
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
+    return build_llama(tmp_path_factory.mktemp("llama"), tokenizer, *MAPPINGS)
+
+
+def build_llama(folder: Path, tokenizer: Path, *names: str, device: str = "cpu") -> Path:
+    """The engines of these mappings, and all heads, in `folder`."""
     model = hf_model("Llama", **LLAMA, tie_word_embeddings=False)
     make_counting(model)
     model.save_pretrained(folder / "hf")
-    build_all(folder / "hf", folder, tokenizer, *MAPPINGS)
+    build_all(folder / "hf", folder, tokenizer, *names, device=device)
     for kind in ("medusa", "eagle", "eagle3"):
         oracle = ORACLES[kind](model)
         write(folder / kind, oracle.config, counting_head(kind, oracle.files, model.model.embed_tokens.weight))
