@@ -183,7 +183,7 @@ def test_the_results_of_a_fleet_do_not_depend_on_the_number_of_processes(tmp_pat
     fleet = FleetSettings(num_replicas=5, num_routers=3, replica=SMALL, step_times=TIMES)
     results = simulate_fleet(fleet, requests, 1)
     assert summary(simulate_fleet(fleet, requests, 2)) == pytest.approx(summary(results), rel=1e-9) and len(results.duration_s) == 300
-    alone = Simulator(1, SMALL, TIMES, prefix_reuse=False).run(arrival for i, arrival in enumerate(requests.arrivals()) if i % 3 == 2)
+    alone = Simulator(1, SMALL, TIMES, prefix_reuse=False).run(request.arrival() for i, request in enumerate(requests.requests()) if i % 3 == 2)
     assert set(alone.duration_s) < set(results.duration_s)  # of five replicas, the third router has one
     with pytest.raises(ConfigError, match="routers=6 exceeds replicas=5"):
         msgspec.structs.replace(fleet, num_routers=6)

@@ -140,7 +140,7 @@ EXPECTED = {
 def test_trace_formats(name: str, tmp_path: Path) -> None:
     file = tmp_path / "trace"
     file.write_text(TRACES[name])
-    arrivals = list(read_trace(file, name))
+    arrivals = [request.arrival() for request in read_trace(file, name)]
     assert [(pytest.approx(a.at_s, abs=1e-5), len(a.prompt_ids), a.max_tokens) for a in arrivals] == EXPECTED[name]
     first, second = (arrival.prompt_ids for arrival in arrivals)
     shared = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)

@@ -19,7 +19,7 @@ from stoker.router.core.settings import RoutingSettings
 from stoker.simulation.replica import ReplicaSettings
 from stoker.simulation.simulator import Results, Simulator
 from stoker.simulation.step_times import StepTimes
-from stoker.simulation.traces import FORMATS_WITH_PREFIXES, Arrival, read_trace
+from stoker.simulation.traces import FORMATS_WITH_PREFIXES, TracedRequest, read_trace
 from stoker.simulation.transfers import TransferSettings
 
 MAX_REPLICAS = 100_000
@@ -40,10 +40,10 @@ class TraceSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.max_requests is not None:
             check_range("max_requests", self.max_requests, 1, 1 << 40)
 
-    def arrivals(self) -> Iterator[Arrival]:
+    def requests(self) -> Iterator[TracedRequest]:
         """The first requests of the trace, with scaled times. Raises ConfigError for a malformed trace."""
-        for arrival in itertools.islice(read_trace(self.file, self.format), self.max_requests):
-            yield arrival._replace(at_s=arrival.at_s / self.rate) if self.rate != 1.0 else arrival
+        for request in itertools.islice(read_trace(self.file, self.format), self.max_requests):
+            yield request._replace(at_s=request.at_s / self.rate) if self.rate != 1.0 else request
 
 
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,16 +110,16 @@ def _simulate_routers(fleet: FleetSettings, trace: TraceSettings, routers: range
     """Simulate the requests of some of the routers."""
     prefix_reuse = trace.format in FORMATS_WITH_PREFIXES or bool(fleet.num_prefill)
     simulators = {router: fleet.simulator(router, prefix_reuse) for router in routers}
-    waiting: dict[int, list[Arrival]] = {router: [] for router in routers}
-    for number, arrival in enumerate(trace.arrivals()):
+    waiting: dict[int, list[TracedRequest]] = {router: [] for router in routers}
+    for number, request in enumerate(trace.requests()):
         router = number % fleet.num_routers
         if router in simulators:
-            waiting[router].append(arrival)
+            waiting[router].append(request)
             if len(waiting[router]) == BATCH:
-                simulators[router].add_all(waiting[router])
+                simulators[router].add_all(map(TracedRequest.arrival, waiting[router]))
                 waiting[router].clear()
     for router, simulator in simulators.items():
-        simulator.add_all(waiting[router])
+        simulator.add_all(map(TracedRequest.arrival, waiting[router]))
     first, *others = [simulator.finish() for simulator in simulators.values()]
     for results in others:
         first.merge(results)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,26 @@ class Arrival(NamedTuple):
     session: str = ""
 
 
+class TracedRequest(NamedTuple):
+    """One request of a trace in little memory. Its prompt consists of blocks; texts of equal blocks at the same place are equal."""
+
+    at_s: float
+    block_ids: Seq[int]
+    tokens_per_block: int
+    num_prompt: int
+    max_tokens: int
+
+    def arrival(self) -> Arrival:
+        """The request with the token ids of its prompt. Of each block, only the first id depends on the block."""
+        prompt_ids: list[int] = []
+        same = [0] * (self.tokens_per_block - 1)
+        for block_id in self.block_ids:
+            prompt_ids.append(block_id % VOCAB_SIZE)
+            prompt_ids += same
+        del prompt_ids[self.num_prompt :]
+        return Arrival(self.at_s, prompt_ids, self.max_tokens)
+
+
 class _MooncakeLine(msgspec.Struct):
     """A line of a Mooncake trace. `timestamp` is in milliseconds."""
 
@@ -38,7 +59,7 @@ class _MooncakeLine(msgspec.Struct):
     hash_ids: list[int]
 
 
-def read_trace(file: Path, trace_format: str) -> Iterator[Arrival]:
+def read_trace(file: Path, trace_format: str) -> Iterator[TracedRequest]:
     """The requests of a trace in the order of the file. Raises ConfigError with the line for one that is malformed."""
     if trace_format not in FORMATS:
         raise ConfigError(f"format={trace_format!r} is refused.", cure=f"Use one of: {', '.join(FORMATS)}.")
@@ -55,7 +76,7 @@ def read_trace(file: Path, trace_format: str) -> Iterator[Arrival]:
         raise ConfigError(f"trace={file} cannot be read: {error}.", cure="Name a file of the trace.") from None
 
 
-def _rows(file: Path, lines: Iterator[str], columns: tuple[str, str, str]) -> Iterator[Arrival]:
+def _rows(file: Path, lines: Iterator[str], columns: tuple[str, str, str]) -> Iterator[TracedRequest]:
     """The requests of a CSV file with columns for time, prompt tokens and generated tokens. Their prompts have nothing in common."""
     reader = csv.reader(lines)
     names = next(reader, [])
@@ -72,10 +93,10 @@ def _rows(file: Path, lines: Iterator[str], columns: tuple[str, str, str]) -> It
             raise ConfigError(f"{file}:{reader.line_num}: {error}.", cure="Correct or remove the line.") from None
         if num_output:  # BurstGPT contains failed requests without an answer
             first = at_s if first is None else first
-            yield Arrival(max(0.0, at_s - first), _unique(number, num_prompt), num_output)
+            yield TracedRequest(max(0.0, at_s - first), (number,), num_prompt, num_prompt, num_output)
 
 
-def _mooncake(file: Path, lines: Iterator[str]) -> Iterator[Arrival]:
+def _mooncake(file: Path, lines: Iterator[str]) -> Iterator[TracedRequest]:
     """The requests of a JSON lines file, whose hash ids stand for blocks of 512 tokens."""
     decode = msgspec.json.Decoder(_MooncakeLine).decode
     for number, line in enumerate(lines):
@@ -88,19 +109,14 @@ def _mooncake(file: Path, lines: Iterator[str]) -> Iterator[Arrival]:
                 raise ValueError(f"{len(request.hash_ids)} hash ids are too few for {request.input_length} tokens")
         except (msgspec.MsgspecError, ValueError) as error:
             raise ConfigError(f"{file}:{number + 1}: {error}.", cure="Correct or remove the line.") from None
-        ids = [token for block in request.hash_ids for token in _unique(block, MOONCAKE_BLOCK)][: request.input_length]
-        yield Arrival(request.timestamp / 1000, ids, max(1, request.output_length))
+        blocks, count = request.hash_ids, request.input_length
+        yield TracedRequest(request.timestamp / 1000, blocks, MOONCAKE_BLOCK, count, max(1, request.output_length))
 
 
 def _check(at_s: float, num_prompt: int, num_output: int) -> None:
     """Raise ValueError for values out of range."""
     if not 0 <= at_s < 1e12 or not 1 <= num_prompt <= 1 << 24 or not 0 <= num_output <= 1 << 24:
         raise ValueError(f"time {at_s}, {num_prompt} prompt tokens and {num_output} new tokens are out of range")
-
-
-def _unique(number: int, count: int) -> list[int]:
-    """`count` token ids, of which the first one is that of no other number. Blocks are compared with all tokens before them."""
-    return [number % VOCAB_SIZE] + [0] * (count - 1)
 
 
 def _seconds(text: str) -> float:
