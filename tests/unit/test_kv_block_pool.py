@@ -39,6 +39,23 @@ class PoolMachine(RuleBasedStateMachine):
             return
         self.refs[block] = 1
 
+    @rule(count=st.integers(0, NUM_BLOCKS))
+    def allocate_many(self, count: int) -> None:
+        """The blocks, and their order, are those of single allocations."""
+        count = min(count, self.refs.count(0))
+        empty, single, evicted = (
+            self.pool._empty,
+            self.pool._empty[-1 : -1 - count : -1],
+            self.oldest[: max(0, count - self.pool.num_empty)],
+        )
+        self.evicted.clear()
+        blocks = self.pool.allocate_many(count)
+        assert blocks == single + evicted and self.evicted == evicted and self.pool._empty is empty
+        del self.oldest[: len(evicted)]
+        self.reusable -= set(evicted)
+        for block in blocks:
+            self.refs[block] = 1
+
     @precondition(lambda self: any(self.refs))
     @rule(data=st.data())
     def mark_reusable(self, data: st.DataObject) -> None:

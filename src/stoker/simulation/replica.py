@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence as Seq
 from itertools import groupby
 from operator import attrgetter
 
@@ -17,7 +18,7 @@ from stoker.base.config import TOKENS_PER_BLOCK, RuntimeConfig, check_choice, ch
 from stoker.base.errors import ConfigError
 from stoker.router.core.fleet import Fleet
 from stoker.router.core.replica import Replica
-from stoker.runtime.kv.events.log import BlockEventLog
+from stoker.runtime.kv.events.log import BlockChange, BlockEventLog
 from stoker.runtime.kv.events.wire import block_hash
 from stoker.runtime.request import Sequence
 from stoker.runtime.schedule.group_scheduler import GroupPlan, GroupScheduler
@@ -148,15 +149,16 @@ class SimulatedReplica:
 
     def _start(self, now_s: float) -> bool:
         """Plan steps and start them. False if there is nothing to compute."""
-        plan = self.scheduler.plan_steps(now_s)
-        if not len(plan) and len(self._held):  # the first waiting sequence needs blocks that are held for later ones
+        plan, num_held = self.scheduler.plan_steps(now_s), len(self._held)
+        if not plan.num_tokens and num_held:  # the first waiting sequence needs blocks that are held for later ones
             self._held.release_all()
             self.scheduler.on_free_blocks()
             plan = self.scheduler.plan_steps(now_s)
-        if not len(plan):
+        if not plan.num_tokens:
             return False
-        for seq in plan.sequences if len(self._held) else ():
-            self._held.release(seq.seq_id)
+        if num_held:
+            for seq in plan.sequences:
+                self._held.release(seq.seq_id)
         self.steps = RunningSteps(plan, now_s, self._step_times.of(plan), self._step_times.growth(plan))
         self.end_s = self.steps.end_s(self.steps.count)
         return True
@@ -168,13 +170,18 @@ class SimulatedReplica:
         if self.scheduler.budget.has_target:
             self.scheduler.record_time(steps.plan, steps.first_s)
         outcome = self.scheduler.commit_steps(steps.plan, steps.count)
+        if changes := self._log.pop():
+            self._apply(changes)
+        if self.imports:
+            self.admit_imports()
+        return steps, outcome
+
+    def _apply(self, changes: Seq[BlockChange]) -> None:
+        """Change the blocks of the replica in the index of the fleet."""
         slot, stored = self.replica.slot, self._fleet.stored
-        for is_stored, changes in groupby(self._log.pop(), key=_is_stored):
-            hashes = [block_hash(change.node) for change in changes]
+        for is_stored, same in groupby(changes, key=_is_stored):
+            hashes = [block_hash(change.node) for change in same]
             if is_stored:
                 stored.store(slot, hashes)
             else:
                 stored.remove(slot, hashes)
-        if self.imports:
-            self.admit_imports()
-        return steps, outcome

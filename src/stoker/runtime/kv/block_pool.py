@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from stoker.base.errors import ConfigError
 from stoker.runtime.kv.tiers import TierOccupancy
@@ -54,6 +54,16 @@ class BlockPool:
         self.refs[block] = 1
         return block
 
+    def allocate_many(self, count: int) -> list[int]:
+        """`count` blocks as from repeated calls of `allocate`. The caller has checked that as many are free."""
+        empty, refs = self._empty, self.refs
+        num_empty = min(count, len(empty))
+        blocks = empty[: -num_empty - 1 : -1]
+        del empty[len(empty) - num_empty :]
+        for block in blocks:
+            refs[block] = 1
+        return blocks if num_empty == count else blocks + [self.allocate() for _ in range(count - num_empty)]
+
     def acquire(self, block: int) -> None:
         """Add a reference to a block that is cached or in use."""
         if self.refs[block] == 0:
@@ -70,15 +80,21 @@ class BlockPool:
 
     def release(self, block: int) -> None:
         """Remove a reference. A block without references is free. Raises RuntimeError if it had none."""
-        refs = self.refs[block] - 1
-        if refs < 0:
-            raise RuntimeError(f"block {block} is released more often than it was acquired")
-        self.refs[block] = refs
-        if refs == 0:
-            if self._is_reusable[block]:
-                self._cached[block] = None
-            else:
-                self._empty.append(block)
+        self.release_many((block,))
+
+    def release_many(self, blocks: Iterable[int]) -> None:
+        """`release` of each block, in this order."""
+        refs, is_reusable, cached, empty = self.refs, self._is_reusable, self._cached, self._empty
+        for block in blocks:
+            left = refs[block] - 1
+            if left < 0:
+                raise RuntimeError(f"block {block} is released more often than it was acquired")
+            refs[block] = left
+            if not left:
+                if is_reusable[block]:
+                    cached[block] = None
+                else:
+                    empty.append(block)
 
     def occupancy(self, num_cells: int) -> TierOccupancy:
         """What the blocks hold, in at most `num_cells` cells. Takes about 15 ns per block, and 50 ns in cells with cached and used ones."""

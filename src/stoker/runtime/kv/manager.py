@@ -156,7 +156,7 @@ class KVCacheManager:
             pool.acquire(block)
         if match.host_blocks:
             self._begin_loads(match.host_blocks)
-        seq.blocks = match.blocks + [pool.allocate() for _ in range(match.num_blocks_now)]
+        seq.blocks = match.blocks + pool.allocate_many(match.num_blocks_now)
         seq.num_hashed = len(match.blocks)
         if match.host_blocks:
             self._plan_loads(match.host_blocks, seq.blocks[seq.num_hashed : match.num_reused])
@@ -180,8 +180,7 @@ class KVCacheManager:
         """Release the blocks of `seq` that its first `num_tokens` tokens do not need. False if there are none."""
         num_blocks = self.num_blocks_for(num_tokens)
         surplus = seq.blocks[num_blocks:]
-        for block in reversed(surplus):
-            self.pool.release(block)
+        self.pool.release_many(reversed(surplus))
         del seq.blocks[num_blocks:]
         seq.num_tabled_blocks = min(seq.num_tabled_blocks, num_blocks)
         self.num_reserved += len(surplus)
@@ -220,9 +219,7 @@ class KVCacheManager:
 
     def release_blocks(self, blocks: Seq[int]) -> None:
         """Release one reference to each of the blocks of a prefix, the last ones first, so that a prefix is evicted from its end."""
-        release = self.pool.release
-        for block in reversed(blocks):
-            release(block)
+        self.pool.release_many(reversed(blocks))
         if self._poisoned_in_use:
             self._collect_poisoned(blocks)
 
@@ -248,7 +245,7 @@ class KVCacheManager:
         """Blocks for contents that another engine has computed; None if fewer than `num_spared` would then be free for others."""
         if self.pool.num_free - self.num_reserved - num_spared < count:
             return None
-        return [self.pool.allocate() for _ in range(count)]
+        return self.pool.allocate_many(count)
 
     def adopt(self, root: PrefixRoot, token_ids: Seq[int], first: int, blocks: Seq[int]) -> list[int]:
         """Add imported blocks to the prefix index: those of a prompt from its block `first` on.

@@ -83,22 +83,31 @@ class GroupScheduler(Scheduler):
         self._event_log = event_log
         self._group = self._planner.group = DecodeGroup(self._running_set)
         self._prefilling = self._planner.prefilling = dict[int, Sequence]()
+        self._decodes = GroupPlan()  # the plan of steps that only decode
 
     def plan_steps(self, now: float) -> GroupPlan:
-        """Plan the next steps at the time `now`: several ones if they only decode. The plan is empty if there is nothing to compute."""
+        """Plan the next steps at the time `now`: several ones if they only decode. The plan is empty if there is nothing to compute.
+
+        It may be changed by the next call.
+        """
+        group = self._group
         if self._prefilling or len(self._running_set.queue):
             plan = self.plan(now)
             assert isinstance(plan, GroupPlan)
         else:  # faster: nothing can be admitted
-            plan = GroupPlan()
+            plan = self._decodes
             self._planner.add_group(plan)
             if plan.num_decodes:
                 self._in_flight.append(plan)
-        plan.num_context_tokens = self._group.num_context_tokens + sum(plan.starts)
-        if not plan.sequences and not self.budget.has_target and not len(self._event_log):  # evictions are reported after one step
-            plan.num_equal_steps = self._group.num_equal_steps
-        for seq in plan.sequences:
-            self._prefilling[seq.seq_id] = seq
+        plan.num_context_tokens = group.num_context_tokens
+        if plan.sequences:
+            plan.num_context_tokens += sum(plan.starts)
+            for seq in plan.sequences:
+                self._prefilling[seq.seq_id] = seq
+        elif self.budget.has_target or len(self._event_log):  # evictions are reported after one step
+            plan.num_equal_steps = 1
+        else:
+            plan.num_equal_steps = group.num_equal_steps
         return plan
 
     def commit_steps(self, plan: GroupPlan, num_steps: int) -> StepOutcome:

@@ -40,15 +40,11 @@ class StepBudget:
         self.limit = max_num_tokens  # of the newest step with decodes
         self._target_itl_s = target_itl_s
         self._target_ttft_s = target_ttft_s
+        self.has_target = target_itl_s is not None or target_ttft_s is not None  # without a target, nothing is measured
         self._decode = StepCost()
         self._excess = self._prefill_tokens = self._error_2 = 0.0  # decayed sums of seconds, tokens, and squared relative errors
         self._weight = self._prefill_step_s = 0.0  # mean time of a step with prompts
         self._largest = FIRST_PREFILL / 2
-
-    @property
-    def has_target(self) -> bool:
-        """Whether there is a target, without which nothing is measured."""
-        return self._target_itl_s is not None or self._target_ttft_s is not None
 
     def num_tokens(self, num_decodes: int, num_decoding: int, num_waiting_tokens: int, oldest_arrival: float | None, now: float) -> int:
         """The limit for a step with `num_decodes` of the `num_decoding` sequences that wait for their next token.
