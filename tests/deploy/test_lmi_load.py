@@ -15,6 +15,7 @@ from stoker.deploy.devices import visible_gpus
 from stoker.deploy.lmi.keys import TABLE
 from stoker.deploy.lmi.load import is_lmi_folder, load_lmi
 from stoker.deploy.lmi.model_settings import complete_lmi
+from stoker.deploy.runtime_checks import override_runtime
 
 MODEL = "option.model_id=org/model\n"
 
@@ -253,6 +254,21 @@ def test_draft_heads(tmp_path: Path, name: str) -> None:
     location = str(tmp_path / "heads") if name == "./heads" else name
     assert deployment.drafts == EngineSource(location=location, token_secret="HF_TOKEN")
     assert (deployment.runtime.speculate, deployment.runtime.draft_tokens) == (location, 3)
+
+
+def test_options_override_the_drafts_of_the_folder(tmp_path: Path) -> None:
+    """--speculate none turns off the drafts of a folder with all their settings; an option without an effect is refused."""
+    folder = load(tmp_path, "option.model_id=org/model\noption.speculative_draft_model=ngram\noption.max_draft_len=3").runtime
+    assert (folder.speculate, folder.draft_tokens) == ("ngram", 3)
+    assert override_runtime(folder, {"speculate": "none"}).draft_tokens is None
+    assert override_runtime(folder, {"draft_tokens": 5}).draft_tokens == 5
+    assert override_runtime(folder, {"speculate": "./heads", "draft_tree": "[0]", "draft_tokens": 1}).draft_tree == "[0]"
+    for changed, name in (({"speculate": "none", "draft_tokens": 3}, "draft_tokens=3"), ({"draft_tree": "[0],[1],[2]"}, "draft_tree=")):
+        with pytest.raises(ConfigError, match=f"{name}.* has no effect with speculate="):
+            override_runtime(folder, changed)
+    unused = load(tmp_path, "option.model_id=org/model\noption.max_draft_len=3")
+    assert "option.max_draft_len: it has no effect without option.speculative_draft_model" in "\n".join(map(str, unused.notes))
+    assert override_runtime(unused.runtime, {"speculate": "ngram"}).draft_tokens == 3
 
 
 def test_a_draft_model_that_is_no_location(tmp_path: Path) -> None:

@@ -111,6 +111,8 @@ def test_each_key_has_its_effect(tmp_path: Path, properties: dict[str, str]) -> 
         elif key in EFFECTS:
             path, meaning = EFFECTS[key]
             assert value_at(deployment, path) == meaning(text), key
+            if key == "option.max_draft_len":
+                assert "it has no effect without option.speculative_draft_model" in reasons.pop(key)
         elif key in NO_EFFECT:
             assert NO_EFFECT[key] in reasons.pop(key)
         else:

@@ -16,7 +16,7 @@ from stoker.deploy.deployment import BuildOptions, Deployment
 from stoker.deploy.engine import read_config
 from stoker.deploy.model_name import model_name_of
 from stoker.deploy.prepare import PreparedEngine, Progress, check_build, local_path, prepare_engine, read_deployment
-from stoker.deploy.runtime_checks import check_device, check_runtime, with_runtime_limits
+from stoker.deploy.runtime_checks import check_device, check_runtime, override_runtime, with_runtime_limits
 from stoker.engine.config import EngineConfig
 from stoker.engine.reader import Engine
 from stoker.quant.named_recipes import canonical_recipe_name
@@ -46,7 +46,7 @@ def prepare_model(model: str | Path, tokenizer: str | Path | None, choices: Choi
     if isinstance(deployment.source, BuildOptions):
         build = _without_stored_method(build, deployment.source)
         deployment = with_runtime_limits(apply_build_settings(deployment, build), runtime)
-    deployment = msgspec.structs.replace(deployment, runtime=msgspec.structs.replace(deployment.runtime, **choices.runtime))
+    deployment = msgspec.structs.replace(deployment, runtime=override_runtime(deployment.runtime, choices.runtime))
     if tokenizer is not None:
         deployment = _with_tokenizer(deployment, local_path(tokenizer, environment, progress))
     check_runtime(deployment, environment)

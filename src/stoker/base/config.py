@@ -259,15 +259,10 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._check_transfers()
 
     def _check_drafts(self) -> None:
-        """Raise ConfigError for a number or a tree of drafts that is out of range, or that cannot have an effect."""
+        """Raise ConfigError for a number or a tree of drafts that is out of range. `base.draft_settings` finds those without an effect."""
         if self.draft_tokens is not None:
             check_range("draft_tokens", self.draft_tokens, 1, MAX_DRAFT_TOKENS)
-        if (tree := self.tree) is None:
-            return
-        if self.speculate in PROPOSERS:
-            limit = f"draft_tree needs draft heads, and speculate is {self.speculate}"
-            raise ConfigError(f"{limit}.", cure="Set speculate to the directory of draft heads, or leave draft_tree out.")
-        if self.draft_tokens is not None and self.draft_tokens > len(tree):
+        if (tree := self.tree) is not None and self.draft_tokens is not None and self.draft_tokens > len(tree):
             raise ConfigError(
                 f"draft_tokens={self.draft_tokens} is refused: draft_tree has {len(tree)} nodes.",
                 cure="Lower it, or add nodes to the tree.",

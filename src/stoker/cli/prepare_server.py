@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,7 +23,7 @@ from stoker.deploy.build_settings import BuildSettings, apply_build_settings
 from stoker.deploy.deployment import BuildOptions, Deployment, EngineInfo, EngineSource
 from stoker.deploy.draft_engine import names_missing_engine
 from stoker.deploy.model_name import model_name_of
-from stoker.deploy.runtime_checks import check_device, check_runtime, with_runtime_limits
+from stoker.deploy.runtime_checks import check_device, check_runtime, override_runtime, with_runtime_limits
 from stoker.deploy.triton.export import five_models
 from stoker.server.names import check_names
 from stoker.server.protocols.kserve.model_config import TritonOptions
@@ -119,12 +119,14 @@ def engine_info(path: Path) -> EngineInfo:
 
 def override_fields(base: S, settings: S, explicit: frozenset[str] | None = None) -> S:
     """A copy of `base` with the fields in `explicit` from `settings`; None stands for the fields that differ from their default."""
+    return msgspec.structs.replace(base, **_changed_fields(settings, explicit))
+
+
+def _changed_fields(settings: ServerSettings | RuntimeConfig, explicit: frozenset[str] | None) -> dict[str, Any]:
+    """The values of the fields in `explicit`; None stands for the fields that differ from their default."""
     default = type(settings)()
     names = [name for name in settings.__struct_fields__ if explicit is None or name in explicit]
-    changed = {
-        name: value for name in names if (value := getattr(settings, name)) != getattr(default, name) or explicit is not None
-    }  # fmt: skip
-    return msgspec.structs.replace(base, **changed)
+    return {name: value for name in names if (value := getattr(settings, name)) != getattr(default, name) or explicit is not None}
 
 
 def describe_nodes(deployment: Deployment, nodes: NodeSettings) -> list[str]:
@@ -169,7 +171,7 @@ def _override(deployment: Deployment, settings: ServerSettings, runtime: Runtime
     return msgspec.structs.replace(
         deployment,
         server=override_fields(deployment.server, settings, explicit),
-        runtime=override_fields(deployment.runtime, runtime, explicit),
+        runtime=override_runtime(deployment.runtime, _changed_fields(runtime, explicit)),
     )
 
 

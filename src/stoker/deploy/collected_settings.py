@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from stoker.base.config import RuntimeConfig
+from stoker.base.draft_settings import unused_draft_settings
 from stoker.base.errors import ConfigError
 from stoker.base.fields.errors import InvalidValueError
 from stoker.base.fields.table import FieldRow, FieldTable
@@ -130,6 +132,12 @@ class CollectedSettings:
     def note(self, key: str, text: str, origin: Origin, severity: Severity = "info") -> None:
         """Add a remark about a key."""
         self.notes.append(Note(severity=severity, key=key, text=text, origin=origin))
+
+    def note_unused_drafts(self, runtime: RuntimeConfig, key: str) -> None:
+        """Add a note for each setting of drafts that has no effect, because neither `key` nor an option selects how to draft."""
+        for name in unused_draft_settings(runtime):
+            if setting := self._by_target.get(f"runtime.{name}"):
+                self.note(setting.key, f"it has no effect without {key} or --speculate", setting.origin)
 
     def build(self, kind: type[S], section: str, **more: Any) -> S:
         """A struct of type `kind` with the values of a section and `more`.

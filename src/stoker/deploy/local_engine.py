@@ -8,6 +8,7 @@ import msgspec
 
 from stoker.base import env
 from stoker.base.config import RuntimeConfig
+from stoker.base.draft_settings import check_draft_settings
 from stoker.deploy.build_settings import BuildSettings, apply_build_settings
 from stoker.deploy.prepare import Progress, check_build, prepare_engine, read_deployment
 from stoker.deploy.runtime_checks import check_device, check_runtime, with_runtime_limits
@@ -34,6 +35,8 @@ def find_engine(
         checkpoint that is absent or damaged; EngineError for an engine that is.
     """
     environment = env.child_environment()
+    if runtime is not None:
+        check_draft_settings(runtime)
     check_device(runtime.device if runtime is not None else None, environment)
     check_build(build)
     deployment = apply_build_settings(read_deployment(location, environment, progress), build)

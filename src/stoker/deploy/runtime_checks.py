@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping as Environment
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from stoker.base.config import Limits, RuntimeConfig, check_within_limits
+from stoker.base.draft_settings import check_draft_settings, without_unused_drafts
 from stoker.base.errors import ConfigError
 from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource
 from stoker.deploy.devices import visible_gpus
@@ -36,6 +38,15 @@ def check_runtime(deployment: Deployment, environment: Environment[str, str]) ->
     if target == "cuda" and not _has_gpu(environment):
         message = f"{deployment.path} is an engine for cuda, and no GPU is visible on this machine."
         raise ConfigError(message, cure="Build an engine with --device cpu, or run stoker doctor to see why.")
+
+
+def override_runtime(folder: RuntimeConfig, changed: dict[str, Any]) -> RuntimeConfig:
+    """The settings of a deployment folder with the `changed` ones, which are a user's. Settings of drafts that are then without an effect are
+    refused if they are the user's, and reset if they are the folder's: `speculate="none"` turns off all that the folder sets.
+    """
+    merged = msgspec.structs.replace(folder, **changed)
+    check_draft_settings(merged, changed.keys())
+    return without_unused_drafts(merged)
 
 
 def check_device(device: str | None, environment: Environment[str, str]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from stoker.base.config import Mapping, RuntimeConfig
+from stoker.base.draft_settings import check_draft_settings
 from stoker.base.draft_tree import DraftTree, DynamicTree
 from stoker.base.errors import ConfigError, StokerError
 from stoker.base.logging import get_logger
@@ -121,6 +122,7 @@ def _check(engine: Engine, config: RuntimeConfig, ranks: list[int], num_nodes: i
     for name in ("target_itl_ms", "target_ttft_ms"):
         if getattr(config, name) is not None and engine.config.model.requires_whole_prompt:
             raise ConfigError(f"{name} is refused: this model computes a prompt in one step, whatever its length.", cure="Leave it out.")
+    check_draft_settings(config)
     if config.speculate != "none" and engine.config.model.has_state:
         _check_state_drafts(engine.config.mapping, config)
     if config.transfer is not None and engine.config.model.has_state:

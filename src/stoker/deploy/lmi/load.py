@@ -121,6 +121,7 @@ def _deployment(settings: CollectedSettings, folder: Path, environment: Environm
         token_secret="HF_TOKEN",
     )
     runtime = settings.build(RuntimeConfig, "runtime")
+    settings.note_unused_drafts(runtime, "option.speculative_draft_model")
     speculate, drafts = runtime.speculate, None
     if speculate not in PROPOSERS:
         speculate = _in_folder(folder, speculate)

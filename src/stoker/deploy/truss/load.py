@@ -89,6 +89,7 @@ def _deployment(settings: CollectedSettings, folder: Path) -> Deployment:
     if drafts is not None:
         drafts = msgspec.structs.replace(drafts, location=_in_folder(drafts.location, folder))
         runtime = msgspec.structs.replace(runtime, speculate=drafts.location)
+    settings.note_unused_drafts(runtime, "speculator.speculative_decoding_mode")
     secrets = settings.pop("server.secrets")
     options = settings.build(TrussOptions, "options")
     server = settings.build(ServerSettings, "server", protocols=PROTOCOLS, options=options)
