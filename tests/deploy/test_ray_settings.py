@@ -51,6 +51,14 @@ def test_a_bad_setting_is_refused_with_its_name(args: dict[str, Any], message: s
     assert message in str(caught.value) and "\n" not in caught.value.message
 
 
+def test_an_engine_of_the_cache_has_the_name_of_its_model(tmp_path: Path) -> None:
+    """Its folder is named after a digest."""
+    engine = tmp_path / ("0123456789" * 4)
+    engine.mkdir()
+    (engine / "config.json").write_text('{"checkpoint": {"name": "org/Qwen3-8B"}}')
+    assert EngineSettings(model=str(engine)).name == "Qwen3-8B"
+
+
 def test_placement() -> None:
     assert place_replica(EngineSettings(model="org/model", serve={"device": "cpu"})).bundles == ({"CPU": 1},)
     placed = place_replica(

@@ -11,6 +11,7 @@ import msgspec
 from stoker.base.config import check_range
 from stoker.base.errors import ConfigError
 from stoker.base.nodes import MAX_NODES
+from stoker.deploy.model_name import model_name_of
 
 NAME = "stoker"  # of the application
 IMPORT_PATH = "stoker.ray:application"
@@ -37,7 +38,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What `stoker serve` accepts. All nodes of the cluster must be able to read it."""
 
     name: str = ""
-    """The model name that clients use. Empty: the last part of `model`."""
+    """The model name that clients use. Empty: the name that `stoker serve` gives `model`, such as the last part of its path."""
 
     min_replicas: int = 1
     """0: the last replica ends when there are no requests, and a request starts one."""
@@ -100,7 +101,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if not self.model or not self.model.isprintable():
             raise ConfigError(f"model={self.model!r} is refused.", cure="Name an engine, a checkpoint, a hub id or an address.")
         if not self.name:
-            msgspec.structs.force_setattr(self, "name", re.sub(r"[^A-Za-z0-9_.-]", "-", self.model.rstrip("/").rpartition("/")[2]))
+            msgspec.structs.force_setattr(self, "name", re.sub(r"[^A-Za-z0-9_.-]", "-", model_name_of(self.model)))
         if not _NAME.fullmatch(self.name):
             raise ConfigError(f"name={self.name!r} is refused.", cure="Use letters, digits and the characters _ . : @ / -.")
         check_range("min_replicas", self.min_replicas, 0, MAX_REPLICAS)
