@@ -67,7 +67,8 @@ def test_the_client(server: RunningServer, run: Run, tmp_path: Path) -> None:
     assert (status, "Latency" in out) == (0, True), err
     for args, error in [
         (("-u", server.grpc, "--model-name", "postprocessing", "--stop-after-ms", 5), "the model postprocessing has no input named stop."),
-        (("-u", server.http), "does not answer: nothing listens there, or it is not a gRPC port. Start it: stoker serve"),
+        (("-u", server.http), "is an HTTP port. Name the server's gRPC port"),
+        (("-u", server.grpc, "-i", "http"), "is a gRPC port. Name the server's HTTP port"),
         (("-u", server.grpc, "--model-name", "nope"), "Request for unknown model: 'nope' is not found"),
         (("-u", server.grpc, "--model-name", "tensorrt_llm"), "--input-tokens-csv"),
         (("-i", "http", "-S"), "--protocol grpc"),
@@ -75,6 +76,12 @@ def test_the_client(server: RunningServer, run: Run, tmp_path: Path) -> None:
     ]:
         status, _, err = run("client", PROMPT, *args)
         assert status and error in err and "Traceback" not in err
+
+
+def test_replicas_of_a_server_that_is_no_router(server: RunningServer, run: Run) -> None:
+    for port, reason in ((server.http, "it answers 404 to this path"), (server.grpc, "")):
+        status, _, err = run("replicas", f"http://{port}", "--add", "http://replica:8000")
+        assert status == 1 and f"http://{port} is not a router that answers: {reason}" in err and err.count("\n") == 1
 
 
 def test_clients_send_the_api_key_of_the_environment(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +154,7 @@ def test_identity_input_data_and_sweep(server: RunningServer, run: Run, tmp_path
     assert row["input_ids"]["shape"] == [8] and len(row["input_ids"]["content"]) == 8 and row["request_output_len"]["content"] == [10]
     assert run("triton", "sweep", "--concurrency-range", "9:1")[0] == 2
     status, _, err = run("triton", "identity", "-u", "127.0.0.1:1")
-    assert status == 1 and "127.0.0.1:1 does not answer: nothing listens there" in err and "Traceback" not in err
+    assert status == 1 and "127.0.0.1:1 does not answer: no grpc server listens there" in err and "Traceback" not in err
 
 
 @pytest.fixture(scope="module")

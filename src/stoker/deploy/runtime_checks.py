@@ -41,8 +41,10 @@ def check_runtime(deployment: Deployment, environment: Environment[str, str]) ->
 
 
 def override_runtime(folder: RuntimeConfig, changed: dict[str, Any]) -> RuntimeConfig:
-    """The settings of a deployment folder with the `changed` ones, which are a user's. Settings of drafts that are then without an effect are
-    refused if they are the user's, and reset if they are the folder's: `speculate="none"` turns off all that the folder sets.
+    """The settings of a deployment folder with the `changed` ones of a user.
+
+    Settings of drafts that have no effect then are refused if they are the user's, and reset if they are the folder's: speculate="none"
+    turns off all that the folder sets. Raises ConfigError.
     """
     merged = msgspec.structs.replace(folder, **changed)
     check_draft_settings(merged, changed.keys())

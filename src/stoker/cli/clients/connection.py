@@ -6,13 +6,22 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from http.client import HTTPException
 from typing import Any
 
 import typer
 
 from stoker.base.errors import ConfigError, StokerError
 from stoker.cli.clients.answers import Answers
-from stoker.cli.clients.triton import check_server, declared_inputs, import_tritonclient, input_tensors, key_headers, no_server
+from stoker.cli.clients.triton import (
+    check_address,
+    check_server,
+    declared_inputs,
+    import_tritonclient,
+    input_tensors,
+    key_headers,
+    no_server,
+)
 
 STREAM_TIMEOUT_S = 3600
 # Inputs that tensorrt_llm requires also of a stop request.
@@ -23,6 +32,7 @@ class TritonConnection:
     """A connection by tritonclient, which prints the server's answers. It sends the API key in STOKER_API_KEY."""
 
     def __init__(self, protocol: str, url: str, *, connections: int = 1, verbose: bool = False) -> None:
+        check_address(url)
         self._tritonclient = import_tritonclient(protocol)
         options: dict[str, Any] = {"concurrency": connections} if protocol == "http" else {}
         self._client = self._tritonclient.InferenceServerClient(url, verbose=verbose, **options)
@@ -62,8 +72,8 @@ class TritonConnection:
         except InferenceServerException as error:
             if not (stop_after_ms and "CANCELLED" in str(error).upper()):
                 raise StokerError(f"the server answered: {error.message()}") from None
-        except OSError as error:
-            raise no_server(self._url, self._protocol, error.strerror or str(error)) from None
+        except (OSError, HTTPException) as error:
+            raise no_server(self._url, self._protocol, error) from None
         finally:
             self._client.close()
         return answers.text

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib
+import re
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 
 from stoker.base import env
 from stoker.base.config import check_range
-from stoker.base.errors import DependencyError, StokerError, UnavailableError
+from stoker.base.errors import ConfigError, DependencyError, StokerError, UnavailableError
 from stoker.server.protocols.kserve.model_config import Tensor
 from stoker.server.protocols.kserve.model_config import tensors as declared_tensors
 from stoker.server.protocols.kserve.tensors.dtypes import DTYPES, kserve_name, text_array
@@ -18,6 +21,7 @@ FIRST_TOKEN_ID = 3  # smaller ids are special tokens in most vocabularies
 MAX_COUNT = 1 << 20
 CONNECT_TIMEOUT_S = 10.0
 _END_ID, _PAD_ID = 2, 0
+_ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+):(\d{1,5})", re.ASCII)
 
 _RENAMED = {"min_length": "min_tokens", "random_seed": "seed"}  # in release 1.x
 _INPUTS: dict[str, Tensor] = {
@@ -33,6 +37,13 @@ def import_tritonclient(protocol: str) -> Any:
         raise DependencyError("tritonclient", "this command", "grpc") from None
 
 
+def check_address(url: str) -> None:
+    """Raise ConfigError unless `url` is host:port, without a scheme or path."""
+    match = _ADDRESS.fullmatch(url)
+    if match is None or not 0 < int(match[1]) < 1 << 16:
+        raise ConfigError(f"url={url!r} is refused.", cure="Use host:port, such as localhost:8001.")
+
+
 def check_server(client: Any, url: str, protocol: str) -> None:
     """Raise UnavailableError if no Triton server answers a tritonclient at its address."""
     from tritonclient.utils import InferenceServerException
@@ -40,17 +51,51 @@ def check_server(client: Any, url: str, protocol: str) -> None:
     is_grpc = protocol == "grpc"
     try:
         client.is_server_live(**({"client_timeout": CONNECT_TIMEOUT_S} if is_grpc else {}))
-    except OSError as error:
-        raise no_server(url, protocol, error.strerror or str(error)) from None
+    except (OSError, http.client.HTTPException) as error:
+        raise no_server(url, protocol, error) from None
     except InferenceServerException as error:
         if not is_grpc or error.status() in ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED"):
-            raise no_server(url, protocol, "nothing listens there, or it is not a gRPC port") from None
+            raise no_server(url, protocol) from None
 
 
-def no_server(url: str, protocol: str, reason: str) -> UnavailableError:
-    """The error for an address at which no server answers."""
+def no_server(url: str, protocol: str, error: Exception | None = None) -> UnavailableError:
+    """The error for an address at which no server of `protocol` answers. A port of the other protocol is recognized."""
+    if protocol == "grpc" and _answers_http(url):
+        cure = "Name the server's gRPC port (Triton's is 8001, Stoker's that of --grpc-port), or use stoker client --protocol http."
+        return UnavailableError(f"{url} is an HTTP port.", cure=cure)
+    if protocol == "http" and _answers_grpc(url):
+        return UnavailableError(f"{url} is a gRPC port.", cure="Name the server's HTTP port, or use stoker client --protocol grpc.")
     port = "--grpc-port 8001" if protocol == "grpc" else "--port 8000"
+    reason = getattr(error, "strerror", None) or str(error or f"no {protocol} server listens there")
     return UnavailableError(f"{url} does not answer: {reason}.", cure=f"Start it: stoker serve MODEL {port}, or correct --url.")
+
+
+def _answers_http(url: str) -> bool:
+    """Whether an HTTP server answers at an address host:port."""
+    try:
+        connection = http.client.HTTPConnection(url, timeout=CONNECT_TIMEOUT_S)
+        with closing(connection):
+            connection.request("GET", "/v2/health/live")
+            connection.getresponse()
+    except (OSError, ValueError, http.client.HTTPException):
+        return False
+    return True
+
+
+def _answers_grpc(url: str) -> bool:
+    """Whether a gRPC server answers at an address host:port. False if the client library is not installed."""
+    try:
+        tritonclient = import_tritonclient("grpc")
+    except DependencyError:
+        return False
+    from tritonclient.utils import InferenceServerException
+
+    try:
+        with tritonclient.InferenceServerClient(url) as client:
+            client.is_server_live(client_timeout=CONNECT_TIMEOUT_S)
+    except InferenceServerException as error:
+        return error.status() not in ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED", None)
+    return True
 
 
 def key_headers() -> dict[str, str] | None:

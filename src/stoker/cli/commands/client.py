@@ -127,7 +127,7 @@ def client(
     else:
         values |= {"text_input": prompt} if input_tokens_csv is None else _read_token_ids(input_tokens_csv)
     inputs = {_TOKEN_INPUTS.get(name, name) if takes_token_ids else name: value for name, value in values.items() if value is not None}
-    address = url or f"localhost:{GRPC_PORT if protocol == 'grpc' else HTTP_PORT}"
+    address = f"localhost:{GRPC_PORT if protocol == 'grpc' else HTTP_PORT}" if url is None else url
     connection = TritonConnection(protocol, address, connections=concurrency, verbose=verbose)
     answer = connection.request(
         model, inputs, request_id, stop_after_ms=stop_after_ms, by_cancel=stop_via_request_cancel, accumulated=overwrite_output_text,

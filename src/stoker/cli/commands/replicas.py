@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.parse
@@ -42,6 +43,7 @@ def replicas(
     if not router.startswith(("http://", "https://")):
         raise ConfigError(f"router={router!r} is refused.", cure="Use an address such as http://127.0.0.1:8080.")
     base = f"{router.rstrip('/')}/router/replicas"
+    rows = _list(base, headers)  # first, so that nothing is sent to a server that is not a router
     for url in add or ():
         _request("POST", base, headers, {"url": url})
     for path, urls in (("drain", drain), ("resume", resume)):
@@ -49,7 +51,8 @@ def replicas(
             _request("POST", f"{base}/{path}", headers, {"url": url})
     for url in remove or ():
         _request("DELETE", f"{base}?url={urllib.parse.quote(url, safe='')}", headers)
-    rows = _request("GET", base, headers)["replicas"]
+    if add or drain or resume or remove:
+        rows = _list(base, headers)
     if as_json:
         typer.echo(json.dumps(rows))
     else:
@@ -76,15 +79,45 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     typer.echo("\n".join(aligned_columns(titles, cells)))
 
 
+def _list(base: str, headers: dict[str, str]) -> list[dict[str, Any]]:
+    """The state of each replica. Raises StokerError with the message of a router, UnavailableError if there is none."""
+    rows = _request("GET", base, headers).get("replicas")
+    if not isinstance(rows, list):
+        raise _no_router(base, "it answers without a list of replicas")
+    return rows
+
+
 def _request(method: str, url: str, headers: dict[str, str], body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The JSON object that the router answers. Raises StokerError with its message."""
+    """The JSON object that the router answers. Raises StokerError with its message, UnavailableError if there is no router."""
     data = None if body is None else json.dumps(body).encode()
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(urllib.request.Request(url, data, headers, method=method), timeout=TIMEOUT_S) as response:
-            answer: dict[str, Any] = json.load(response)
-            return answer
+            answer = json.load(response)
     except urllib.error.HTTPError as error:
-        raise StokerError(f"the router answered {error.code}: {error.read()[:500].decode(errors='replace')}") from None
-    except (OSError, ValueError) as error:
-        raise UnavailableError(f"{url} does not answer as a router: {error}.", cure="Start one: stoker route URL…") from None
+        message = _message(error.read())
+        if (method == "GET" and error.code not in (401, 403)) or message is None:
+            raise _no_router(url, f"it answers {error.code} to this path") from None
+        raise StokerError(f"the router answered {error.code}: {message}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise _no_router(url, getattr(error, "reason", None) or str(error) or type(error).__name__) from None
+    if not isinstance(answer, dict):
+        raise _no_router(url, "its answer is not an object")
+    return answer
+
+
+def _message(body: bytes) -> str | None:
+    """The message of an error of the router. None if the body is not JSON with one."""
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return message if isinstance(message, str) else None
+
+
+def _no_router(url: str, reason: object) -> UnavailableError:
+    """The error for an address at which no router answers."""
+    return UnavailableError(
+        f"{url.partition('/router/')[0]} is not a router that answers: {reason}.",
+        cure="Name the address of a router; start one: stoker route URL…",
+    )

@@ -35,11 +35,12 @@ def identity(
 
       stoker triton identity --url gpu-host:8001 --num_runs 10 --mode async
     """
-    from stoker.cli.clients.triton import check_server, import_tritonclient, infer, random_token_inputs
+    from stoker.cli.clients.triton import check_address, check_server, import_tritonclient, infer, random_token_inputs
 
     if mode not in ("sync", "async"):
         raise ConfigError(f"--mode {mode} is refused.", cure="Use sync or async.")
     check_range("num_runs", num_runs, 1, 1 << 20)
+    check_address(url)
     grpc = import_tritonclient("grpc")
     inputs = random_token_inputs(
         grpc, batch_size=batch_size, start_len=start_len, output_len=output_len, vocab_size=vocab_size, beam_width=beam_width,

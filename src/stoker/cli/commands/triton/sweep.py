@@ -36,11 +36,12 @@ def sweep(
 
       stoker triton sweep --concurrency-range 8 --batch_size 1 --seconds 30
     """
-    from stoker.cli.clients.triton import check_server, import_tritonclient, infer, random_token_inputs
+    from stoker.cli.clients.triton import check_address, check_server, import_tritonclient, infer, random_token_inputs
 
     if not 0 < seconds <= 86400:
         raise ConfigError(f"--seconds {seconds} is refused.", cure="Use seconds, above 0 and at most 86400.")
     levels = _parse_range(concurrency_range)
+    check_address(url)
     grpc = import_tritonclient("grpc")
     inputs = random_token_inputs(grpc, batch_size=batch_size, start_len=start_len, output_len=output_len, vocab_size=vocab_size)
     for concurrency in levels:
