@@ -54,7 +54,7 @@ FAILURES = [
     ),
     (["generate", "ENGINE", "hi", "--draft-tokens", "3"], 2, "draft_tokens=3 has no effect with speculate=none. Set"),
     (["serve", "ENGINE", "--no-adaptive-drafts", "--speculate", "none"], 2, "or leave adaptive_drafts out."),
-    (["bench", "throughput", "ENGINE", "--draft-tree", "[0]"], 2, "Set speculate to the directory of draft heads, or"),
+    (["bench", "throughput", "ENGINE", "--draft-tree", "[0]"], 2, "Set speculate to the directory of a draft engine or of draft heads, or"),
     (["generate", "ENGINE", ""], 2, "prompt=[] is refused: it is empty."),
     (["generate", "ENGINE", "hi", "--max-tokens", "65"], 2, "max_tokens=65 is refused: the engine's max_output_len is 64."),
     (["generate", "ENGINE", "--file", "NOWHERE"], 2, "cannot be read"),

@@ -20,7 +20,6 @@ from stoker.runtime.executor import Executor
 from stoker.runtime.request import Sequence
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
-from stoker.runtime.worker.draft_sources import DRAFT_KINDS
 from stoker.runtime.worker.model_runner import ModelRunner
 
 MAPPINGS = {
@@ -136,7 +135,6 @@ def test_trees_of_drafts_on_several_ranks(engines: Path, expected: list[list[int
             ids.append(next(token for token in (*right, *range(3, 20)) if token not in siblings))
         return ids
 
-    monkeypatch.setitem(DRAFT_KINDS, "engine", DRAFT_KINDS["engine"]._replace(check=lambda task: None))
     settings = {"speculate": str(engines / "one"), "draft_tree": TREE}
     executor = load(engines / name, **TIGHT, **settings, adaptive_drafts=False)
     try:

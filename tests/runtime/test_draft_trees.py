@@ -183,15 +183,14 @@ def test_padded_steps(
         steps.trace(shape, True)
 
 
-def test_trees_that_cannot_work_are_refused(drive: Make, heads: dict[str, tuple[Path, Oracle]], tiny_engine: Path) -> None:
+def test_trees_that_cannot_work_are_refused(drive: Make, heads: dict[str, tuple[Path, Oracle]]) -> None:
     medusa = str(heads["medusa"][0])
     for settings, message in (
         ({"speculate": "ngram", "draft_tree": TREE}, "has no effect with speculate=ngram. Set speculate to the directory of"),
-        ({"speculate": str(tiny_engine), "draft_tree": TREE}, "is a draft engine, which drafts a chain"),
         ({"speculate": medusa, "draft_tree": "[0],[0,0],[0,0,0],[0,0,0,0],[1]"}, "is 4 tokens deep, and .* has 3 heads"),
         ({"speculate": medusa, "draft_tree": TREE, "draft_tokens": 11}, "draft_tokens=11 is refused: draft_tree has 10 nodes"),
         ({"speculate": medusa, "draft_tree": TREE, "attention_window": 48}, "a window of 48 tokens, and trees need more than 63"),
-        ({"speculate": str(heads["medusa-vllm"][0]), "draft_tree": "[0],[45]"}, "the rank 45, and the heads of .* have 40 tokens"),
+        ({"speculate": str(heads["medusa-vllm"][0]), "draft_tree": "[0],[45]"}, "the rank 45, and .* drafts 40 tokens"),
     ):
         with pytest.raises(ConfigError, match=message):
             drive(**settings)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stoker.base.draft_tree import node_depths
+from stoker.base.draft_tree import DraftTree
 from stoker.base.types import FinishReason, Guide, SamplingParams
 from stoker.runtime.request import Sequence, Status, TokenRequest
 from stoker.runtime.schedule import planner
@@ -18,7 +18,7 @@ from stoker.runtime.schedule.scheduler import Scheduler
 SIZE, NUM_BLOCKS, MAX_LEN, NUM_STEPS = 4, 22, 48, 2500
 CASES = [(proposer, depth, adaptive) for proposer in ("ngram", "request", "drafter") for depth in (1, 2) for adaptive in (False, True)]
 PERIOD = 16
-TREE = (0, 0, 1, 1, 2, 3, 5)  # the parents of the drafts of `drafter`
+TREE = DraftTree((0, 0, 1, 1, 2, 3, 5), (0, 1, 0, 1, 0, 0, 0))  # of the drafts of `drafter`
 
 
 def token(seq: Sequence, position: int) -> int:
@@ -62,9 +62,9 @@ def answer(rng: random.Random, plan: StepPlan, p_nothing: float) -> list[list[in
 def random_tree(rng: random.Random, seq: Sequence) -> list[int]:
     """Drafts after the newest token of a sequence: siblings differ, and one of them often is what the model generates."""
     drafts: list[int] = []
-    depths = node_depths(TREE)
-    for i, parent in enumerate(TREE):
-        taken = [drafts[j] for j in range(i) if TREE[j] == parent]
+    depths = [0, *TREE.depths]
+    for i, parent in enumerate(TREE.parents):
+        taken = [drafts[j] for j in range(i) if TREE.parents[j] == parent]
         right = token(seq, len(seq.tokens) + depths[i + 1] - 1)
         drafts.append(right if right not in taken and rng.random() < 0.6 else rng.choice([one for one in range(6) if one not in taken]))
     return drafts
@@ -126,7 +126,7 @@ def test_random_requests(proposer: str, depth: int, adaptive: bool, monkeypatch:
     scheduler = Scheduler(
         num_blocks=NUM_BLOCKS, tokens_per_block=SIZE, max_batch_size=6, max_num_tokens=24, max_seq_len=MAX_LEN,
         policy="max_utilization", proposer=proposer, draft_tokens=most, adaptive_drafts=adaptive,
-        tree_parents=TREE if proposer == "drafter" else None,
+        tree=TREE if proposer == "drafter" else None,
     )  # fmt: skip
     cells = Cells()
     known: dict[int, Sequence] = {}

@@ -194,7 +194,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Largest number of draft tokens of a sequence per step, 1 to 63. None: all nodes of `draft_tree`, or 7 without one."""
 
     draft_tree: str | None = None
-    """Tree of the drafts of draft heads: paths of ranks such as [0],[0,0],[1], mc_sim_7b_63, or
+    """Tree of the drafts of a draft engine or of draft heads: paths of ranks such as [0],[0,0],[1], mc_sim_7b_63, or
     dynamic:DEPTH,WIDTH,TOKENS. None: one chain of drafts."""
 
     adaptive_drafts: bool = True

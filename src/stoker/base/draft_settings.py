@@ -10,7 +10,7 @@ from stoker.base.config import PROPOSERS, RuntimeConfig
 from stoker.base.errors import ConfigError
 
 _DEFAULTS = {"draft_tokens": None, "draft_tree": None, "adaptive_drafts": True}
-_HEADS = "the directory of draft heads"
+_DRAFTER = "the directory of a draft engine or of draft heads"
 
 
 def unused_draft_settings(runtime: RuntimeConfig) -> list[str]:
@@ -39,5 +39,5 @@ def _needed_by(name: str, speculate: str) -> str | None:
     if speculate not in PROPOSERS:
         return None
     if name == "draft_tree":
-        return _HEADS
-    return f"ngram, request, a draft engine or {_HEADS}" if speculate == "none" else None
+        return _DRAFTER
+    return f"ngram, request, or {_DRAFTER}" if speculate == "none" else None

@@ -50,9 +50,28 @@ class DraftTree:
         """The first `count` drafts."""
         return DraftTree(self.parents[:count], self.ranks[:count])
 
+    def parents_of(self, proposal: Sequence[int], count: int) -> Sequence[int]:
+        """The parents of the first `count` drafts, whatever was proposed."""
+        return self.parents[:count]
+
     def __len__(self) -> int:
         """The number of drafts."""
         return len(self.parents)
+
+    @property
+    def max_depth(self) -> int:
+        """The length of the longest path."""
+        return max(self.depths, default=0)
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank of a draft."""
+        return max(self.ranks, default=0)
+
+    @property
+    def num_places(self) -> int:
+        """The largest number of drafts of a sequence whose keys a drafter stores, or more."""
+        return len(self)
 
     @property
     def is_chain(self) -> bool:
@@ -62,9 +81,7 @@ class DraftTree:
     def ranks_by_depth(self) -> list[list[int]]:
         """The ranks of the drafts at each depth, from 1 on."""
         depths = self.depths
-        return [
-            [rank for rank, at in zip(self.ranks, depths, strict=True) if at == depth] for depth in range(1, 1 + max(depths, default=0))
-        ]
+        return [[rank for rank, at in zip(self.ranks, depths, strict=True) if at == depth] for depth in range(1, 1 + self.max_depth)]
 
     @property
     def depths(self) -> list[int]:
@@ -76,22 +93,41 @@ class DraftTree:
 class DynamicTree:
     """Trees whose shape follows the probabilities of the drafts. Each sequence and step has its own."""
 
-    depth: int
+    max_depth: int
     width: int  # the nodes that are expanded at each depth, and the candidates after each of them
     num_nodes: int  # of all candidates, the most probable ones
 
     def prefix(self, count: int) -> DynamicTree:
         """The trees of the `count` most probable drafts."""
-        return DynamicTree(self.depth, self.width, count)
+        return DynamicTree(self.max_depth, self.width, count)
+
+    def parents_of(self, proposal: Sequence[int], count: int) -> Sequence[int]:
+        """The parents of the first `count` drafts of a proposal, whose elements have them (see `PARENT_SHIFT`)."""
+        return tuple(draft >> PARENT_SHIFT for draft in proposal[:count])
 
     def __len__(self) -> int:
         """The number of drafts."""
         return self.num_nodes
 
     @property
+    def is_chain(self) -> bool:
+        """False: the shape is not known in advance."""
+        return False
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank of a draft among the candidates after its parent."""
+        return self.width - 1
+
+    @property
+    def num_places(self) -> int:
+        """The largest number of drafts of a sequence whose keys a drafter stores, or more."""
+        return max(self.num_nodes, self.num_expanded)
+
+    @property
     def num_expanded(self) -> int:
         """The number of nodes whose candidates are computed, without the newest token."""
-        return self.width * (self.depth - 1)
+        return self.width * (self.max_depth - 1)
 
 
 def chain_length(parents: Sequence[int]) -> int:
@@ -134,7 +170,7 @@ def _parse_dynamic(text: str) -> DynamicTree:
     if match is None:
         raise ConfigError(f"draft_tree={text[:60]!r} is refused.", cure="Use dynamic:DEPTH,WIDTH,TOKENS, such as dynamic:6,8,40.")
     tree = DynamicTree(*map(int, match.groups()))
-    if not tree.depth or not tree.width or tree.num_expanded > MAX_TREE_NODES or tree.width > MAX_TREE_NODES:
+    if not tree.max_depth or not tree.width or tree.num_expanded > MAX_TREE_NODES or tree.width > MAX_TREE_NODES:
         limit = f"DEPTH and WIDTH are at least 1, and WIDTH and (DEPTH - 1) x WIDTH at most {MAX_TREE_NODES}"
         expanded = max(tree.num_expanded, 0)
         raise ConfigError(f"draft_tree={text!r} expands {expanded} nodes of width {tree.width}; {limit}.", cure="Change DEPTH or WIDTH.")

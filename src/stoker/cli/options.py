@@ -45,7 +45,7 @@ RUNTIME_HELP = {
     "speculate": "Speculative decoding: ngram copies drafts from the prompt, request verifies the drafts of requests, and a directory is "
     "that of a draft engine or of draft heads. Default: none.",
     "draft_tokens": "Maximum number of draft tokens per sequence and step. Default: all nodes of --draft-tree, or 7 without one.",
-    "draft_tree": "Tree of the drafts of draft heads: paths of ranks such as [0],[0,0],[1], mc_sim_7b_63, or "
+    "draft_tree": "Tree of the drafts of a draft engine or heads: paths of ranks such as [0],[0,0],[1], mc_sim_7b_63, or "
     "dynamic:DEPTH,WIDTH,TOKENS. Default: one chain.",
     "adaptive_drafts": "Verify fewer draft tokens where it is faster.",
     "step_timeout_s": "Seconds after which a step counts as hung and the server as not ready. Default: 30 on a GPU, 120 on a CPU.",

@@ -11,7 +11,6 @@ import torch
 
 from stoker.base.config import Mapping, RuntimeConfig
 from stoker.base.draft_settings import check_draft_settings
-from stoker.base.draft_tree import DraftTree, DynamicTree
 from stoker.base.errors import ConfigError, StokerError
 from stoker.base.logging import get_logger
 from stoker.base.nodes import NodeSettings, leader
@@ -213,8 +212,7 @@ def _load(
         event_log=BlockEventLog() if events is not None else None,
         proposer="drafter" if uses_drafter(config) else config.speculate,
         draft_tokens=loaded.max_drafts or None,
-        tree_parents=config.tree.parents if isinstance(config.tree, DraftTree) else None,
-        dynamic_tree=config.tree if isinstance(config.tree, DynamicTree) else None,
+        tree=config.tree,
         adaptive_drafts=config.adaptive_drafts,
         target_itl_s=config.target_itl_ms / 1000 if config.target_itl_ms is not None else None,
         target_ttft_s=config.target_ttft_ms / 1000 if config.target_ttft_ms is not None else None,

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 from stoker.base.draft_tree import DraftTree, DynamicTree
-from stoker.core.forward_batch import KVCache
 from stoker.layers.decoder import Decoder
-from stoker.runtime.heads.dynamic_drafts import DynamicDrafts
-from stoker.runtime.heads.head import ParallelHead, RecurrentHead
-from stoker.runtime.heads.recurrent_drafts import RecurrentDrafts, StaticDrafts
-from stoker.runtime.heads.sampled_drafts import choose
+from stoker.runtime.draft_trees.kinds import make_drafts
+from stoker.runtime.draft_trees.sampled_drafts import choose
+from stoker.runtime.heads.head import ParallelHead
+from stoker.runtime.heads.head_passes import HeadPasses
 from stoker.runtime.worker.accepted_batch import AcceptedBatch, accepted_batch
-from stoker.runtime.worker.draft_batch import SpareBlocks
 from stoker.runtime.worker.drafter import Drafter, DraftInputs
 
 
@@ -73,20 +71,16 @@ class ParallelDrafter(Drafter):
 class RecurrentDrafter(Drafter):
     """Runs a recurrent head on all tokens of a step, and then on its own drafts."""
 
-    def __init__(
-        self, model: Decoder, head: RecurrentHead, caches: list[KVCache], spare: SpareBlocks, tree: DraftTree | DynamicTree
-    ) -> None:
-        self.head, self.num_drafts, self.caches, self.states = head, len(tree), caches, StateRecorder(model, head.layers)
-        self._recurrent: RecurrentDrafts
-        if isinstance(tree, DynamicTree):
-            self.is_tree, self._recurrent = True, DynamicDrafts(head, caches, spare, model.config.vocab_size, tree)
-        else:
-            self.is_tree, self._recurrent = not tree.is_chain, StaticDrafts(head, caches, spare, model.config.vocab_size, tree)
+    def __init__(self, model: Decoder, passes: HeadPasses, tree: DraftTree | DynamicTree) -> None:
+        self.head, self.num_drafts, self.caches = passes.head, len(tree), passes.caches
+        self.states, self._passes = StateRecorder(model, passes.head.layers), passes
+        self.is_tree, self._drafts = not tree.is_chain, make_drafts(passes, tree, model.device)
 
     def compute(self, inputs: DraftInputs) -> tuple[Tensor, AcceptedBatch]:
         """The outputs of the head at the last valid tokens, and the batch of the step."""
         accepted = accepted_batch(inputs)
-        return self._recurrent.compute(inputs, accepted, self.states.pop()), accepted
+        return self._passes.compute(inputs, accepted, self.states.pop()), accepted
 
     def drafts(self, inputs: DraftInputs, computed: tuple[Tensor, AcceptedBatch]) -> Iterator[Tensor]:
-        return self._recurrent.drafts(inputs, *computed)
+        states, accepted = computed
+        return self._drafts.drafts(inputs, self._passes.draft_step(inputs, accepted), states, self.head.logits(states))

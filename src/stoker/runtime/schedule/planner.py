@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from stoker.base.draft_tree import PARENT_SHIFT, chain_length
+from stoker.base.draft_tree import DraftTree, DynamicTree, chain_length
 from stoker.runtime.request import NO_ADAPTER, Sequence, Status
 from stoker.runtime.schedule.draft_length import DraftLength
 from stoker.runtime.schedule.drafter_progress import DrafterProgress
@@ -33,14 +33,12 @@ class Planner:
         draft_length: DraftLength,
         drafts_beside_prefill: bool = True,
         drafter_progress: DrafterProgress | None = None,
-        tree_parents: Seq[int] | None = None,
-        has_dynamic_trees: bool = False,
+        tree: DraftTree | DynamicTree | None = None,
     ) -> None:
         """`draft_length`: the number of drafts per row. `drafts_beside_prefill`: whether steps with prefills have drafts, too.
 
-        `drafter_progress`: of a drafter that can catch up. None: a drafter on the device runs in every step. `tree_parents`: the parents of
-        the drafts of each row, if these are a tree; None: a chain. `has_dynamic_trees`:
-        the drafter proposes a tree of its own shape for each row.
+        `drafter_progress`: of a drafter that can catch up. None: a drafter on the device runs in every step. `tree`: the form of the drafts
+        of each row; None: a chain.
         """
         self._running_set = running_set
         self._proposer = proposer
@@ -50,7 +48,7 @@ class Planner:
         self._max_sampled = max_sampled_tokens(max_rows)
         self._drafts_beside_prefill = drafts_beside_prefill
         self._drafter_progress = drafter_progress
-        self._tree_parents, self._has_dynamic_trees = tree_parents, has_dynamic_trees
+        self._tree = tree
         self._row_limit = self._max_rows = max_rows
         self._budget, self._max_num_tokens = budget, budget.max_num_tokens
         self._token_limit = self._max_num_tokens  # of the step that is planned, for prefills
@@ -286,7 +284,7 @@ class Planner:
         while len(seq.blocks) * kv_cache.tokens_per_block < seq.num_computed + len(drafts) and kv_cache.grow(seq):
             pass
         drafts = drafts[: len(seq.blocks) * kv_cache.tokens_per_block - seq.num_computed]
-        if (self._tree_parents is not None or self._has_dynamic_trees) and _needs_chain(seq, len(drafts)):
+        if self._tree is not None and _needs_chain(seq, len(drafts)):
             drafts = drafts[: chain_length(self._parents(seq, len(drafts)))]
         if drafts and kv_cache.snapshots is not None and seq.num_pending <= seq.num_in_flight:
             end = -(-seq.num_computed // kv_cache.tokens_per_block) * kv_cache.tokens_per_block
@@ -301,9 +299,7 @@ class Planner:
         """The parents of the first `count` drafts of a sequence."""
         if not count:
             return NO_DRAFTS
-        if self._has_dynamic_trees:
-            return tuple(draft >> PARENT_SHIFT for draft in seq.proposal[:count])
-        return range(count) if self._tree_parents is None else self._tree_parents[:count]
+        return range(count) if self._tree is None else self._tree.parents_of(seq.proposal, count)
 
     def _add_adapters(self, plan: StepPlan) -> None:
         """Set `plan.adapters` if any row has an adapter."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from stoker.base.draft_tree import DynamicTree, node_depths
+from stoker.base.draft_tree import DraftTree, DynamicTree
 from stoker.base.errors import RequestError
 from stoker.base.types import FinishReason
 from stoker.runtime.kv.events.log import BlockEventLog
@@ -50,9 +50,8 @@ class Scheduler:
     a step, they alternate. With `num_stages` pipeline stages the sequences are spread over that number of steps in flight. Without
     `chunked_prefill` a prompt is computed in a single step. `num_adapters` is the number of low-rank adapters that the model has. A
     row has at most `draft_tokens` drafts of the proposer, fewer if that is faster (`adaptive_drafts`), and none in a step with prefills
-    unless `drafts_beside_prefill` is set. `tree_parents`: the parents of the drafts that the proposer returns, if these are a tree;
-    `dynamic_tree`: the proposer returns dynamic trees. The
-    latency targets choose the prompt tokens of a step from the times that `record_time` is called with. `snapshots`: those of the states
+    unless `drafts_beside_prefill` is set. `tree`: the form of the drafts that the proposer returns; None: chains. The latency
+    targets choose the prompt tokens of a step from the times that `record_time` is called with. `snapshots`: those of the states
     of a model with recurrent states. `first_row`: of the rows of the device buffers. A drafter takes `draft_share` of the time of the
     model for the same tokens; with `drafter_catches_up` it runs only in steps after which drafts are likely (`DrafterProgress`).
     """
@@ -79,8 +78,7 @@ class Scheduler:
         drafts_beside_prefill: bool = True,
         drafter_catches_up: bool = False,
         draft_share: float = 0.0,
-        tree_parents: Seq[int] | None = None,
-        dynamic_tree: DynamicTree | None = None,
+        tree: DraftTree | DynamicTree | None = None,
         target_itl_s: float | None = None,
         target_ttft_s: float | None = None,
         num_adapters: int = 0,
@@ -101,17 +99,14 @@ class Scheduler:
         self._proposer = PROPOSERS.get(proposer)()
         max_drafts = self._proposer.max_drafts
         max_drafts = max_drafts if draft_tokens is None else min(draft_tokens, max_drafts)
-        nodes = None
-        if dynamic_tree is not None:
-            nodes = NodeAcceptance(max_drafts, dynamic_tree.depth)
-        elif tree_parents is not None:
-            nodes = NodeAcceptance(len(tree_parents[:max_drafts]), max(node_depths(tree_parents[:max_drafts])))
+        if tree is not None:
+            tree = tree.prefix(min(max_drafts, len(tree)))
         self.draft_length = DraftLength(
             max_drafts,
             is_adaptive=adaptive_drafts,
             draft_share=draft_share,
             limits_attempts=self._proposer.runs_on_device,
-            nodes=nodes,
+            nodes=NodeAcceptance(len(tree), tree.max_depth) if tree is not None else None,
         )
         self._drafter_progress = DrafterProgress(num_blocks, tokens_per_block, max_num_tokens) if drafter_catches_up else None
         self.budget = StepBudget(max_num_tokens, target_itl_s=target_itl_s, target_ttft_s=target_ttft_s)
@@ -124,8 +119,7 @@ class Scheduler:
             draft_length=self.draft_length,
             drafts_beside_prefill=drafts_beside_prefill,
             drafter_progress=self._drafter_progress,
-            tree_parents=tree_parents,
-            has_dynamic_trees=dynamic_tree is not None,
+            tree=tree,
         )
         self._moves: list[Move] = []  # of committed steps, for the next plan
         self._num_stages = num_stages

@@ -1,4 +1,4 @@
-"""The batches of a draft engine: the tokens of a step with the newest tokens, and one token per sequence for each further draft.
+"""The first batch of a draft engine: the tokens of a step with the newest tokens, which are the roots of the drafts.
 
 A draft engine has the block tables of the model, and its cache has the same blocks: the key of a token is in the slot with the same number.
 Prefix reuse, preemption and the release of rejected drafts therefore need no bookkeeping of their own. The positions of drafts may lie
@@ -8,46 +8,20 @@ caches of the draft engine have. Once the model has verified such drafts, the ne
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from stoker.core.forward_batch import ForwardBatch
+from stoker.runtime.draft_trees.level_drafts import DraftStep
+from stoker.runtime.worker.accepted_batch import AcceptedBatch
 from stoker.runtime.worker.drafter import DraftInputs
 
 
 def num_spare_blocks(num_drafts: int, block_size: int) -> int:
     """The number of spare blocks of a row: its newest token and its drafts may all lie behind its last block."""
     return -(-(num_drafts + 1) // block_size)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftBatches:
-    """Batches that draft for the S sequences of a step with T tokens in R rows. `limit` is the number of positions of the draft engine."""
-
-    first: ForwardBatch  # T + S tokens: those of the step, with the newest token of each sequence after its last valid one
-    newest_at: Tensor  # int64 [S], the index of each newest token in `first`
-    tables: Tensor  # int32 [S, B], the block tables of the sequences, with their spare blocks
-    positions: Tensor  # int32 [S], of the newest tokens
-    is_real: Tensor  # bool [S], False for padding
-    block_size: int
-    limit: int
-
-    def following(self, token_ids: Tensor, number: int) -> ForwardBatch:
-        """The batch that computes draft `number` (from 1) of each sequence, `token_ids` [S]."""
-        positions, count = (self.positions + number).clamp(max=self.limit - 1), len(token_ids)
-        return ForwardBatch(
-            token_ids=token_ids,
-            positions=positions,
-            slots=_slots(self.tables, positions, self.is_real, self.block_size),
-            query_starts=torch.arange(count + 1, dtype=torch.int32, device=positions.device),
-            seq_lens=torch.where(self.is_real, positions + 1, 0),
-            block_tables=self.tables,
-            num_decodes=count,
-            max_query_len=1,
-            max_seq_len=min(self.first.max_seq_len + number, self.limit),
-        )
 
 
 class SpareBlocks:
@@ -59,9 +33,12 @@ class SpareBlocks:
         blocks = torch.arange((num_rows + 1) * count, dtype=torch.int32, device=device) + num_blocks
         self.blocks = blocks.view(num_rows + 1, count)
 
-    def batches(self, inputs: DraftInputs, limit: int) -> DraftBatches:
-        """The batches that draft after a step."""
-        batch, rows, last = inputs.batch, inputs.rows.long(), inputs.last_indices.long()
+    def first_pass(self, inputs: DraftInputs, accepted: AcceptedBatch, limit: int) -> tuple[ForwardBatch, DraftStep]:
+        """The batch of T + S tokens for a step of T tokens, with the newest token of each of S sequences after its last valid one.
+
+        Its logits are those of the newest tokens. `limit` is the number of positions of the draft engine.
+        """
+        batch, rows, last = accepted.batch, inputs.rows.long(), accepted.last.long()
         starts, device = batch.query_starts.long(), rows.device
         num_tokens, num_rows, num_sequences = batch.num_tokens, batch.num_rows, len(rows)
         sequences = torch.arange(num_sequences, device=device)
@@ -106,7 +83,7 @@ class SpareBlocks:
             shared={},
         )
         own_tables = tables.index_select(0, owners.clamp(max=num_rows - 1))
-        return DraftBatches(first, newest_at, own_tables, newest_positions, is_real, self.block_size, limit)
+        return first, DraftStep(newest_positions, newest_positions + 1, own_tables, is_real, first.max_seq_len)
 
     def _tables(self, batch: ForwardBatch, rows: Tensor) -> Tensor:
         """int32 [R, B + spare]: the block tables of the step, in which the spare blocks of `rows` [R] follow the blocks that it needs."""

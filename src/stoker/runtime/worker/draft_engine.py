@@ -1,9 +1,10 @@
 """A draft engine: a second, smaller engine that drafts tokens for the first one, in the same executor.
 
 After each step, the draft engine computes the tokens of the step and the newest token of each sequence in one pass, which yields the first
-draft, and then one pass for each further draft. A draft is sampled with the parameters of the sequence and with the random number of its
-position. The model samples the same position with the same number, so that both choose the same token where their distributions agree. The
-tokens are those of plain decoding with the same seed, and so is their distribution.
+draft, and then one pass for each further draft of a chain, or for each further depth of a tree (`draft_trees/level_drafts.py`). A draft is
+sampled with the parameters of the sequence and with the random number of its position. The model samples the same position with the same
+number, so that both choose the same token where their distributions agree. The tokens are those of plain decoding with the same seed, and
+so is their distribution.
 """
 
 from __future__ import annotations
@@ -15,51 +16,57 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from stoker.base.draft_tree import DraftTree, DynamicTree
 from stoker.base.errors import ConfigError
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.engine.config import EngineConfig
 from stoker.engine.reader import CONFIG_FILE, Engine
-from stoker.kernels import ops
 from stoker.layers.decoder import Decoder
-from stoker.runtime.worker.draft_batch import DraftBatches, SpareBlocks, num_spare_blocks, without_logits
+from stoker.runtime.draft_trees.kinds import make_drafts
+from stoker.runtime.draft_trees.level_drafts import DraftStep, LevelModel
+from stoker.runtime.worker.accepted_batch import accepted_batch
+from stoker.runtime.worker.draft_batch import SpareBlocks, num_spare_blocks, without_logits
 from stoker.runtime.worker.drafter import Drafter, DraftInputs, DraftSource
 from stoker.runtime.worker.memory import block_bytes, make_caches
 
 _TOKENIZER = "tokenizer.json"
 
 
-class EngineDrafter(Drafter):
+class EngineDrafter(Drafter, LevelModel):
     """Drafts with the model of an engine. Its caches have the blocks of the model that verifies, and spare blocks."""
 
-    def __init__(self, model: Decoder, caches: list[KVCache], spare: SpareBlocks, num_drafts: int, vocab_size: int) -> None:
-        """`vocab_size`: the smaller one of the vocabularies of both models. Larger ids are padding, which is never drafted."""
-        self.model, self.caches, self.num_drafts = model, caches, num_drafts
-        self._spare, self._vocab_size, self._limit = spare, vocab_size, model.config.max_positions
+    def __init__(self, model: Decoder, caches: list[KVCache], spare: SpareBlocks, tree: DraftTree | DynamicTree, num_ids: int) -> None:
+        """`num_ids`: the smaller one of the vocabularies of both models. Larger ids are padding, which is never drafted."""
+        self.model, self.caches, self.num_ids, self.block_size = model, caches, num_ids, spare.block_size
+        self.num_drafts, self.is_tree = len(tree), not tree.is_chain
+        self._spare, self._drafts, self._limit = spare, make_drafts(self, tree, model.device), model.config.max_positions
 
-    def compute(self, inputs: DraftInputs) -> tuple[DraftBatches, Tensor] | None:
-        """The batches of the step and the logits of the first draft; None if no sequence samples."""
+    def compute(self, inputs: DraftInputs) -> tuple[DraftStep, Tensor] | None:
+        """Where drafts are computed, and the logits of the first ones; None if no sequence samples."""
         if not len(inputs.rows):
             self.catch_up(inputs.batch)
             return None
-        steps = self._spare.batches(inputs, self._limit)
-        return steps, self._logits(steps.first)
+        batch, step = self._spare.first_pass(inputs, accepted_batch(inputs), self._limit)
+        return step, self._logits(batch)
 
-    def drafts(self, inputs: DraftInputs, computed: tuple[DraftBatches, Tensor]) -> Iterator[Tensor]:
-        (steps, logits), ids = computed, inputs.newest
-        for number in range(1, self.num_drafts + 1):
-            if number > 1:
-                logits = self._logits(steps.following(ids, number - 1))
-            params = inputs.table.gather(inputs.rows, steps.positions + number, inputs.all_greedy)
-            ids = ops.sample(logits[:, : self._vocab_size], params).clamp(min=0)
-            yield ids
+    def drafts(self, inputs: DraftInputs, computed: tuple[DraftStep, Tensor]) -> Iterator[Tensor]:
+        step, logits = computed
+        return self._drafts.drafts(inputs, step, logits.new_empty(len(logits), 0), logits)
+
+    def compute_level(self, states: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """No states: the keys of the ancestors are all that a node needs. Nodes behind the last position are never verified."""
+        batch.positions = batch.positions.clamp(max=self._limit - 1)
+        if not batch.is_decode:
+            batch.logits_idx = torch.arange(batch.num_tokens, dtype=torch.int32, device=states.device)
+        return states.new_empty(batch.num_tokens, 0), self._logits(batch)
 
     def catch_up(self, batch: ForwardBatch) -> None:
         self._logits(without_logits(batch))
 
     def _logits(self, batch: ForwardBatch) -> Tensor:
-        """Logits of a batch. Ids that the draft engine does not have are padding of the model's vocabulary; it reads another id."""
+        """Logits after a batch. Ids that the draft engine does not have are padding of the model's vocabulary; it reads another id."""
         batch.token_ids = batch.token_ids.clamp(max=self.model.config.vocab_size - 1)
-        return self.model(batch, list(self.caches))
+        return self.model(batch, list(self.caches))[:, : self.num_ids]
 
 
 class EngineSource(DraftSource):
@@ -69,10 +76,16 @@ class EngineSource(DraftSource):
     catches_up = True
 
     def __init__(
-        self, engine: Engine, target: EngineConfig, device: torch.device, num_positions: int, num_drafts: int, window: int | None
+        self,
+        engine: Engine,
+        target: EngineConfig,
+        device: torch.device,
+        num_positions: int,
+        tree: DraftTree | DynamicTree,
+        window: int | None,
     ) -> None:
         """Load the weights. `num_positions`: the length of the longest sequence. `window`: an attention window. Raises EngineError."""
-        self.engine, self.target, self.device, self.num_drafts = engine, target, device, num_drafts
+        self.engine, self.target, self.device, self.tree, self.num_drafts = engine, target, device, tree, len(tree)
         config = engine.config.model
         self.model = Decoder(config if window is None else config.windowed(window), engine.loader(0, device), num_positions)
         self.num_bytes = engine.config.files["rank0.safetensors"].size if "rank0.safetensors" in engine.config.files else 0
@@ -87,14 +100,14 @@ class EngineSource(DraftSource):
         return block_bytes(self.engine.config.model, self._block_size, self.engine.kv_dtype)
 
     def spare_bytes(self, num_rows: int) -> int:
-        return (num_rows + 1) * num_spare_blocks(self.num_drafts, self._block_size) * self.block_bytes()
+        return (num_rows + 1) * num_spare_blocks(self.tree.num_places, self._block_size) * self.block_bytes()
 
     def drafter(self, num_blocks: int, num_rows: int) -> Drafter:
-        spare = SpareBlocks(num_blocks, num_rows, self.num_drafts, self._block_size, self.device)
+        spare = SpareBlocks(num_blocks, num_rows, self.tree.num_places, self._block_size, self.device)
         config = self.engine.config.model
         caches = make_caches(config, num_blocks + spare.blocks.numel(), self._block_size, self.engine.kv_dtype, self.device)
         self.model.complete_caches(caches)
-        return EngineDrafter(self.model, caches, spare, self.num_drafts, min(config.vocab_size, self.target.model.vocab_size))
+        return EngineDrafter(self.model, caches, spare, self.tree, min(config.vocab_size, self.target.model.vocab_size))
 
 
 def is_engine(path: Path) -> bool:

@@ -14,7 +14,8 @@ from stoker.base.draft_tree import DraftTree, DynamicTree
 from stoker.base.errors import ConfigError
 from stoker.engine.reader import Engine
 from stoker.layers.decoder import Decoder
-from stoker.runtime.heads.source import HeadSource, check_heads, check_tree, has_heads, is_head_folder
+from stoker.runtime.draft_trees.checks import check_ids, check_tree
+from stoker.runtime.heads.source import HeadSource, check_heads, has_heads, is_head_folder
 from stoker.runtime.worker.draft_engine import EngineSource, check_draft_engine, is_engine
 from stoker.runtime.worker.drafter import DraftSource
 
@@ -31,6 +32,11 @@ class DraftTask:
     window: int | None  # attend only to this number of most recent tokens
     tree: DraftTree | DynamicTree | None = None  # the tree of the drafts; None: a chain
 
+    @property
+    def shape(self) -> DraftTree | DynamicTree:
+        """The tree, or the chain."""
+        return self.tree or DraftTree.chain(self.num_drafts)
+
 
 class DraftKind(NamedTuple):
     """A kind of directory: how it is recognized, what is checked before anything is loaded, and how it is loaded beside the model."""
@@ -41,26 +47,27 @@ class DraftKind(NamedTuple):
 
 
 def _check_engine(task: DraftTask) -> None:
+    draft, target = Engine.open(task.path), task.target
+    check_draft_engine(draft, target, task.device, task.max_seq_len)
     if task.tree is not None:
-        raise ConfigError(
-            f"draft_tree is refused: {task.path} is a draft engine, which drafts a chain.", cure="Leave it out, or use draft heads."
-        )
-    check_draft_engine(Engine.open(task.path), task.target, task.device, task.max_seq_len)
+        for engine in (target, draft):
+            check_tree(engine.path, engine.config.model, task.window)
+        check_ids(task.path, task.tree, min(engine.config.model.vocab_size for engine in (target, draft)))
 
 
 def _load_engine(task: DraftTask, model: Decoder) -> DraftSource:
     positions = task.max_seq_len + MAX_DRAFT_TOKENS + 1
-    return EngineSource(Engine.open(task.path), task.target.config, task.device, positions, task.num_drafts, task.window)
+    return EngineSource(Engine.open(task.path), task.target.config, task.device, positions, task.shape, task.window)
 
 
 def _check_heads(task: DraftTask) -> None:
     check_heads(task.path, task.target)
     if task.tree is not None:
-        check_tree(task.target.config.model, task.window)
+        check_tree(task.target.path, task.target.config.model, task.window)
 
 
 def _load_heads(task: DraftTask, model: Decoder) -> DraftSource:
-    return HeadSource(task.path, task.target, model, task.max_seq_len, task.tree or DraftTree.chain(task.num_drafts))
+    return HeadSource(task.path, task.target, model, task.max_seq_len, task.shape)
 
 
 DRAFT_KINDS = {

@@ -1,7 +1,7 @@
-"""The levels of a draft tree, for a head that computes one level after another.
+"""The levels of a draft tree, for a drafter that computes one level after another.
 
-Level d has the nodes at depth d. Its inner nodes are those with children. The head computes the inner nodes of all sequences at once, and
-the logits of each give the candidates for its children:
+Level d has the nodes at depth d. Its inner nodes are those with children. The drafter computes the inner nodes of all sequences at once,
+and the logits of each give the candidates for its children:
 
     depth                    nodes of the level              inner nodes
       0    newest token                                      0
@@ -27,6 +27,7 @@ class Level:
     Index tensors are int64 on the device. None stands for the identity.
     """
 
+    num_parents: int  # P
     num_candidates: int  # after each parent
     chosen: Tensor | None  # [n], of the P × num_candidates candidates
     inner: Tensor | None  # [Q], of the n nodes
@@ -65,6 +66,7 @@ def make_levels(tree: DraftTree, device: torch.device) -> Levels:
         is_chain = is_chain and len(inner) <= 1
         levels.append(
             Level(
+                len(parents),
                 size,
                 index(chosen, len(parents) * size),
                 index([nodes.index(node) for node in inner], len(nodes)),

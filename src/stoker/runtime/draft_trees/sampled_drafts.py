@@ -1,4 +1,4 @@
-"""Chooses drafts from the logits of heads: the most likely tokens, or a token drawn like that of the model and the most likely others.
+"""Chooses drafts from the logits of a drafter: the most likely tokens, or a token drawn like that of the model and the most likely others.
 
 A draft is drawn with the parameters of its sequence and with the random number of its position, with which the model then draws at the same
 position. Both choose the same token where their distributions agree.
