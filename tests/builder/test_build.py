@@ -247,6 +247,12 @@ def test_dummy_weights_need_only_a_config(tmp_path: Path, llama: Path) -> None:
     assert 0.01 < float(weight.std()) < 0.03
 
 
+def test_the_architecture_is_checked_before_weights_are_required(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["RwkvForCausalLM"]}')
+    with pytest.raises(CheckpointError, match="'RwkvForCausalLM' is not supported"):
+        build(tmp_path, tmp_path / "engine")
+
+
 def test_settings_that_cannot_be_built_are_refused(tmp_path: Path, llama: Path) -> None:
     for config, message in (
         (BuildConfig(quantization="NO_QUANTS"), "unknown quantization 'NO_QUANTS'.*NO_QUANT"),

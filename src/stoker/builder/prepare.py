@@ -43,8 +43,10 @@ def prepare(source: str | Path, settings: BuildConfig, name: str | None = None) 
     """
     check_recipe(settings.quantization, settings.quantization_settings, settings.kv_cache_dtype)
     path, name = locate_checkpoint(source, name)
-    checkpoint = _with_quantization(open_checkpoint(path, name, weights=not settings.dummy_weights))
-    architecture, model = read_model(checkpoint, settings.versions, settings.ignored_config_keys)
+    checkpoint = _with_quantization(open_checkpoint(path, name, weights=False))
+    architecture, model = read_model(checkpoint, settings.versions, settings.ignored_config_keys)  # before weights are required
+    if checkpoint.gguf is None and not settings.dummy_weights:
+        checkpoint = dataclasses.replace(checkpoint, weights=open_checkpoint(path, name).weights)
     model = _apply_rotary_settings(model, settings)
     weights = CanonicalWeights(checkpoint.weights, architecture, checkpoint.setting("quantization_config"))
     checkpoint = dataclasses.replace(checkpoint, weights=weights)
