@@ -122,10 +122,9 @@ def _stored_recipe(config: EngineConfig, plans: dict[str, TensorPlan], checkpoin
     The most frequent format is the default, and all other linears are overrides.
     """
     linears = [spec for spec in declare(config.model).values() if isinstance(spec, LinearSpec)]
-    formats = {
-        spec.name: _with_dtype(import_format(spec, plans, checkpoint.weights, config.model) or Dense(), config.dtype) for spec in linears
-    }
-    widened = [formats[spec.name] for spec in linears if is_widened(spec, plans, checkpoint.weights, config.model)]
+    imported = {spec.name: import_format(spec, plans, checkpoint.weights, config.model) for spec in linears}
+    formats = {name: _with_dtype(found or Dense(), config.dtype) for name, found in imported.items()}
+    widened = [formats[spec.name] for spec in linears if is_widened(spec, imported[spec.name], plans, checkpoint.weights)]
     for wider, count in Counter(config.dtype if found == Dense() else "int8 in groups" for found in widened).items():
         log.info("%d linears are stored as %s, because no kernel reads all of their parts as the checkpoint stores them.", count, wider)
     counts = Counter(formats[spec.name] for spec in linears if spec.quantize and formats[spec.name] != Dense())

@@ -13,13 +13,14 @@ from stoker.base.errors import CheckpointError
 from stoker.base.logging import get_logger
 from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
 from stoker.builder.checkpoint.weights import CheckpointWeights
-from stoker.builder.conversion.import_linear import import_format, import_linear
+from stoker.builder.conversion.import_linear import import_linear
 from stoker.builder.conversion.layouts import stored_layouts
 from stoker.builder.conversion.tensor_plan import TensorPlan, combine_sources
 from stoker.core.model_config import ModelConfig
 from stoker.core.specs import LinearSpec, Spec
 from stoker.engine.config import EngineConfig
 from stoker.quant.format import Format
+from stoker.quant.formats.dense import Dense
 from stoker.quant.recipe import AS_STORED
 
 # Values of a weight that are quantized at a time, by device type. This bounds temporary memory, and fits a CPU's caches.
@@ -83,7 +84,7 @@ class Converter:
     def _convert_linear(self, spec: LinearSpec) -> Iterator[tuple[str, Tensor]]:
         """(engine name, tensor) of each stored tensor of a linear, which is imported unchanged or quantized."""
         chosen = self.config.recipe.format_for(spec)
-        if self.config.recipe.name == AS_STORED and import_format(spec, self.tensor_plans, self.weights, self.config.model) is not None:
+        if self.config.recipe.name == AS_STORED and not isinstance(chosen, Dense):
             stored = import_linear(spec, chosen, self.tensor_plans, self.weights, self.config.model)
             location = self.weights.location(self.tensor_plans[f"{spec.name}.weight"].sources[0][0])
             for suffix, tensor in stored.items():

@@ -59,10 +59,9 @@ def _common_format(spec: LinearSpec, plan: TensorPlan, weights: CheckpointWeight
     return found
 
 
-def is_widened(spec: LinearSpec, plans: Mapping[str, TensorPlan], weights: CheckpointWeights, model: ModelConfig) -> bool:
-    """Whether the checkpoint stores a part of `spec` in fewer bits than `import_format`, which stores all parts in the same way."""
+def is_widened(spec: LinearSpec, found: Format | None, plans: Mapping[str, TensorPlan], weights: CheckpointWeights) -> bool:
+    """Whether the checkpoint stores a part of `spec` in fewer bits than `found`, the result of `import_format`, stores all parts."""
     stored = {weights.prequantized.get(source) for group in plans[f"{spec.name}.weight"].sources for source in group}
-    found = import_format(spec, plans, weights, model)
     return stored != {None} and (len(stored) > 1 or found is None or (spec.name == LAYER_INPUTS and stored != {found}))
 
 
