@@ -340,6 +340,8 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "decode latent": lambda: attend(64, 1, **LATENT),  # type: ignore[arg-type]
     "decode, every feature": lambda: attend(64, 1, **EVERY_FEATURE),  # type: ignore[arg-type]
     "prefill 128 wide": lambda: attend(4, 2048),
+    "prefill 128 wide, 512 tokens": lambda: attend(1, 512),
+    "prefill 128 wide, window and sinks": lambda: attend(4, 2048, window=128, sinks=meta(32, dtype=FP32)),
     "prefill 128 tokens": lambda: attend(1, 128),
     "prefill block 16": lambda: attend(4, 2048, block=16),
     "prefill fp8": lambda: attend(4, 2048, cache_dtype=FP8),

@@ -27,6 +27,11 @@ from stoker.kernels.triton.attention.arguments import (
 from stoker.kernels.triton.attention.decode_kernel import decode_attention_kernel
 from stoker.kernels.triton.attention.prefill_kernel import prefill_attention_kernel
 from stoker.kernels.triton.attention.tiles import AttentionTile, Splits, choose_splits, decode_tile, prefill_tile, verify_tile
+from stoker.kernels.triton.attention.warp_specialized.launch import (
+    supports_warp_specialized_prefill,
+    tile_counter,
+    warp_specialized_prefill,
+)
 from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.kv_pages import kv_pages, require_dense_pages
 from stoker.kernels.triton.pdl import pdl_launch_options
@@ -82,7 +87,8 @@ def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionP
 def _empty_output(q: Tensor, cache: KVCache) -> Tensor:
     """The uninitialized output [T, heads, Dv]. Also allocates the memory that all launches share."""
     values = cache.keys if cache.values is None else cache.values
-    _finished_counters(q.device), _flag_words(q.device)  # allocated by the first call of all, so that no captured graph owns them
+    # Allocated by the first call of all, so that no captured graph owns them.
+    _finished_counters(q.device), _flag_words(q.device), tile_counter(q.device)
     return torch.empty((q.shape[0], q.shape[1], values.shape[-1]), dtype=q.dtype, device=q.device)
 
 
@@ -178,8 +184,11 @@ def prefill(
 ) -> None:
     """Compute attention of the rows from num_decodes on into out[num_decodes:].
 
-    `tile` and `splits` override the choice from the tuning table.
+    `tile` and `splits` override the choice from the tuning table, and of the warp-specialized kernel where that is supported.
     """
+    if tile is None and splits is None and supports_warp_specialized_prefill(q, cache, batch, params):
+        warp_specialized_prefill(q, cache, batch, params, out)
+        return
     kv_heads = cache.keys.shape[1]
     group = q.shape[1] // kv_heads
     num_tokens, num_rows = q.shape[0] - batch.num_decodes, batch.num_rows - batch.num_decodes

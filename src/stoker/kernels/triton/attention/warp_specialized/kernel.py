@@ -1,0 +1,114 @@
+"""Paged attention of prefill rows on Hopper: warp-specialized and persistent, after FlashAttention-3 (arXiv 2407.08608).
+
+For query token t and query head h with KV head g = h // group, as in `prefill_kernel`:
+
+    out[t, h] = Σ_j softmax_j(scale × q[t, h] · key[j, g]) × value[j, g]          j over the keys visible to t: causal, or in a window
+
+Grid: one CTA per SM, which takes query tiles of 128 rows (tokens × heads of one KV head, see `query_tile`) until none is left.
+
+    warps  0 – 3    consumer 0: rows 0 – 63 of each tile       232 registers
+    warps  4 – 7    consumer 1: rows 64 – 127                  232 (224 with an 8-bit cache)
+    warps  8 – 11   producer: tiles, queries, keys, values      40 (56)
+
+Shared memory and mbarriers are described in `pipeline`, the copies in `producer`, the products and the softmax in `consumer`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from stoker.kernels.triton.attention.warp_specialized.consumer import consume
+from stoker.kernels.triton.attention.warp_specialized.pipeline import (
+    BLOCK_N,
+    KV_STAGES,
+    NUM_FIELDS,
+    field_layout,
+    mbarriers,
+    swizzled_layout,
+)
+from stoker.kernels.triton.attention.warp_specialized.producer import produce
+from stoker.kernels.triton.ptx.sync import pdl_wait_and_launch_dependents
+
+
+@gluon.jit
+def consume_first(outputs, scale, queries, buffers, CONFIG: gl.constexpr):
+    """Consumer 0."""
+    consume(outputs, scale, queries, buffers, 0, CONFIG)
+
+
+@gluon.jit
+def consume_second(outputs, scale, queries, buffers, CONFIG: gl.constexpr):
+    """Consumer 1."""
+    consume(outputs, scale, queries, buffers, 1, CONFIG)
+
+
+@gluon.jit(do_not_specialize=["first_row", "num_rows", "num_tiles", "stride_block_table"])
+def warp_specialized_prefill_kernel(
+    # Pointers
+    q_ptr,  # [tokens, num_heads, size]
+    out_ptr,  # [tokens, num_heads, size], dense
+    query_starts_ptr,  # int32 [num_rows + 1]
+    seq_lens_ptr,  # int32 [num_rows]
+    block_tables_ptr,  # int32 [num_rows, max_blocks]
+    sinks_ptr,  # float32 [num_heads] or None
+    counter_ptr,  # int32 [1], zero between launches: the next query tile
+    cache,  # KVPages
+    # Sizes and strides
+    scale,
+    first_row,  # rows before it are decode rows, which have one token each
+    num_rows,
+    num_tiles,  # query tiles, an upper bound
+    stride_q_token,
+    stride_q_head,
+    stride_block_table,
+    # Constants
+    CONFIG: gl.constexpr,  # PrefillConfig
+    REGISTERS: gl.constexpr,  # of each thread of a consumer, and of the producer
+    USE_PDL: gl.constexpr,
+):
+    """One CTA: attention of query tiles, which it takes from the counter."""
+    SIZE: gl.constexpr = CONFIG.size
+    Q_STAGES: gl.constexpr = CONFIG.q_stages
+    RAW_STAGES: gl.constexpr = CONFIG.raw_stages
+    CACHE_TYPE: gl.constexpr = cache.keys_ptr.dtype.element_ty
+    TYPE: gl.constexpr = q_ptr.dtype.element_ty if RAW_STAGES == 0 else gl.float16
+    ARRIVALS: gl.constexpr = 128 if RAW_STAGES == 0 else 1
+    pdl_wait_and_launch_dependents(gl.arange(0, 128, field_layout()), USE_PDL)
+    q = gl.allocate_shared_memory(TYPE, [2 * Q_STAGES, 64, SIZE], swizzled_layout())
+    k = gl.allocate_shared_memory(TYPE, [KV_STAGES, BLOCK_N, SIZE], swizzled_layout())
+    v = gl.allocate_shared_memory(TYPE, [KV_STAGES, BLOCK_N, SIZE], swizzled_layout())
+    raw = k  # not used
+    if RAW_STAGES > 0:
+        raw = gl.allocate_shared_memory(CACHE_TYPE, [RAW_STAGES, BLOCK_N, SIZE], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
+    tile = gl.allocate_shared_memory(gl.int32, [NUM_FIELDS * Q_STAGES, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = mbarriers(Q_STAGES, ARRIVALS)
+    q_empty = mbarriers(Q_STAGES, 2)
+    tile_full = mbarriers(Q_STAGES, 1)
+    k_full = mbarriers(KV_STAGES, ARRIVALS)
+    k_empty = mbarriers(KV_STAGES, 2)
+    v_full = mbarriers(KV_STAGES, ARRIVALS)
+    v_empty = mbarriers(KV_STAGES, 2)
+
+    outputs = (out_ptr, sinks_ptr, cache.key_scale_ptr, cache.value_scale_ptr)
+    queries = (q, tile, q_full, q_empty, tile_full)
+    buffers = (k, v, k_full, k_empty, v_full, v_empty)
+    rows = (q_ptr, query_starts_ptr, seq_lens_ptr, block_tables_ptr, counter_ptr, stride_q_token, stride_q_head, stride_block_table)
+    pages = (
+        cache.keys_ptr,
+        cache.values_ptr,
+        cache.stride_key_block,
+        cache.stride_key_head,
+        cache.stride_value_block,
+        cache.stride_value_head,
+    )
+    numbers = (first_row, num_rows, num_tiles)
+    gl.warp_specialize(
+        [
+            (consume_first, (outputs, scale, queries, buffers, CONFIG)),
+            (consume_second, (outputs, scale, queries, buffers, CONFIG)),
+            (produce, ((rows, pages), numbers, queries, (k, v, raw, k_full, k_empty, v_full, v_empty), CONFIG)),
+        ],
+        [4, 4],
+        [REGISTERS[0], REGISTERS[1]],
+    )

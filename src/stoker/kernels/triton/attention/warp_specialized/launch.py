@@ -1,0 +1,99 @@
+"""The launcher of the warp-specialized prefill kernel, and what that kernel supports."""
+
+from __future__ import annotations
+
+from functools import cache as cached
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from torch import Tensor
+
+from stoker.kernels.triton.attention.warp_specialized.kernel import warp_specialized_prefill_kernel
+from stoker.kernels.triton.attention.warp_specialized.pipeline import PrefillConfig
+from stoker.kernels.triton.device import num_sms, supports
+from stoker.kernels.triton.kv_pages import kv_pages
+from stoker.kernels.triton.pdl import pdl_launch_options
+from stoker.kernels.types import AttentionParams
+
+if TYPE_CHECKING:
+    from stoker.core.forward_batch import ForwardBatch, KVCache
+
+BLOCK_M = 128  # rows of a query tile
+MIN_TOKENS = 64  # shorter prompts leave most of a tile of keys masked
+MIN_TILES_PER_SM = 3  # fewer are cut into splits by the other kernel
+
+
+def supports_warp_specialized_prefill(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> bool:
+    """Whether the prefill rows of `batch` can be computed by this kernel, and fill the device.
+
+    Heads have 64 or 128 features; the cache has the dtype of the queries (bfloat16 or float16), or e4m3. There are no draft trees, prefix
+    LMs, soft caps, chunks, ALiBi or key means.
+    """
+    size = q.shape[2]
+    is_16_bit = q.dtype in (torch.bfloat16, torch.float16)
+    has_plain_scores = params.softcap is None and params.chunk is None and params.alibi_slopes is None
+    has_plain_rows = batch.tree is None and batch.prefix_lens is None
+    if not (supports(q, "wgmma") and is_16_bit and size in (64, 128) and has_plain_scores and has_plain_rows):
+        return False
+    if cache.values is None or cache.values.shape[3] != size or cache.key_mean is not None or cache.block_size < 16:
+        return False
+    if cache.keys.dtype not in (q.dtype, torch.float8_e4m3fn):
+        return False
+    return batch.max_query_len >= MIN_TOKENS and _num_tiles(q, cache, batch) >= MIN_TILES_PER_SM * num_sms(q.device)
+
+
+def warp_specialized_prefill(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams, out: Tensor) -> None:
+    """Compute attention of the rows from num_decodes on into out[num_decodes:]."""
+    kv_heads = cache.keys.shape[1]
+    group = q.shape[1] // kv_heads
+    is_narrow = cache.keys.dtype.itemsize == 1
+    heads = min(group, BLOCK_M)
+    config = PrefillConfig(
+        num_heads=q.shape[1],
+        group=group,
+        size=q.shape[2],
+        block_size=cache.block_size,
+        heads=heads,
+        tokens=BLOCK_M // heads,
+        window=params.window,
+        q_stages=1 if is_narrow else 2,
+        raw_stages=4 if is_narrow else 0,
+    )
+    num_tiles = _num_tiles(q, cache, batch)
+    warp_specialized_prefill_kernel[(min(num_tiles, num_sms(q.device)),)](
+        q,
+        out,
+        batch.query_starts,
+        batch.seq_lens,
+        batch.block_tables,
+        params.sinks,
+        tile_counter(q.device),
+        kv_pages(cache),
+        params.scale,
+        batch.num_decodes,
+        batch.num_rows,
+        num_tiles,
+        q.stride(0),
+        q.stride(1),
+        batch.block_tables.stride(0),
+        CONFIG=config,
+        REGISTERS=(224, 56) if is_narrow else (232, 40),
+        num_warps=4,
+        **pdl_launch_options(q),
+    )
+
+
+def _num_tiles(q: Tensor, cache: KVCache, batch: ForwardBatch) -> int:
+    """An upper bound of the number of query tiles (see `prefill_kernel.find_row`)."""
+    kv_heads = cache.keys.shape[1]
+    group = q.shape[1] // kv_heads
+    heads = min(group, BLOCK_M)
+    row_tiles = (q.shape[0] - batch.num_decodes) // (BLOCK_M // heads) + batch.num_rows - batch.num_decodes
+    return row_tiles * kv_heads * triton.cdiv(group, heads)
+
+
+@cached
+def tile_counter(device: torch.device) -> Tensor:
+    """The counter from which CTAs take query tiles: int32 [1], zero after every launch, allocated once per device."""
+    return torch.zeros(1, dtype=torch.int32, device=device)

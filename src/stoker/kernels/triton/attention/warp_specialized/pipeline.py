@@ -1,0 +1,109 @@
+"""The shared memory of the warp-specialized prefill kernel: its buffers, its mbarriers, and what the warps tell each other.
+
+    buffer      | stages      | content of a stage                                     | full: arrivals      | empty: arrivals
+    q           | Q_STAGES    | 2 × [64, size] queries, later the tile's results       | producer            | 2 (one per consumer)
+    tile        | Q_STAGES    | `TileField` numbers of the query tile                  | 1                   | with q
+    k, v        | KV_STAGES   | [BLOCK_N, size] keys, values                           | producer            | 2
+    raw         | raw_stages  | [BLOCK_N, size] keys or values of an 8-bit cache       | private to the producer
+
+A producer that copies with `cp.async` arrives once per thread, when the copies of the thread are complete; one that stores converted
+values arrives once. Matrices are in the 128-byte swizzle that wgmma reads.
+
+Use `i` of a buffer with S stages is in stage i % S. A consumer waits for phase (i // S) & 1 of its full mbarrier, and the producer for
+the phase before that one of its empty mbarrier; this is over at once for the first S uses.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from stoker.kernels.triton.ptx.registers import ptx
+
+BLOCK_M = gl.constexpr(128)  # rows of a query tile: 64 of each consumer, the rows of a wgmma
+BLOCK_N = gl.constexpr(128)  # keys per iteration
+KV_STAGES = gl.constexpr(2)
+NUM_FIELDS = gl.constexpr(8)
+FIRST_TURN = gl.constexpr(8)  # number of the named barrier of consumer 0; Triton uses the first ones
+
+
+class PrefillConfig(NamedTuple):
+    """Constants of a launch."""
+
+    num_heads: int  # query heads
+    group: int  # query heads per KV head (GQA)
+    size: int  # features of a head: 64 or 128
+    block_size: int  # tokens of a block of the cache
+    heads: int  # query heads of a tile
+    tokens: int  # tokens of a tile
+    window: int | None  # a query sees itself and window - 1 keys before it
+    q_stages: int
+    raw_stages: int  # 0: the cache has the dtype of the operands, and nothing is converted
+
+
+@gluon.constexpr_function
+def swizzled_layout():
+    """The layout of matrices in shared memory."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+@gluon.constexpr_function
+def vector_layout(size, itemsize):
+    """The layout of [rows, size] for 128 threads, each with 16 contiguous bytes."""
+    vector = 16 // itemsize
+    return gl.BlockedLayout([1, vector], [32 * vector // size, size // vector], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def field_layout():
+    """The layout of one number of a tile: a copy in each lane."""
+    return gl.BlockedLayout([1], [32], [4], [0])
+
+
+@gluon.jit
+def mbarriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
+    """STAGES initialized mbarriers, each of which expects ARRIVALS arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
+def write_field(fields, value):
+    """Store the int32 scalar `value` as one number of a tile."""
+    fields.store(gl.full([32], 0, gl.int32, field_layout()) + value)
+
+
+@gluon.jit
+def read_field(fields):
+    """The int32 scalar that `write_field` stored."""
+    return gl.max(fields.load(field_layout()), 0)
+
+
+@gluon.jit
+def wait_for_turn(CONSUMER: gl.constexpr):
+    """Wait until the other consumer has issued its matrix products (`end_turn`)."""
+    number = gl.full([128], FIRST_TURN + CONSUMER, gl.int32, field_layout())
+    gl.inline_asm_elementwise(_WAIT_FOR_TURN, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def end_turn(CONSUMER: gl.constexpr):
+    """Let the other consumer issue its matrix products."""
+    number = gl.full([128], FIRST_TURN + 1 - CONSUMER, gl.int32, field_layout())
+    gl.inline_asm_elementwise(_END_TURN, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+_WAIT_FOR_TURN = ptx(
+    "bar.sync $1, 256;",  # 128 threads wait here, and 128 of the other consumer arrive
+    "mov.b32 $0, $1;",
+)
+
+_END_TURN = ptx(
+    "bar.arrive $1, 256;",
+    "mov.b32 $0, $1;",
+)

@@ -1,0 +1,202 @@
+"""The producer of the warp-specialized prefill kernel: takes query tiles, and copies their queries, keys and values to shared memory.
+
+Four warps with few registers. Tiles are taken from a counter in global memory, so that CTAs with short tiles take more of them; the copies
+of a tile begin while the consumers still compute the tile before it.
+
+Keys and values of 16 bits are copied by `cp.async`, 16 bytes per thread at a time, from the pages that the block table names. Those of 8
+bits go through the `raw` stages: they are copied in the same way, and the producer converts them to float16 when they have arrived:
+
+    cp.async    | K n-1 | V n-1 | K n-2 | V n-2 | ...                     raw_stages - 1 copies ahead
+    convert             | K n-1 | V n-1 | K n-2 | V n-2 | ...
+
+Key tiles go from the last one to the first. Keys from the end on are zero.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+
+from stoker.kernels.triton.attention.prefill_kernel import find_row
+from stoker.kernels.triton.attention.warp_specialized.pipeline import (
+    BLOCK_N,
+    KV_STAGES,
+    NUM_FIELDS,
+    vector_layout,
+    write_field,
+)
+
+
+@gluon.jit
+def copy_pages(target, pages_ptr, block_table_ptr, start, end, stride_block, CONFIG: gl.constexpr):
+    """Issue the copies of keys or values start : start + BLOCK_N of one head to `target` [BLOCK_N, size]."""
+    SIZE: gl.constexpr = CONFIG.size
+    BLOCK_SIZE: gl.constexpr = CONFIG.block_size
+    ROWS: gl.constexpr = BLOCK_N if BLOCK_N < BLOCK_SIZE else BLOCK_SIZE
+    LAYOUT: gl.constexpr = vector_layout(SIZE, target.dtype.primitive_bitwidth // 8)
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))
+    offsets = rows[:, None] * SIZE + cols[None, :]
+    for part in gl.static_range(BLOCK_N // ROWS):
+        first = start + part * ROWS
+        block = gl.load(block_table_ptr + gl.minimum(first, end - 1) // BLOCK_SIZE)  # entries after the last key are not valid
+        page_ptr = pages_ptr + block.to(gl.int64) * stride_block + first % BLOCK_SIZE * SIZE
+        inside = (first + rows < end)[:, None] & (cols >= 0)[None, :]
+        async_copy.async_copy_global_to_shared(target.slice(part * ROWS, ROWS, 0), page_ptr + offsets, mask=inside)
+
+
+@gluon.jit
+def convert(target, raw, full, CONFIG: gl.constexpr):
+    """Store `raw` [BLOCK_N, size] of 8 bits in `target` as float16, and report that it is complete."""
+    ROWS: gl.constexpr = 32  # more would need more registers
+    LAYOUT: gl.constexpr = vector_layout(CONFIG.size, 1)
+    for part in gl.static_range(BLOCK_N // ROWS):
+        x = raw.slice(part * ROWS, ROWS, 0).load(LAYOUT)
+        target.slice(part * ROWS, ROWS, 0).store(x.to(target.dtype))
+    fence_async_shared()
+    mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def load_queries(target, q_ptr, stride_token, stride_head, origin, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Copy the queries of one consumer to `target` [64, size]; rows of padding are zero. With an 8-bit cache they become float16."""
+    first_token, tile_start, num_queries, first_head, group_start = origin
+    SIZE: gl.constexpr = CONFIG.size
+    ROWS: gl.constexpr = 64 if CONFIG.raw_stages == 0 else 16
+    LAYOUT: gl.constexpr = vector_layout(SIZE, 2)
+    cols = gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))
+    for part in gl.static_range(64 // ROWS):
+        m = 64 * CONSUMER + part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        token = tile_start + m // CONFIG.heads
+        head = group_start + m % CONFIG.heads
+        inside = (token < num_queries) & (m < CONFIG.tokens * CONFIG.heads) & (head < CONFIG.group)
+        rows_ptr = q_ptr + (first_token + token).to(gl.int64) * stride_token + (first_head + head) * stride_head
+        addresses = rows_ptr[:, None] + cols[None, :]
+        mask = inside[:, None] & (cols >= 0)[None, :]
+        if CONFIG.raw_stages == 0:
+            async_copy.async_copy_global_to_shared(target, addresses, mask=mask)
+        else:
+            target.slice(part * ROWS, ROWS, 0).store(gl.load(addresses, mask=mask, other=0.0).to(target.dtype))
+
+
+@gluon.jit
+def report(full, CONFIG: gl.constexpr):
+    """Arrive at `full`: when this thread's copies are complete, or at once if values were stored."""
+    if CONFIG.raw_stages == 0:
+        async_copy.mbarrier_arrive(full, increment_count=False)
+    else:
+        fence_async_shared()
+        mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def produce_keys(buffers, pages, first_tile, end, used, CONFIG: gl.constexpr):
+    """Copy the key tiles and value tiles of one query tile. `used`: key tiles that were copied before it. Returns the new number."""
+    k, v, raw, k_full, k_empty, v_full, v_empty = buffers
+    keys_ptr, values_ptr, stride_key_block, stride_value_block, block_table_ptr = pages
+    last_tile = (end - 1) // BLOCK_N
+    count = last_tile + 1 - first_tile
+    if CONFIG.raw_stages == 0:
+        for i in range(count):
+            start = (last_tile - i) * BLOCK_N
+            stage = used % KV_STAGES
+            before = (used // KV_STAGES & 1) ^ 1
+            mbarrier.wait(k_empty.index(stage), before)
+            copy_pages(k.index(stage), keys_ptr, block_table_ptr, start, end, stride_key_block, CONFIG)
+            async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
+            mbarrier.wait(v_empty.index(stage), before)
+            copy_pages(v.index(stage), values_ptr, block_table_ptr, start, end, stride_value_block, CONFIG)
+            async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
+            used += 1
+    else:
+        AHEAD: gl.constexpr = CONFIG.raw_stages - 1
+        # One pointer plus a difference, so that a loop over keys and values in turn has one copy in its body.
+        difference = values_ptr.to(gl.int64, bitcast=True) - keys_ptr.to(gl.int64, bitcast=True)
+        for i in range(-AHEAD, 2 * count):
+            ahead = i + AHEAD
+            if ahead < 2 * count:
+                is_value = ahead % 2
+                pages_ptr = keys_ptr + difference * is_value // 16 * 16
+                stride = stride_key_block + (stride_value_block - stride_key_block) * is_value
+                start = (last_tile - ahead // 2) * BLOCK_N
+                copy_pages(raw.index(ahead % CONFIG.raw_stages), pages_ptr, block_table_ptr, start, end, stride // 16 * 16, CONFIG)
+            async_copy.commit_group()
+            if i >= 0:
+                async_copy.wait_group(AHEAD)
+                stage = used % KV_STAGES
+                before = (used // KV_STAGES & 1) ^ 1
+                arrived = raw.index(i % CONFIG.raw_stages)
+                if i % 2 == 0:
+                    mbarrier.wait(k_empty.index(stage), before)
+                    convert(k.index(stage), arrived, k_full.index(stage), CONFIG)
+                else:
+                    mbarrier.wait(v_empty.index(stage), before)
+                    convert(v.index(stage), arrived, v_full.index(stage), CONFIG)
+                    used += 1
+    return used
+
+
+@gluon.jit
+def produce(inputs, numbers, queries, buffers, CONFIG: gl.constexpr):
+    """Take tiles until none is left, and copy what they need. The last message to the consumers is a tile without keys.
+
+    `inputs`: pointers and strides; `numbers`: first_row, num_rows, num_tiles; `queries` and `buffers`: shared memory and its mbarriers.
+    """
+    (q_ptr, query_starts_ptr, seq_lens_ptr, block_tables_ptr, counter_ptr, stride_q_token, stride_q_head, stride_block_table) = inputs[0]
+    keys_ptr, values_ptr, stride_key_block, stride_key_head, stride_value_block, stride_value_head = inputs[1]
+    first_row, num_rows, num_tiles = numbers
+    q, tile, q_full, q_empty, tile_full = queries
+    GROUP_TILES: gl.constexpr = (CONFIG.group + CONFIG.heads - 1) // CONFIG.heads
+    HEAD_TILES: gl.constexpr = CONFIG.num_heads // CONFIG.group * GROUP_TILES
+    Q_STAGES: gl.constexpr = CONFIG.q_stages
+    sent = 0
+    used = 0
+    ticket = gl.atomic_add(counter_ptr, 1)
+    while ticket < num_tiles:
+        # The last tiles of a row see the most keys: they start first, so that the launch ends with short tiles.
+        head_tile = ticket % HEAD_TILES
+        row, tile_in_row = find_row((num_tiles - 1 - ticket) // HEAD_TILES, query_starts_ptr, first_row, num_rows, CONFIG.tokens)
+        first_token = gl.load(query_starts_ptr + row)
+        num_queries = gl.load(query_starts_ptr + row + 1) - first_token
+        tile_start = tile_in_row * CONFIG.tokens
+        if tile_start < num_queries:
+            kv_head = head_tile // GROUP_TILES
+            length = gl.load(seq_lens_ptr + row)
+            first_position = length - num_queries + tile_start
+            end = gl.minimum(first_position + CONFIG.tokens, length)
+            end_tile = (end + BLOCK_N - 1) // BLOCK_N
+            first_tile = 0
+            first_unmasked = 0
+            if CONFIG.window is not None:
+                first_tile = gl.maximum(first_position - (CONFIG.window - 1), 0) // BLOCK_N
+                first_unmasked = (gl.maximum(first_position + CONFIG.tokens - CONFIG.window, 0) + BLOCK_N - 1) // BLOCK_N
+            stage = sent % Q_STAGES
+            mbarrier.wait(q_empty.index(stage), (sent // Q_STAGES & 1) ^ 1)
+            write_field(tile.index(stage * NUM_FIELDS + 0), end_tile)
+            write_field(tile.index(stage * NUM_FIELDS + 1), first_tile)
+            write_field(tile.index(stage * NUM_FIELDS + 2), (first_position + 1) // BLOCK_N)
+            write_field(tile.index(stage * NUM_FIELDS + 3), first_unmasked)
+            write_field(tile.index(stage * NUM_FIELDS + 4), first_token + tile_start)
+            write_field(tile.index(stage * NUM_FIELDS + 5), num_queries - tile_start)
+            write_field(tile.index(stage * NUM_FIELDS + 6), first_position)
+            write_field(tile.index(stage * NUM_FIELDS + 7), head_tile)
+            mbarrier.arrive(tile_full.index(stage), count=1)
+            origin = (first_token, tile_start, num_queries, kv_head * CONFIG.group, head_tile % GROUP_TILES * CONFIG.heads)
+            for consumer in gl.static_range(2):
+                load_queries(q.index(2 * stage + consumer), q_ptr, stride_q_token, stride_q_head, origin, consumer, CONFIG)
+            report(q_full.index(stage), CONFIG)
+            sent += 1
+            head_keys_ptr = keys_ptr + kv_head.to(gl.int64) * stride_key_head
+            head_values_ptr = values_ptr + kv_head.to(gl.int64) * stride_value_head
+            block_table_ptr = block_tables_ptr + row.to(gl.int64) * stride_block_table
+            pages = (head_keys_ptr, head_values_ptr, stride_key_block, stride_value_block, block_table_ptr)
+            used = produce_keys(buffers, pages, first_tile, end, used, CONFIG)
+        ticket = gl.atomic_add(counter_ptr, 1)
+    stage = sent % Q_STAGES
+    mbarrier.wait(q_empty.index(stage), (sent // Q_STAGES & 1) ^ 1)
+    write_field(tile.index(stage * NUM_FIELDS), 0)
+    mbarrier.arrive(tile_full.index(stage), count=1)
+    # Every CTA takes one number that is no tile. The CTA with the last of these numbers resets the counter for the next launch.
+    if ticket == num_tiles + gl.num_programs(0) - 1:
+        gl.store(counter_ptr, 0)
