@@ -155,6 +155,7 @@ class Sequence:
         "num_prefill",
         "num_prompt",
         "num_tabled_blocks",
+        "packed_blocks",
         "params",
         "prefill_chunks",
         "prefix",
@@ -186,7 +187,7 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.max_tokens = request.params.max_tokens  # the scheduler lowers it to the engine's limit
         self.min_tokens = request.params.min_tokens  # set to 0 when the grammar allows only an end id
-        self.end_ids = frozenset(request.end_ids) | frozenset(request.params.stop_token_ids)
+        self.end_ids = frozenset((*request.end_ids, *request.params.stop_token_ids))
         self.priority = request.priority
         self.arrival = self.arrival_order = arrival
         self.is_postponed = False  # it is late, and waits behind sequences that are not
@@ -200,6 +201,7 @@ class Sequence:
         self.num_cached = 0  # prompt tokens reused when it was first admitted
         self.num_hashed = 0  # blocks that are in the prefix index
         self.blocks: list[int] = []  # the block table
+        self.packed_blocks: list[bytes] = []  # token ids of leading full blocks, as the prefix index compares them
         self.num_tabled_blocks = 0  # leading blocks that the worker's copy of the table contains
         self.seed = _sequence_seed(request.params.seed, index)
         self.row = -1  # index in the device buffers while it holds blocks

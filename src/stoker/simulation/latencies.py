@@ -18,11 +18,7 @@ class Latencies:
 
     def add(self, seconds: float, count: int) -> None:
         """Add a time `count` times."""
-        self.count += count
-        self.total_s += seconds * count
-        self.min_s, self.max_s = min(seconds, self.min_s), max(seconds, self.max_s)
-        key = math.floor(math.log(seconds) * CLASSES)
-        self._counts[key] = self._counts.get(key, 0) + count
+        self._add(seconds, count, math.floor(math.log(seconds) * CLASSES))
 
     def add_series(self, first_s: float, difference_s: float, num_times: int, count: int) -> None:
         """Add an arithmetic series of `num_times` times, each `count` times."""
@@ -30,12 +26,23 @@ class Latencies:
             self.add(first_s, count)
             return
         last_s = first_s + (num_times - 1) * difference_s
-        if math.floor(math.log(first_s) * CLASSES) < math.floor(math.log(last_s) * CLASSES):
+        key = math.floor(math.log(first_s) * CLASSES)
+        if key < math.floor(math.log(last_s) * CLASSES):
             for i in range(num_times):
                 self.add(first_s + i * difference_s, count)
         else:
-            self.add((first_s + last_s) / 2, num_times * count)
+            self._add((first_s + last_s) / 2, num_times * count, key)
             self.min_s, self.max_s = min(first_s, self.min_s), max(last_s, self.max_s)
+
+    def _add(self, seconds: float, count: int, key: int) -> None:
+        """Add a time, which belongs to the class `key`, `count` times."""
+        self.count += count
+        self.total_s += seconds * count
+        if seconds < self.min_s:
+            self.min_s = seconds
+        if seconds > self.max_s:
+            self.max_s = seconds
+        self._counts[key] = self._counts.get(key, 0) + count
 
     def merge(self, other: Latencies) -> None:
         """Add all times of another distribution."""

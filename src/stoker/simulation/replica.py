@@ -20,6 +20,7 @@ from stoker.router.core.fleet import Fleet
 from stoker.router.core.replica import Replica
 from stoker.runtime.kv.events.log import BlockChange, BlockEventLog
 from stoker.runtime.kv.events.wire import block_hash
+from stoker.runtime.kv.prefix_index import PrefixNode
 from stoker.runtime.request import Sequence
 from stoker.runtime.schedule.group_scheduler import GroupPlan, GroupScheduler
 from stoker.runtime.schedule.plan import StepOutcome
@@ -113,12 +114,14 @@ class SimulatedReplica:
             event_log=self._log,
         )
         self._held = HeldPrompts(self.scheduler.kv_cache)
+        self._digests: dict[int, Seq[bytes]] = {}  # of the prompts of sequences without a token, by seq_id
         self.steps: RunningSteps | None = None
         self.imports: deque[Sequence] = deque()  # whose prompts have arrived from other replicas, and wait for blocks
         self.end_s = math.inf  # of the running steps
 
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence."""
+    def add(self, seq: Sequence, digests: Seq[bytes]) -> None:
+        """Queue a sequence. `digests`: of the blocks of its prompt, which block events contain."""
+        self._digests[seq.seq_id] = digests
         self.scheduler.add(seq)
 
     def add_imported(self, seq: Sequence) -> None:
@@ -141,14 +144,14 @@ class SimulatedReplica:
     def run(self, now_s: float) -> bool:
         """Start steps, or let the running ones end after the current one. Returns whether `end_s` has changed."""
         if self.steps is None:
-            return self._start(now_s)
+            return self.start(now_s)
         if self.steps.count == 1 or not self.steps.stop(now_s):
             return False
         self.end_s = self.steps.end_s(self.steps.count)
         return True
 
-    def _start(self, now_s: float) -> bool:
-        """Plan steps and start them. False if there is nothing to compute."""
+    def start(self, now_s: float) -> bool:
+        """Plan steps and start them on an idle replica. False if there is nothing to compute."""
         plan, num_held = self.scheduler.plan_steps(now_s), len(self._held)
         if not plan.num_tokens and num_held:  # the first waiting sequence needs blocks that are held for later ones
             self._held.release_all()
@@ -170,6 +173,9 @@ class SimulatedReplica:
         if self.scheduler.budget.has_target:
             self.scheduler.record_time(steps.plan, steps.first_s)
         outcome = self.scheduler.commit_steps(steps.plan, steps.count)
+        for seq in outcome.sequences:
+            if (digests := self._digests.pop(seq.seq_id, None)) and isinstance(seq.prefix, PrefixNode):
+                seq.prefix.set_digests(digests[: seq.num_hashed])
         if changes := self._log.pop():
             self._apply(changes)
         if self.imports:

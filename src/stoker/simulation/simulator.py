@@ -14,10 +14,11 @@ import msgspec
 from stoker.base.errors import RequestError
 from stoker.base.types import SamplingParams
 from stoker.router.core.policy import Decision, Route
-from stoker.router.core.prefix import PromptPrefix, token_prefix
+from stoker.router.core.prefix import digest_prefix
 from stoker.router.core.replica import ReplicaState
 from stoker.router.core.router import Lease, Router
 from stoker.router.core.settings import RoutingSettings
+from stoker.runtime.kv.prefix_index import block_digests, pack_blocks
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.transfer.address import TransferAddress
 from stoker.simulation.latencies import Latencies
@@ -93,7 +94,7 @@ class Simulator:
                 self.router.fleet.set_transfer(added, TransferAddress("decode" if i < num_replicas else "prefill", added.name, 1))
             self.router.fleet.set_health(added, ReplicaState.READY, 0.0)
             self._replicas[added.name] = SimulatedReplica(self.router.fleet, added, replica, step_times, prefix_reuse)
-        self._links = TransferLinks(transfers)
+        self._links = TransferLinks(transfers) if num_prefill else None
         self._running: dict[int, _Running] = {}  # by seq_id
         self._events: list[tuple[float, int, SimulatedReplica | Arrival | SimulatedTransfer]] = []
         self._numbers = itertools.count()
@@ -137,12 +138,9 @@ class Simulator:
 
     def _arrive(self, arrival: Arrival) -> None:
         """Send a request to the replica that the router chooses."""
-        request = TokenRequest(
-            request_id=str(next(self._numbers)),
-            prompt_ids=arrival.prompt_ids,
-            params=_sampling(arrival.max_tokens),
-        )
-        route = Route(prefix=self._prefix(arrival.prompt_ids), session=arrival.session)
+        request = TokenRequest(request_id=str(next(self._numbers)), prompt_ids=arrival.prompt_ids, params=_sampling(arrival.max_tokens))
+        blocks, digests = self._blocks(arrival.prompt_ids)
+        route = Route(None, digest_prefix(digests, self._settings.tokens_per_block, len(arrival.prompt_ids)), arrival.session)
         decision = self.router.choose(route)
         assert decision is not None  # no replica is ever full
         replica = self._replicas[decision.replica.name]
@@ -152,31 +150,32 @@ class Simulator:
             self.results.num_rejected += 1
             return
         seq = Sequence(next(self._numbers), request, 0, self.now_s)
+        seq.packed_blocks = blocks
         running = self._running[seq.seq_id] = _Running(arrival, self.router.begin(route, decision))
         self.results.num_prompt_tokens += seq.num_prompt
-        prefill = self.router.choose_prefill(route, decision)
-        if prefill is None:
-            replica.add(seq)
+        if self._links is None or (prefill := self.router.choose_prefill(route, decision)) is None:
+            replica.add(seq, digests)
             self._run(replica)
         else:
             running.lease.start_decode()
-            self._compute_elsewhere(route, prefill, seq, replica)
+            self._compute_elsewhere(route, prefill, seq, digests, replica)
 
-    def _prefix(self, prompt_ids: list[int]) -> PromptPrefix:
-        """The blocks of a prompt by which the router decides. Without reuse, the first one still decides between equal replicas."""
+    def _blocks(self, prompt_ids: list[int]) -> tuple[list[bytes], list[bytes]]:
+        """(packed token ids, digests) of the blocks of a prompt. Without reuse, only of the first one, which decides between equal
+        replicas."""
         size = self._settings.tokens_per_block
-        if self._prefix_reuse:
-            return token_prefix(prompt_ids, size)
-        return token_prefix(prompt_ids[: size + 1], size)._replace(num_tokens=len(prompt_ids))
+        blocks = pack_blocks(prompt_ids if self._prefix_reuse else prompt_ids[:size], size)
+        return blocks, block_digests(blocks, "")
 
-    def _compute_elsewhere(self, route: Route, decision: Decision, seq: Sequence, target: SimulatedReplica) -> None:
+    def _compute_elsewhere(self, route: Route, decision: Decision, seq: Sequence, digests: list[bytes], target: SimulatedReplica) -> None:
         """Let another replica compute the prompt of a sequence."""
         request = msgspec.structs.replace(seq.request, params=_sampling(1))
         prompt = Sequence(next(self._numbers), request, 0, self.now_s)
         num_cached = len(target.scheduler.kv_cache.cached_prefix(seq.prefix_root, seq.tokens)) * self._settings.tokens_per_block
+        assert self._links is not None
         self._links.add(SimulatedTransfer(prompt, seq, target, self.router.begin(route, decision), num_cached))
         computing = self._replicas[decision.replica.name]
-        computing.add(prompt)
+        computing.add(prompt, digests)
         self._run(computing)
 
     def _end_transfer(self, transfer: SimulatedTransfer) -> None:
@@ -190,16 +189,17 @@ class Simulator:
     def _run(self, replica: SimulatedReplica) -> None:
         """Start steps of an idle replica if there is something to compute, or let a busy one plan its next step again."""
         if replica.run(self.now_s):
-            self._push(replica.end_s, replica)
+            heapq.heappush(self._events, (replica.end_s, next(self._numbers), replica))
 
     def _end_steps(self, replica: SimulatedReplica, follow: Follow | None) -> None:
         """Measure the tokens of the ended steps, and start the next ones."""
         results, now = self.results, self.now_s
         steps, outcome = replica.end_steps()
         results.num_steps += steps.count
-        for at_s, transfer in self._links.end_step(replica, steps.plan, now):
-            transfer.lease.succeed()
-            self._push(at_s, transfer)
+        if self._links is not None:
+            for at_s, transfer in self._links.end_step(replica, steps.plan, now):
+                transfer.lease.succeed()
+                self._push(at_s, transfer)
         if num_decodes := steps.plan.num_decodes:
             results.between_tokens_s.add_series(steps.first_s, steps.growth_s, steps.count, num_decodes)
             results.num_output_tokens += num_decodes * steps.count
@@ -217,7 +217,8 @@ class Simulator:
             results.duration_s.append(now - seq.arrival)
             if follow is not None and (following := follow(running.arrival, seq, now)) is not None:
                 self._push(following.at_s, following)
-        self._run(replica)
+        if replica.start(now):
+            heapq.heappush(self._events, (replica.end_s, next(self._numbers), replica))
 
 
 @lru_cache(1 << 16)

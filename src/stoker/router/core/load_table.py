@@ -21,16 +21,17 @@ class LoadTable:
 
     def set(self, slot: int, load: int) -> None:
         """Set the load of a replica."""
-        former = self._loads.get(slot)
+        former, masks = self._loads.get(slot), self._masks
         if former == load:
             return
         if former is not None:
             self._leave(slot, former)
         self._loads[slot] = load
-        if load not in self._masks:
+        if load in masks:
+            masks[load] |= 1 << slot
+        else:
             insort(self._distinct, load)
-            self._masks[load] = 0
-        self._masks[load] |= 1 << slot
+            masks[load] = 1 << slot
 
     def remove(self, slot: int) -> None:
         """Forget a replica."""

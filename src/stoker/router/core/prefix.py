@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence as Seq
+from functools import lru_cache
 from typing import NamedTuple
 
-from stoker.runtime.kv.prefix_index import pack, root_digest
+from stoker.runtime.kv.prefix_index import block_digests, pack_blocks
 from stoker.runtime.request import PrefixRoot
 
 TEXT_BLOCK_CHARS = 256
 CHARS_PER_TOKEN = 4  # estimate for the cost of text, whose number of tokens is not known
 MAX_BLOCKS = 1 << 14  # hashed blocks of one prompt; the rest of a longer one does not influence the decision
-_ID_BYTES = 4
 
 
 class PromptPrefix(NamedTuple):
@@ -33,12 +33,15 @@ def token_prefix(token_ids: Seq[int], tokens_per_block: int, root: PrefixRoot = 
 
     The last token is always computed, so that it belongs to no block here.
     """
-    num_blocks = min((len(token_ids) - 1) // tokens_per_block, MAX_BLOCKS)
-    chunks = pack(token_ids[: num_blocks * tokens_per_block])
-    size = tokens_per_block * _ID_BYTES
-    sha256, digest = hashlib.sha256, root_digest(root)
-    digests = [digest := sha256(digest + chunks[start : start + size]).digest() for start in range(0, num_blocks * size, size)]
-    return PromptPrefix(_hashes(digests), tokens_per_block, len(token_ids), True)
+    num_tokens = len(token_ids)
+    blocks = pack_blocks(token_ids[: MAX_BLOCKS * tokens_per_block], tokens_per_block)
+    return digest_prefix(block_digests(blocks, root), tokens_per_block, num_tokens)
+
+
+def digest_prefix(digests: Seq[bytes], tokens_per_block: int, num_tokens: int) -> PromptPrefix:
+    """The prefix of a prompt of `num_tokens` tokens from the digests of its first blocks."""
+    num_blocks = min((num_tokens - 1) // tokens_per_block, MAX_BLOCKS)
+    return PromptPrefix(_hashes(digests[:num_blocks]), tokens_per_block, num_tokens, True)
 
 
 def text_prefix(text: str, root: str = "") -> PromptPrefix:
@@ -52,6 +55,12 @@ def text_prefix(text: str, root: str = "") -> PromptPrefix:
     return PromptPrefix(_hashes(digests), TEXT_BLOCK_CHARS // CHARS_PER_TOKEN, len(text) // CHARS_PER_TOKEN, False)
 
 
-def _hashes(digests: list[bytes]) -> tuple[int, ...]:
+def _hashes(digests: Seq[bytes]) -> tuple[int, ...]:
     """The block hash of each digest: its last eight bytes as an unsigned number."""
-    return struct.unpack(">" + "24xQ" * len(digests), b"".join(digests))
+    return _hash_format(len(digests)).unpack(b"".join(digests))
+
+
+@lru_cache(4096)
+def _hash_format(num_digests: int) -> struct.Struct:
+    """The format of `num_digests` digests of 32 bytes, of which the last eight are read."""
+    return struct.Struct(">" + "24xQ" * num_digests)

@@ -19,6 +19,8 @@ RETRY_AFTER_S = 1.0
 class Lease:
     """A request that is sent to a replica. Exactly one of `succeed`, `fail` and `cancel` ends it; further calls have no effect."""
 
+    __slots__ = ("_ended", "_prefill_tokens", "_router", "num_cached", "replica")
+
     def __init__(self, router: Router, replica: Replica, num_cached: int, prefill_tokens: int) -> None:
         self._router = router
         self.replica = replica
@@ -49,16 +51,16 @@ class Lease:
         if self._ended:
             return
         self._ended = True
-        was_closed = self.replica.breaker.is_closed
+        router, replica = self._router, self.replica
+        was_closed = replica.breaker.is_closed
         report()
-        self.replica.prefill_tokens -= self._prefill_tokens
-        self.replica.num_in_flight -= 1
-        now = self._router.clock()
+        replica.prefill_tokens -= self._prefill_tokens
+        replica.num_in_flight -= 1
         if was_closed:
-            self._router.fleet.refresh_load(self.replica, now)
+            router.fleet.refresh_load(replica, router.clock())
         else:  # the breaker may have closed
-            self._router.fleet.refresh(self.replica, now)
-        self._router.serve_waiting()
+            router.fleet.refresh(replica, router.clock())
+        router.serve_waiting()
 
 
 class _Waiting:
@@ -214,7 +216,9 @@ class Router:
 
     def _candidates(self, model: str | None, excluded: Iterable[Replica]) -> int:
         """The available replicas that serve the model; those that only compute prompts for others if there is none else."""
-        candidates = self.fleet.available & self.fleet.serving(model) & ~self._mask(excluded)
+        candidates = self.fleet.available & self.fleet.serving(model)
+        if excluded:
+            candidates &= ~self._mask(excluded)
         return candidates & ~self.fleet.prefill_only or candidates
 
     def _mask(self, replicas: Iterable[Replica]) -> int:

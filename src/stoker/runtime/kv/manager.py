@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 from stoker.runtime.kv.block_pool import BlockPool
 from stoker.runtime.kv.events.log import BlockEventLog
-from stoker.runtime.kv.prefix_index import Key, PrefixIndex, PrefixNode, child_digest, pack
+from stoker.runtime.kv.prefix_index import Key, PrefixIndex, PrefixNode, child_digest, pack, pack_blocks
 from stoker.runtime.kv.snapshots import StateSnapshots
 from stoker.runtime.kv.tiers import NO_TRANSFERS, BlockTransfer, HostTier, Tier, TierOccupancy
 from stoker.runtime.request import PrefixRoot, Sequence
@@ -110,8 +110,10 @@ class KVCacheManager:
             size = self.tokens_per_block
             ends = {match.num_indexed * size, (len(seq.tokens) - 1) // size * size}
             seq.snapshot_at = sorted(end for end in ends if end > len(match.blocks) * size)
-        refs = self.pool.refs
-        match.num_free = self.pool.num_free - sum(not refs[block] for block in match.blocks)
+        match.num_free = self.pool.num_free
+        if match.blocks:
+            refs = self.pool.refs
+            match.num_free -= sum(not refs[block] for block in match.blocks)
         num_blocks = self.num_blocks_for(len(seq.tokens))
         match.num_blocks_now = num_blocks - len(match.blocks)
         match.num_blocks_later = self.num_blocks_for(seq.max_computed) - num_blocks
@@ -119,28 +121,25 @@ class KVCacheManager:
 
     def _walk(self, seq: Sequence, match: Match, index: PrefixIndex) -> None:
         """Fill `match` with cached blocks of the prefix index, then of the host tier, up to the first block that is not cached."""
-        size = self.tokens_per_block
-        for start in range(0, (len(seq.tokens) - 1) // size * size, size):
-            key = (match.prefix, pack(seq.tokens[start : start + size]))
+        num_blocks = (len(seq.tokens) - 1) // self.tokens_per_block
+        packed = self._packed_blocks(seq, num_blocks)
+        for i in range(num_blocks):
+            key = (match.prefix, packed[i])
             entry = index.find(key)
             if entry is None:
                 match.producer = self._announced.get(key)
                 if match.producer is None and self.host_tier is not None:
-                    match.host_blocks = self._walk_host(seq, match.prefix, start, self.host_tier)
+                    match.host_blocks = _walk_host(match.prefix, packed[i:num_blocks], self.host_tier)
                 return
             match.prefix = entry
             match.blocks.append(entry.block)
 
-    def _walk_host(self, seq: Sequence, prefix: PrefixNode | PrefixRoot, start: int, tier: HostTier) -> list[int]:
-        """The blocks of the host tier that hold the tokens of `seq` from `start` on, which follow `prefix`."""
-        size, blocks = self.tokens_per_block, []
-        parent: PrefixNode | PrefixRoot | bytes = prefix
-        for first in range(start, (len(seq.tokens) - 1) // size * size, size):
-            parent = child_digest(parent, pack(seq.tokens[first : first + size]))
-            if (block := tier.find(parent)) < 0:
-                break
-            blocks.append(block)
-        return blocks
+    def _packed_blocks(self, seq: Sequence, num_blocks: int) -> list[bytes]:
+        """The packed token ids of at least the first `num_blocks` full blocks of `seq`. The ids of its known tokens do not change."""
+        if len(seq.packed_blocks) < num_blocks:
+            size = self.tokens_per_block
+            seq.packed_blocks += pack_blocks(seq.tokens[len(seq.packed_blocks) * size :], size)
+        return seq.packed_blocks
 
     def num_common_blocks(self, seq: Sequence, producer: Sequence) -> int:
         """The number of leading blocks that `producer` computes and `seq` can share, because their tokens are equal."""
@@ -193,17 +192,16 @@ class KVCacheManager:
         """
         if self.index is None:
             return
-        size = self.tokens_per_block
-        last = num_tokens // size
-        chunks = pack(seq.tokens[seq.num_hashed * size : last * size])
-        for i in range(last - seq.num_hashed):
-            block = seq.blocks[seq.num_hashed + i]
-            seq.prefix = self.index.add((seq.prefix, chunks[i * size * 4 : (i + 1) * size * 4]), block)
-            if seq.prefix.block == block:
+        last, prefix, event_log = num_tokens // self.tokens_per_block, seq.prefix, self.event_log
+        packed = self._packed_blocks(seq, last)
+        for i in range(seq.num_hashed, last):
+            block = seq.blocks[i]
+            prefix = self.index.add((prefix, packed[i]), block)
+            if prefix.block == block:
                 self.pool.mark_reusable(block)
-                if self.event_log is not None:
-                    self.event_log.store(seq.prefix)
-        seq.num_hashed = last
+                if event_log is not None:
+                    event_log.store(prefix)
+        seq.prefix, seq.num_hashed = prefix, last
         if seq.announced_key is not None:  # it is in its prefill and has not retired
             self._announce_next_block(seq)
 
@@ -330,9 +328,9 @@ class KVCacheManager:
     def _announce_next_block(self, seq: Sequence) -> None:
         """Announce the block that `seq` adds to the index next, so that sequences with the same tokens wait instead of computing it."""
         self._withdraw_announcement(seq)
-        start = seq.num_hashed * self.tokens_per_block
-        if start + self.tokens_per_block <= seq.num_prefill:
-            seq.announced_key = (seq.prefix, pack(seq.tokens[start : start + self.tokens_per_block]))
+        num_blocks = seq.num_hashed + 1
+        if num_blocks * self.tokens_per_block <= seq.num_prefill:
+            seq.announced_key = (seq.prefix, self._packed_blocks(seq, num_blocks)[seq.num_hashed])
             self._announced.setdefault(seq.announced_key, seq)
 
     def _withdraw_announcement(self, seq: Sequence) -> None:
@@ -393,6 +391,17 @@ class KVCacheManager:
             self.snapshots.forget(node)
         if self.event_log is not None:
             self.event_log.remove(node)
+
+
+def _walk_host(parent: PrefixNode | PrefixRoot | bytes, packed_blocks: Seq[bytes], tier: HostTier) -> list[int]:
+    """The blocks of the host tier that hold `packed_blocks`, which follow `parent`."""
+    blocks = []
+    for packed in packed_blocks:
+        parent = child_digest(parent, packed)
+        if (block := tier.find(parent)) < 0:
+            break
+        blocks.append(block)
+    return blocks
 
 
 def _cut_to_snapshot(match: Match, snapshots: StateSnapshots) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 
 from stoker.runtime.request import PrefixRoot
+
+ID_BYTES = 4  # of a packed token id
 
 
 class PrefixNode:
@@ -24,6 +27,8 @@ class PrefixNode:
     @property
     def digest(self) -> bytes:
         """A digest of the root and of all tokens up to the end of this block. It identifies the block's contents in other tiers."""
+        if self._digest:
+            return self._digest
         node: PrefixNode | PrefixRoot = self
         path: list[PrefixNode] = []
         while isinstance(node, PrefixNode) and not node._digest:
@@ -32,6 +37,15 @@ class PrefixNode:
         for child in reversed(path):
             child._digest = child_digest(child.parent, child.chunk)
         return self._digest
+
+    def set_digests(self, digests: Seq[bytes]) -> None:
+        """Set the digests of this block, the last one, and of the blocks before it, if they are known and were not computed yet."""
+        node: PrefixNode | PrefixRoot = self
+        for digest in reversed(digests):
+            if not isinstance(node, PrefixNode) or node._digest:
+                return
+            node._digest = digest
+            node = node.parent
 
 
 Key = tuple[PrefixNode | PrefixRoot, bytes]
@@ -44,14 +58,28 @@ def child_digest(parent: PrefixNode | PrefixRoot | bytes, chunk: bytes) -> bytes
     return hashlib.sha256((parent if isinstance(parent, bytes) else root_digest(parent)) + chunk).digest()
 
 
+@lru_cache(1024)
 def root_digest(root: PrefixRoot) -> bytes:
     """The digest that precedes the first block of a prompt."""
     return hashlib.sha256(repr(root).encode()).digest()
 
 
 def pack(token_ids: Seq[int]) -> bytes:
-    """Token ids as bytes, four per id, which take a twelfth of the memory of Python integers and are hashed faster."""
+    """Token ids as bytes, ID_BYTES per id, which take a twelfth of the memory of Python integers and are hashed faster."""
     return _format(len(token_ids)).pack(*token_ids)
+
+
+def pack_blocks(token_ids: Seq[int], tokens_per_block: int) -> list[bytes]:
+    """The packed ids of each full block of `token_ids`."""
+    num_blocks, num_bytes = len(token_ids) // tokens_per_block, tokens_per_block * ID_BYTES
+    packed = pack(token_ids[: num_blocks * tokens_per_block])
+    return [packed[i : i + num_bytes] for i in range(0, num_blocks * num_bytes, num_bytes)]
+
+
+def block_digests(blocks: Iterable[bytes], root: PrefixRoot) -> list[bytes]:
+    """The digest of each block of a prompt, from their packed token ids."""
+    sha256, digest = hashlib.sha256, root_digest(root)
+    return [digest := sha256(digest + block).digest() for block in blocks]
 
 
 @lru_cache(4096)

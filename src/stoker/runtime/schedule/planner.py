@@ -193,11 +193,11 @@ class Planner:
         sequences that held blocks when planning began.
         """
         running_set = self._running_set
-        policy, queue, kv_cache = running_set.policy, running_set.queue, running_set.kv_cache
+        policy, queue, kv_cache, budget = running_set.policy, running_set.queue, running_set.kv_cache, self._budget
         while running_set.has_free_row and (seq := queue.peek(preempted_only=paused)) is not None:
             match = kv_cache.match(seq)
-            num_left = len(seq.tokens) - match.num_reused * kv_cache.tokens_per_block
-            if self._budget.is_late(seq, num_left, now) and queue.postpone(seq, self._budget.delay_s):
+            start = match.num_reused * kv_cache.tokens_per_block
+            if budget.has_target and budget.is_late(seq, len(seq.tokens) - start, now) and queue.postpone(seq, budget.delay_s):
                 continue
             if match.producer is not None and not policy.whole_batches:
                 num_common = kv_cache.num_common_blocks(seq, match.producer)
@@ -207,8 +207,8 @@ class Planner:
             if len(plan.state_restores) == self._max_rows:  # the buffer of a step has room for one copy per row
                 return
             all_rows_taken = len(plan) == self._max_rows
-            budget = 0 if all_rows_taken else max(self._token_limit - plan.num_tokens, 0)
-            num_new = self._num_new(plan, seq, match.num_reused * kv_cache.tokens_per_block, budget)
+            room = 0 if all_rows_taken else max(self._token_limit - plan.num_tokens, 0)
+            num_new = self._num_new(plan, seq, start, room)
             # If all rows are taken, a sequence may still get blocks and alternate with the others in later steps.
             if not num_new and not all_rows_taken and not policy.whole_batches:
                 return

@@ -115,9 +115,10 @@ class WaitingQueue:
 
     def _first(self, preempted_only: bool) -> list[tuple[Any, Sequence]]:
         """The heap whose first entry comes first, after removing ended sequences from the start of both."""
-        for heap in (self._new, self._preempted):
-            while heap and heap[0][1].status is not Status.WAITING:
-                heappop(heap)
+        if self._num_ended:
+            for heap in (self._new, self._preempted):
+                while heap and heap[0][1].status is not Status.WAITING:
+                    heappop(heap)
         if preempted_only or not self._new:
             return self._preempted
         return min(self._new, self._preempted, key=lambda heap: heap[0][0]) if self._preempted else self._new
