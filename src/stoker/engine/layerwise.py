@@ -23,9 +23,6 @@ from stoker.layers.layer import RopeTables, make_layer
 from stoker.layers.loader import Loader
 from stoker.layers.state_cache import StateCache
 
-# Positions whose logits are computed at a time: as many as have 32 MiB of them, which malloc reuses without new pages, but at least 128.
-LOGITS_ROWS, LOGITS_BYTES = 128, 32 << 20
-
 
 def split_windows(token_ids: list[int], length: int, count: int | None = None) -> list[Tensor]:
     """Cut a text into at most `count` int32 windows of `length` tokens without overlap.
@@ -117,17 +114,11 @@ class LayerwiseModel:
     def score(self, loader: Loader) -> Scores:
         """Predict the tokens of each window from the output of the last layer, with the head's weights from `loader`."""
         decoder, scores = Decoder(self._without_layers, loader, 1), Scores()
-        rows_at_a_time = max(LOGITS_ROWS, LOGITS_BYTES // (4 * self.config.vocab_size))
         for window, hidden in zip(self.tokens, self.hidden, strict=True):
-            best = []
-            for start in range(0, len(window) - 1, rows_at_a_time):
-                rows = slice(start, min(start + rows_at_a_time, len(window) - 1))
-                logits = decoder.logits(hidden[rows].to(loader.device)).float()
-                targets = window[rows.start + 1 : rows.stop + 1].long().to(loader.device)
-                scores.nll += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum").double())
-                best.append(logits.argmax(dim=-1).int().cpu())
+            found = decoder.score(hidden[:-1].to(loader.device), window[1:].to(loader.device))
+            scores.nll -= float(found.likelihoods.double().sum())
             scores.count += len(window) - 1
-            scores.best.append(torch.cat(best))
+            scores.best.append(found.best.cpu())
         return scores
 
     def run(self, loader: Loader, progress: Callable[[int, int], None] | None = None) -> Scores:

@@ -44,6 +44,7 @@ from stoker.kernels.reference import pages as pages_ref
 from stoker.kernels.reference import quant_int8 as int8_ref
 from stoker.kernels.reference import rope as rope_ref
 from stoker.kernels.reference import sampling as sampling_ref
+from stoker.kernels.reference import scores as scores_ref
 from stoker.kernels.reference import selective_scan as selective_scan_ref
 from stoker.kernels.reference import state_copy as state_copy_ref
 from stoker.kernels.reference.linear import format_reference
@@ -58,6 +59,7 @@ from stoker.kernels.types import (
     Mamba2Params,
     Rotary,
     SelectiveScanParams,
+    TokenScores,
 )
 
 if TYPE_CHECKING:
@@ -100,12 +102,12 @@ if torch.cuda.is_available():
 @cache
 def _cpu() -> dict[ModuleType, ModuleType]:
     """The modules of C kernels, with their reference modules as keys; empty without a compiler. Compiles the kernels at the first call."""
-    from stoker.kernels.native import attention, fused_layer, library, linear, rope
+    from stoker.kernels.native import attention, fused_layer, library, linear, rope, scores
 
     if isinstance(library.kernels(), str):
         return {}
     return {
-        attention_ref: attention, linear_ref: linear, rope_ref: rope, fused_layer_ref: fused_layer,
+        attention_ref: attention, linear_ref: linear, rope_ref: rope, fused_layer_ref: fused_layer, scores_ref: scores,
         **_by_format("stoker.kernels.native", "quant_"),
     }  # fmt: skip
 
@@ -278,6 +280,16 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
     if order is None:
         return module.packed_linear(x, weight, fusion)
     return around(x, fusion, lambda rows: module.packed_linear(rows.index_select(-1, order), weight))
+
+
+def score_tokens(
+    x: Tensor, weight: PackedWeight, targets: Tensor, fusion: Fusion = PLAIN, scale: float = 1.0, softcap: float | None = None
+) -> TokenScores:
+    """How well the logits of x [T, K] predict the tokens `targets` int32 [T]. The logits [T, vocab] are never in memory as a whole.
+
+    They are `packed_linear(x, weight, fusion)` × `scale`, and with `softcap`, softcap × tanh(logits ÷ softcap).
+    """
+    return _pick(x, scores_ref).score_tokens(x, weight, targets, fusion, scale, softcap, packed_linear)
 
 
 def packed_embedding(token_ids: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:

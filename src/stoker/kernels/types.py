@@ -27,6 +27,13 @@ class Rotary(NamedTuple):
     interleaved: bool  # features 2i and 2i + 1 are a pair; otherwise i and i + dim / 2
 
 
+class TokenScores(NamedTuple):
+    """How well the logits of some positions predict their next tokens: see `ops.score_tokens`."""
+
+    likelihoods: Tensor  # float32 [T]: log_softmax(logits)[target]
+    best: Tensor  # int32 [T]: argmax(logits)
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
     """The options of attention that may differ between layers."""

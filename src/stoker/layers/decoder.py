@@ -13,7 +13,7 @@ from stoker.core.specs import LinearSpec, Spec, TensorSpec
 from stoker.distributed.pipeline import ALONE, Stage
 from stoker.distributed.token_dispatch import gather_ragged
 from stoker.kernels import ops
-from stoker.kernels.types import PLAIN
+from stoker.kernels.types import PLAIN, Fusion, TokenScores
 from stoker.layers.altup import StreamExpansion, StreamMerge, altup_layer_specs
 from stoker.layers.forwarded_states import ForwardedStates
 from stoker.layers.fused_layer import FusedLayers
@@ -276,11 +276,20 @@ class Decoder:
     def logits(self, x: Tensor) -> Tensor:
         """Logits [T, vocab] from the hidden states [T, stream_width] after the last layer."""
         config = self.config
-        x = x if self.merge is None else self.merge(x)
-        fusion = PLAIN if self.norm is None else self.norm.fusion
-        logits = self.head(x, fusion) if self.project_out is None else self.head(self.project_out(x, fusion))
+        logits = self.head(*self._head_input(x))
         if config.logit_scale != 1.0:
             logits = logits * config.logit_scale
         if config.logit_softcap is not None:
             logits = torch.tanh(logits / config.logit_softcap) * config.logit_softcap
         return logits
+
+    def score(self, x: Tensor, targets: Tensor) -> TokenScores:
+        """How well `logits(x)` predict the tokens `targets` int32 [T], on one rank."""
+        inner, fusion = self._head_input(x)
+        return self.head.score(inner, targets, fusion, self.config.logit_scale, self.config.logit_softcap)
+
+    def _head_input(self, x: Tensor) -> tuple[Tensor, Fusion]:
+        """(input of the head, fusion with which the head must be called)."""
+        x = x if self.merge is None else self.merge(x)
+        fusion = PLAIN if self.norm is None else self.norm.fusion
+        return (x, fusion) if self.project_out is None else (self.project_out(x, fusion), PLAIN)

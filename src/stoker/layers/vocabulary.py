@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from stoker.base.errors import ConfigError
 from stoker.core.specs import LinearSpec
 from stoker.distributed.group import Group
 from stoker.kernels import ops
-from stoker.kernels.types import PLAIN, Fusion
+from stoker.kernels.types import PLAIN, Fusion, TokenScores
 from stoker.layers.loader import Loader
 from stoker.layers.shard import local_spec
 from stoker.quant.linear_ops import LinearOp
@@ -61,6 +63,14 @@ class Head:
         if self.bias is not None:
             logits = logits + self.bias
         return logits if self.group.size == 1 else self.group.all_gather(logits)[:, : self.vocab_size]
+
+    def score(self, x: Tensor, targets: Tensor, fusion: Fusion = PLAIN, scale: float = 1.0, softcap: float | None = None) -> TokenScores:
+        """How well the logits of x [T, width], which one rank computes alone, predict the tokens `targets` (`ops.score_tokens`)."""
+        weight = self.linear.packed_weight
+        if weight is None or self.group.size > 1:
+            raise ValueError("scores need a head that is one product, on one rank")
+        weight = weight if self.bias is None else replace(weight, bias=self.bias)
+        return ops.score_tokens(x, weight, targets, fusion, scale, softcap)
 
 
 def _weight_bytes(linear: LinearOp) -> int:

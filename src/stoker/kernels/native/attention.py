@@ -1,4 +1,4 @@
-"""Paged attention of decode rows, and of rows with draft trees, by the C kernel (attention.c)."""
+"""Paged attention by the C kernels: decode rows and rows with draft trees (attention.c), other rows (prefill.c)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stoker.core.forward_batch import NO_TREE, TreeMask
-from stoker.kernels.native.library import ATTENTION, INT32, kernels, tensor_info
+from stoker.kernels.native.library import ATTENTION, INT32, PREFILL, kernels, tensor_info
 from stoker.kernels.native.linear import ACTIVATION_DTYPES
 from stoker.kernels.native.pages import native_pages
 from stoker.kernels.reference import attention as reference
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 
 
 def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
-    """Paged attention (`ops.attention`) by the C kernel for steps that it supports, otherwise by the reference.
+    """Paged attention (`ops.attention`) by the C kernels for steps that they support, otherwise by the reference.
 
-    These are decode steps, and steps with draft trees whose rows are short: the kernel computes each query by itself.
+    The kernel of decode steps computes each query by itself, and therefore serves steps with draft trees whose rows are short, too.
     """
     out = None
     if batch.num_decodes == q.shape[0] or (batch.tree is not None and batch.max_query_len <= MAX_TREE_QUERIES):
         out = _attend(q, cache, batch, params)
+    elif batch.tree is None and batch.prefix_lens is None:
+        out = _prefill(q, cache, batch, params)
     return reference.attention(q, cache, batch, params) if out is None else out
 
 
@@ -53,7 +55,10 @@ def _queries(batch: ForwardBatch, tree: TreeMask) -> _Queries:
 
 
 def _attend(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor | None:
-    """Attention [Q, heads × Dv] of Q queries, or None when the kernel does not support the arguments."""
+    """Attention [Q, heads × Dv] of Q queries, which are the first ones of the step, or None when the kernel does not support the arguments.
+
+    Without draft trees, these are those of the first Q rows, which are decode rows.
+    """
     library, dtype = kernels(), ACTIVATION_DTYPES.get(q.dtype, -1)
     queries = _Queries(batch.seq_lens)
     if (tree := batch.tree) is not None:
@@ -63,9 +68,9 @@ def _attend(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionPar
         return None
     (rows, heads, size), stride, value_size = q.shape, q.stride(), pages.values.shape[3]
     num_blocks, kv_heads, block_size, key_size = pages.keys.shape
-    if size != key_size or stride[2] != 1 or tables.dtype != INT32 or lens.dtype != INT32 or lens.numel != rows:
+    if size != key_size or stride[2] != 1 or tables.dtype != INT32 or lens.dtype != INT32 or lens.numel < rows:
         return None
-    if queries.tables is None and tables.shape[0] != rows:
+    if queries.tables is None and tables.shape[0] < rows:
         return None
     out = torch.empty(rows, heads * value_size, dtype=q.dtype)
     status = library.attention(
@@ -99,6 +104,58 @@ def _attend(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionPar
         )
     )
     return None if status else out
+
+
+def _prefill(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor | None:
+    """Attention [T, heads × Dv] of a step with prefill rows, or None when the kernel does not support the arguments."""
+    library, dtype = kernels(), ACTIVATION_DTYPES.get(q.dtype, -1)
+    pages, tables = native_pages(cache, dtype), tensor_info(batch.block_tables)
+    if isinstance(library, str) or pages is None or not _is_supported(params) or tables.dtype != INT32:
+        return None
+    (tokens, heads, size), stride, value_size = q.shape, q.stride(), pages.values.shape[3]
+    num_blocks, kv_heads, block_size, key_size = pages.keys.shape
+    if size != key_size or stride[2] != 1:
+        return None
+    out = torch.empty(tokens, heads * value_size, dtype=q.dtype)
+    if n := batch.num_decodes:
+        decoded = _attend(q[:n], cache, batch, params)
+        if decoded is None:
+            return None
+        out[:n] = decoded
+    lengths = step_value(batch, "lengths", batch.seq_lens.tolist)
+    starts = step_value(batch, "starts", batch.query_starts.tolist)
+    for row in range(n, batch.num_rows):
+        start, queries = starts[row], starts[row + 1] - starts[row]
+        if queries and library.prefill(
+            PREFILL(
+                library.fork,
+                torch.get_num_threads(),
+                q.data_ptr() + start * stride[0] * q.element_size(),
+                pages.keys.address,
+                pages.values.address,
+                pages.key_scale.address,
+                pages.value_scale.address,
+                tables.address + row * tables.shape[1] * batch.block_tables.element_size(),
+                out.data_ptr() + start * heads * value_size * out.element_size(),
+                queries,
+                lengths[row],
+                heads,
+                kv_heads,
+                size,
+                value_size,
+                stride[0],
+                stride[1],
+                num_blocks,
+                block_size,
+                params.window or 0,
+                params.chunk or 0,
+                dtype,
+                pages.keys.dtype,
+                params.scale,
+            )
+        ):
+            return None
+    return out
 
 
 def _is_supported(params: AttentionParams) -> bool:

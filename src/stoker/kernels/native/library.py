@@ -40,8 +40,10 @@ ROUNDINGS = {"none": 0, "token": 1, "static": 2}
 LINEARS = struct.Struct("@3q").pack  # `struct linears`: the header, which is followed by these two for each linear:
 CALL_ARGUMENTS = struct.Struct("@6q").pack  # `struct linear` up to `dtype`: what differs from call to call
 LINEAR_ARGUMENTS = struct.Struct("@20qd").pack  # the rest of it: the weight and its fusion
+SCORING = struct.Struct("@5q2d").pack  # `struct scoring` up to `linear`
 WIDENING = struct.Struct("@5q").pack  # `struct widening` up to `linear`
 ROPE_STORE = struct.Struct("@29q").pack
+PREFILL = struct.Struct("@23qd").pack
 ATTENTION = struct.Struct("@28qd").pack
 
 Function = Callable[[bytes], int]
@@ -52,9 +54,11 @@ class NativeKernels(NamedTuple):
 
     linears: Function
     gemm: Function
+    score: Function
     widen: Function
     rope_store: Function
     attention: Function
+    prefill: Function
     fork: int  # the address of GOMP_parallel in PyTorch's OpenMP runtime
 
 
@@ -65,7 +69,7 @@ def kernels() -> NativeKernels | str:
         return "turned off by STOKER_NATIVE"
     try:
         library = ctypes.CDLL(str(built_library()))
-        functions = {name: _function(library, f"stoker_{name}") for name in ("linears", "gemm", "widen", "rope_store", "attention")}
+        functions = {name: _function(library, f"stoker_{name}") for name in NativeKernels._fields if name != "fork"}
         return NativeKernels(**functions, fork=_gomp_parallel_address())
     except Exception as reason:  # of any kind: the references need nothing of what may be missing on this system
         log.info("CPU kernels run in plain PyTorch: %s", reason)

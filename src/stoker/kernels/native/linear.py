@@ -77,13 +77,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion
 
 
 def _is_faster_in_gemm(x: Tensor, weight: Tensor, fusion: Fusion) -> bool:
-    """Whether gemm.c computes a dense linear faster than PyTorch: float32, many rows, and a gate to fuse or a weight like that of a head.
+    """Whether gemm.c computes a dense linear faster than PyTorch: float32, many rows, and a norm or gate to fuse or a weight like a head's.
 
-    On a Zen 4 core, 1,024 rows × gated [3072, 576] reach 100 GFLOP/s and 83 in PyTorch, 128 rows × [49152, 576] 79 and 65. Without a gate,
-    1,024 rows × [576, 1536] reach 92 and 97.
+    On a Zen 4 core, 1,024 rows × [960, 576] with a norm reach 90 GFLOP/s and 80 in PyTorch, with a norm and a gate 100 and 78. Without
+    either, 1,024 rows × [576, 1536] reach 84 and 90.
     """
     rows, features = weight.shape
-    return weight.dtype == torch.float32 and x.shape[0] >= MIN_GEMM_ROWS and (fusion.gate is not None or rows >= 16 * features)
+    is_fused = fusion.norm_kind is not None or fusion.gate is not None
+    return weight.dtype == torch.float32 and x.shape[0] >= MIN_GEMM_ROWS and (is_fused or rows >= 16 * features)
 
 
 def dense_weight(weight: Tensor) -> NativeWeight | None:
