@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -25,3 +27,15 @@ def freeze_objects() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Disable the garbage collector in the block."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

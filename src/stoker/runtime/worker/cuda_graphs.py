@@ -12,11 +12,10 @@ of one graph, and need no more memory than it.
 from __future__ import annotations
 
 import bisect
-import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.logging import get_logger
+from stoker.base.process import without_garbage_collection
 from stoker.layers.state_cache import StateCache
 from stoker.runtime.sampling.verification import Verified
 from stoker.runtime.schedule.plan import StepPlan
@@ -63,18 +63,6 @@ class CapturedStep:
     def replay(self, num_wanted: int | None = None) -> PlainStep:
         """Run the step, and `num_wanted` drafts of each row; None: not the drafter."""
         return run_parts(map(torch.cuda.CUDAGraph.replay, self.graphs), self.result, num_wanted)
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Disable the garbage collector in the block. It may destroy a graph of another engine, which would make a capture fail."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _free_bytes() -> int:
@@ -197,7 +185,8 @@ class Graphs:
         # One stream for all captures, because libraries keep a workspace per stream.
         stream = self._stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), _without_garbage_collection():
+        # A collection may destroy a graph of another engine, which would make the capture fail.
+        with torch.cuda.stream(stream), without_garbage_collection():
             self._run_all(step, shape, all_greedy)
             step.batch.shared.clear()
             captured = self._capture_parts(self.forward(step, shape.max_drafts, all_greedy), stream)
