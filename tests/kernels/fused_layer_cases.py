@@ -23,6 +23,7 @@ from stoker.quant.formats.int8 import quantize_rows
 from stoker.quant.linear_ops import PackedLinear
 
 FORMS = ["dense", "fp8", "bytes", "int4 none", "int4 int", "int4 float", "int4 int 64", "int4 none 32", "int4 float 32"]
+Results = tuple[Tensor, Tensor | None]  # the residual stream, and q, k and v of the next layer
 BOUND = 0.01  # relative error, when only the activations between linears are rounded to bfloat16
 
 
@@ -76,8 +77,31 @@ def problem(
     return FusedLayer(*linears[:3], None if last else linears[3]), wide
 
 
-def in_float64(x: Tensor, stream: Tensor, parts: FusedLayer, weights: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """The fused layer without any rounding between its linears."""
+def rank_problems(
+    form: str, shape: tuple[int, ...], dtype: torch.dtype, last: bool, num_ranks: int, device: str
+) -> tuple[list[FusedLayer], list[list[Tensor]]]:
+    """The layers of `num_ranks` ranks with biases, and their weights in float64. `shape`: of each rank, as in `problem`.
+
+    Biases of the linears that are summed over ranks belong to the first one.
+    """
+    layers, weights = [], []
+    for rank in range(num_ranks):
+        layer, real = problem(form, shape, dtype, True, last, "silu", device)
+        if rank:
+            layer = replace(layer, out=_without_bias(layer.out), down=_without_bias(layer.down))
+        layers.append(layer)
+        weights.append(real)
+    return layers, weights
+
+
+def _without_bias(linear: FusedLinear) -> FusedLinear:
+    assert linear.weight is not None
+    weight = replace(linear.weight, bias=None)
+    return FusedLinear(PackedLinear(weight), weight, linear.fusion)
+
+
+def _in_float64(parts: FusedLayer, weights: list[Tensor]) -> FusedLayer:
+    """The layer without any rounding in and between its linears."""
     linears = []
     for one, real in zip(parts.linears, weights, strict=False):
         assert one.weight is not None
@@ -85,7 +109,28 @@ def in_float64(x: Tensor, stream: Tensor, parts: FusedLayer, weights: list[Tenso
         fusion = replace(one.fusion, norm_weight=None if one.fusion.norm_weight is None else one.fusion.norm_weight.double())
         product = partial(lambda h, w, b: h @ w.T + b, w=real, b=bias)
         linears.append(FusedLinear(lambda h, f, product=product: around(h, f, product), None, fusion))
-    return one_by_one(x.double(), stream.double(), FusedLayer(*linears[:3], linears[3] if len(linears) > 3 else None))
+    return FusedLayer(*linears[:3], linears[3] if len(linears) > 3 else None)
+
+
+def in_float64(x: Tensor, stream: Tensor, parts: FusedLayer, weights: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """The fused layer without any rounding between its linears."""
+    return one_by_one(x.double(), stream.double(), _in_float64(parts, weights))
+
+
+def ranks_one_by_one(x: list[Tensor], stream: Tensor, ranks: list[FusedLayer]) -> list[Results]:
+    """The results of all ranks, one linear after another, from the x of each."""
+    h = stream + sum(layer.out.alone(own, layer.out.fusion) for own, layer in zip(x, ranks, strict=True))
+    y = h + sum(layer.down.alone(layer.up.alone(h, layer.up.fusion), layer.down.fusion) for layer in ranks)
+    return [(y, None if layer.qkv is None else layer.qkv.alone(y, layer.qkv.fusion)) for layer in ranks]
+
+
+def check_rank(
+    form: str, rank: int, got: Results, x: list[Tensor], stream: Tensor, ranks: list[FusedLayer], weights: list[list[Tensor]]
+) -> None:
+    """The results of one rank against float64, and with FP8 against one linear after another, as in `check`."""
+    exact = [_in_float64(layer, real) for layer, real in zip(ranks, weights, strict=True)]
+    want = ranks_one_by_one([own.double() for own in x], stream.double(), exact)[rank]
+    _check_errors(form, errors(got, want), errors(ranks_one_by_one(x, stream, ranks)[rank], want) if form == "fp8" else [])
 
 
 def errors(got: tuple[Tensor, Tensor | None], want: tuple[Tensor, Tensor | None]) -> list[float]:
@@ -99,9 +144,12 @@ def check(form: str, got: tuple[Tensor, Tensor | None], x: Tensor, stream: Tenso
     """A kernel's result against float64. With FP8 a norm that differs by one bit moves all quantized values, so the bound is the error of
     the linears one after another."""
     want = in_float64(x, stream, parts, weights)
-    wrong = errors(got, want)
+    _check_errors(form, errors(got, want), errors(one_by_one(x, stream, parts), want) if form == "fp8" else [])
+
+
+def _check_errors(form: str, wrong: list[float], apart: list[float]) -> None:
+    """apart: the errors of one linear after another."""
     if form == "fp8":
-        apart = errors(one_by_one(x, stream, parts), want)
         assert all(mine < 1.2 * theirs < 0.1 for mine, theirs in zip(wrong, apart, strict=True)), (wrong, apart)
     else:
         assert max(wrong) < BOUND, wrong

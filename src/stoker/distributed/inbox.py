@@ -58,6 +58,8 @@ class Inboxes:
     def __init__(self, bases: list[int], rank: int, device: torch.device, max_bytes: int = MAX_BYTES) -> None:
         """`bases`: the address of the memory of each rank, which must be filled with EMPTY before any rank uses it."""
         self.rank, self.num_ranks, self.max_bytes = rank, len(bases), max_bytes
+        # Of a persistent kernel, whose CTAs exchange data by number: the smallest number of SMs of a rank. None: that of this device.
+        self.num_ctas: int | None = None
         self.one_shot_bytes = ONE_SHOT_BYTES[self.num_ranks]
         inboxes, offset = [], 0
         for is_two_shot in (False, True):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
+from stoker.distributed.group import SINGLE, Group
 
 MAX_MEAN_HEAD_SIZE = 128  # the largest head size for which keys can be stored less a mean (`KVCache.key_mean`)
 MEAN_TOKENS = 1024  # positions that share a mean; a multiple of every key tile
@@ -133,6 +134,7 @@ class FusedLayer:
     up: FusedLinear  # of the normed residual stream; gated
     down: FusedLinear  # the residual stream is added
     qkv: FusedLinear | None  # of the normed residual stream
+    group: Group = SINGLE  # over which the results of `out` and `down` are summed; their `alone` includes the sum
 
     @property
     def linears(self) -> tuple[FusedLinear, ...]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
 from stoker.core.forward_batch import ForwardBatch, KVCache
+from stoker.distributed.group import SINGLE, Group
 from stoker.kernels import ops
 from stoker.kernels.types import PLAIN, FusedLayer, FusedLinear, Fusion
 from stoker.layers.attention import Attention
 from stoker.layers.layer import Layer, PreNorm
+from stoker.layers.linear import linear_all_reduce
 from stoker.layers.mlp import MLP
 from stoker.quant.linear_ops import LinearOp
 
@@ -30,6 +33,8 @@ class FusedLayers:
         self.first = layers[0].attention_norm.fusion
         self.layers = list(_fused_layers(layers))
         self._supported: dict[int, bool] = {}
+        group = layers[0].attention.group
+        self._max_rows = None if group.size == 1 else self._max_rows_of_all(group)
         before_fused_layer = self.supports(1)
         self.params = [replace(attention.params, before_fused_layer=before_fused_layer) for attention in self.attentions]
 
@@ -49,10 +54,27 @@ class FusedLayers:
         return fused
 
     def supports(self, rows: int) -> bool:
-        """Whether the kernel computes all layers for a step of `rows` rows. The result is cached."""
+        """Whether the kernel computes all layers for a step of `rows` rows. The result is cached, and the same on all ranks."""
+        if self._max_rows is not None:
+            return rows <= self._max_rows
         if rows not in self._supported:
-            self._supported[rows] = all(ops.supports_fused_layer(layer, rows) for layer in self.layers)
+            self._supported[rows] = self._supports(rows)
         return self._supported[rows]
+
+    def _supports(self, rows: int) -> bool:
+        return all(ops.supports_fused_layer(layer, rows) for layer in self.layers)
+
+    def _max_rows_of_all(self, group: Group) -> int:
+        """The largest number of rows up to which every rank of `group` supports all layers.
+
+        A rank that ran other kernels than its peers would wait for them forever. Without inboxes, no rank supports any number.
+        """
+        if group.inboxes is None:
+            return 0
+        rows = 0
+        while rows < LARGE_BATCH_ROWS and self._supports(rows + 1):
+            rows += 1
+        return group.smallest(rows)
 
     def __call__(
         self, x: Tensor, batch: ForwardBatch, caches: list[KVCache], observe: Callable[[int, Tensor], None] | None = None
@@ -73,20 +95,25 @@ class FusedLayers:
 
 
 def _can_be_cut(layer: Layer) -> bool:
-    """Whether a layer has the form norm → attention → add → norm → gated MLP → add, without tensor parallelism."""
+    """Whether a layer has the form norm → attention → add → norm → gated MLP → add."""
     attention, mlp = layer.attention, layer.mlp
     kinds = type(layer) is PreNorm and isinstance(attention, Attention) and attention.gate is None and isinstance(mlp, MLP)
-    return kinds and mlp.gated and not mlp.is_scaled and layer.residual_scale == 1.0 and mlp.group.size == 1
+    return kinds and mlp.gated and not mlp.is_scaled and layer.residual_scale == 1.0
 
 
 def _fused_layers(layers: Sequence[Layer]) -> Iterator[FusedLayer]:
     """For each layer, its linears after attention and the QKV linear of the next layer."""
     for layer, following in zip(layers, [*layers[1:], None], strict=True):
         qkv = None if following is None else _linear(following.attention.qkv, following.attention_norm.fusion)
-        up = _linear(layer.mlp.up, layer.mlp_norm.gated_fusion(layer.mlp.activation))
-        yield FusedLayer(_linear(layer.attention.out, PLAIN), up, _linear(layer.mlp.down, PLAIN), qkv)
+        up, group = _linear(layer.mlp.up, layer.mlp_norm.gated_fusion(layer.mlp.activation)), layer.mlp.group
+        yield FusedLayer(_linear(layer.attention.out, PLAIN, group), up, _linear(layer.mlp.down, PLAIN, group), qkv, group)
 
 
-def _linear(linear: LinearOp, fusion: Fusion) -> FusedLinear:
-    """A linear of a block as an argument of `ops.fused_layer`."""
-    return FusedLinear(linear, linear.packed_weight, fusion)
+def _linear(linear: LinearOp, fusion: Fusion, group: Group = SINGLE) -> FusedLinear:
+    """A linear of a block as an argument of `ops.fused_layer`. Its results are summed over `group`."""
+    return FusedLinear(linear if group.size == 1 else partial(_all_reduced, linear, group), linear.packed_weight, fusion)
+
+
+def _all_reduced(linear: LinearOp, group: Group, x: Tensor, fusion: Fusion) -> Tensor:
+    """The linear alone, with the residual of `fusion` added to the sum over ranks."""
+    return linear_all_reduce(linear, x, group, fusion.residual, replace(fusion, residual=None))

@@ -17,7 +17,9 @@ from stoker.runtime.worker.model_runner import ModelRunner
 
 LINEARS = ("linear", "packed_linear")
 EXPERTS = ("expert_up", "expert_down")
-_TOKENS, _ROWS = 5, 2  # of the observed step; they differ, to distinguish products over all tokens from those over sampled rows
+# Of the observed step. They differ, to distinguish products over all tokens from those over sampled rows. The fused layer kernel does not
+# support as many tokens on tensor-parallel ranks: it would exchange data with other ranks, and an observed rank calls its linears instead.
+_TOKENS, _ROWS = 9, 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from triton.compiler import CompiledKernel
 
 from stoker.core.forward_batch import ForwardBatch, KVCache, TreeMask, VerifiedRows
 from stoker.core.packed_weight import PackedWeight
+from stoker.distributed.group import SINGLE
 from stoker.distributed.inbox import Inboxes
 from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.routing import Routing, RoutingParams
@@ -47,6 +48,7 @@ from stoker.kernels.types import (
     SelectiveScanParams,
     supports_key_mean,
 )
+from stoker.runtime.worker.aot_trace import MetaGroup
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
@@ -227,12 +229,19 @@ LATENT = {"heads": 128, "kv_heads": 1, "size": 576, "value_size": None}
 EVERY_FEATURE = {"window": 512, "softcap": 30.0, "alibi_slopes": meta(32, dtype=FP32), "sinks": meta(32, dtype=FP32)}
 
 
+LLAMA_70B = (8192, 8192, 28672, 10240)
+
+
 def fused_layer_of(
     form: str, zero: str = "none", *, rows: int = 1, group: int = 128, last: bool = False, biased: bool = False,
-    sizes: tuple[int, ...] = (4096, 4096, 14336, 6144),
+    sizes: tuple[int, ...] = (4096, 4096, 14336, 6144), ranks: int = 1,
 ) -> None:  # fmt: skip
-    """A fused layer, by default of Llama-3.1-8B. `sizes`: features of the heads, of the residual stream, of the MLP, and of q, k and v."""
-    heads, hidden, size, qkv = sizes
+    """A fused layer, by default of Llama-3.1-8B. `sizes`: features of the heads, of the residual stream, of the MLP, and of q, k and v.
+
+    Of several ranks, it is the shard of the first one.
+    """
+    everyone, hidden = SINGLE if ranks == 1 else MetaGroup(0, ranks), sizes[1]
+    heads, size, qkv = (features // ranks for features in (sizes[0], *sizes[2:]))
     norm = Fusion("rms", meta(hidden), None, 1e-5)
 
     def linear_of(n: int, k: int, fusion: Fusion) -> FusedLinear:
@@ -251,7 +260,8 @@ def fused_layer_of(
         return FusedLinear(lambda x, fusion: x, weight, fusion)
 
     up = linear_of(2 * size, hidden, dataclasses.replace(norm, gate="gelu" if last else "silu"))
-    made = FusedLayer(linear_of(hidden, heads, PLAIN), up, linear_of(hidden, size, PLAIN), None if last else linear_of(qkv, hidden, norm))
+    after = None if last else linear_of(qkv, hidden, norm)
+    made = FusedLayer(linear_of(hidden, heads, PLAIN), up, linear_of(hidden, size, PLAIN), after, everyone)
     assert fused_layer.supports_fused_layer(made, rows)
     fused_layer.fused_layer(meta(rows, heads), meta(rows, hidden), made)
 
@@ -260,7 +270,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "fused layer bfloat16": lambda: fused_layer_of("bfloat16"),
     "fused layer float16 135M, with biases": lambda: fused_layer_of("float16", biased=True, sizes=(576, 576, 1536, 960)),
     "fused layer fp8": lambda: fused_layer_of("fp8"),
-    "fused layer int8 70B, last, with biases": lambda: fused_layer_of("bytes", last=True, biased=True, sizes=(8192, 8192, 28672, 10240)),
+    "fused layer int8 70B, last, with biases": lambda: fused_layer_of("bytes", last=True, biased=True, sizes=LLAMA_70B),
     "fused layer int4": lambda: fused_layer_of("int4", "int"),
     "fused layer int4 in groups of 32": lambda: fused_layer_of("int4", "float", group=32),
     "fused layer int4 of 2 rows in groups of 64": lambda: fused_layer_of("int4", "none", rows=2, group=64),
@@ -268,14 +278,18 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "fused layer bfloat16 of 2 rows": lambda: fused_layer_of("bfloat16", rows=2),
     "fused layer bfloat16 of 5 rows": lambda: fused_layer_of("bfloat16", rows=5),
     "fused layer fp8 of 4 rows": lambda: fused_layer_of("fp8", rows=4),
-    "fused layer fp8 of 4 rows 70B": lambda: fused_layer_of("fp8", rows=4, sizes=(8192, 8192, 28672, 10240)),
+    "fused layer fp8 of 4 rows 70B": lambda: fused_layer_of("fp8", rows=4, sizes=LLAMA_70B),
+    "fused layer ranks 2, fp8 70B": lambda: fused_layer_of("fp8", sizes=LLAMA_70B, ranks=2),
+    "fused layer ranks 2, fp8 of 4 rows 70B, with biases": lambda: fused_layer_of("fp8", rows=4, biased=True, sizes=LLAMA_70B, ranks=2),
+    "fused layer ranks 4, int4 of 3 rows 70B": lambda: fused_layer_of("int4", "int", rows=3, sizes=LLAMA_70B, ranks=4),
+    "fused layer ranks 8, bfloat16 of 6 rows 70B": lambda: fused_layer_of("bfloat16", rows=6, sizes=LLAMA_70B, ranks=8),
     "fused layer of 6 rows": lambda: fused_layer_of("int4", "int", rows=6),
     "fused layer of 16 rows, last, with biases": lambda: fused_layer_of("int4", "float", rows=16, last=True, biased=True),
     "fused layer of 32 rows": lambda: fused_layer_of("int4", "int", rows=32),
     "fused layer of 64 rows": lambda: fused_layer_of("int4", "int", rows=64),
     "fused layer of 32 rows in groups of 32": lambda: fused_layer_of("int4", "float", rows=32, group=32),
     "fused layer of 64 rows in groups of 64": lambda: fused_layer_of("int4", "int", rows=64, group=64),
-    "fused layer of 64 rows 70B": lambda: fused_layer_of("int4", "none", rows=64, sizes=(8192, 8192, 28672, 10240)),
+    "fused layer of 64 rows 70B": lambda: fused_layer_of("int4", "none", rows=64, sizes=LLAMA_70B),
     "fused layer int4, of one block": lambda: fused_layer_of("int4", "float", last=True, sizes=(256, 256, 768, 512)),
     "norm": lambda: norm.norm(meta(1, 4096), meta(4096), None, 1e-5, "rms"),
     "norm of heads": lambda: norm.norm(meta(64, 32, 128), meta(128), None, 1e-5, "rms"),

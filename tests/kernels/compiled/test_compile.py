@@ -62,6 +62,7 @@ GROUPS = [
     ("fused layer of",),
     ("fused layer b", "fused layer f"),
     ("fused layer i",),
+    ("fused layer ranks",),
 ]
 
 

@@ -16,3 +16,8 @@ FORMS = ["dense", "fp8", "bytes", "int4 int", "int4 float 64", "int4 none 32"]
 def test_on_an_emulated_device(what: list[str], uninterpreted: Callable[..., str]) -> None:
     """emulate.py asserts, and prints nothing."""
     assert not uninterpreted(Path(__file__).with_name("emulate.py"), *what)
+
+
+@pytest.mark.parametrize(("form", "num_ranks"), [("fp8", 2), ("int4 int", 4)])
+def test_ranks_on_emulated_devices(form: str, num_ranks: int, uninterpreted: Callable[..., str]) -> None:
+    assert not uninterpreted(Path(__file__).with_name("emulate_ranks.py"), form, str(num_ranks))

@@ -90,7 +90,11 @@ def _packed_layer(layer: FusedLayer) -> PackedLayer | None:
 
 
 def _pack_layer(layer: FusedLayer) -> PackedLayer | None:
-    """The kernel arguments of a layer. None when a linear is not supported, or its outputs are not the inputs of the next one."""
+    """The kernel arguments of a layer. None when a linear is not supported, its outputs are not the inputs of the next one, or its results
+    are summed over ranks.
+    """
+    if layer.group.size > 1:
+        return None
     packed, max_rows = [], []
     for linear in layer.linears:
         weight, rows = _native_weight(linear.weight)

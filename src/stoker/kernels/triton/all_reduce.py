@@ -20,6 +20,7 @@ from stoker.distributed.group import Group
 from stoker.distributed.inbox import EMPTY, TURNS, UNIT_BYTES, Inbox, Inboxes
 from stoker.kernels.reference import all_reduce as reference
 from stoker.kernels.triton.all_reduce_kernel import all_reduce_kernel
+from stoker.kernels.triton.device import num_sms
 from stoker.kernels.triton.pdl import pdl_launch_options
 
 log = get_logger(__name__)
@@ -85,6 +86,8 @@ def check_inboxes(group: Group) -> None:
         if not group.smallest(works):
             log.warning("peers' inboxes are not used: %s", "another rank's do not work" if works else reason)
             group.inboxes = None
+    if group.inboxes is not None:
+        group.inboxes.num_ctas = group.smallest(num_sms(group.device))
 
 
 def check_sums(inboxes: Inboxes, device: torch.device, max_polls: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -158,11 +158,23 @@ def _trace(runner: ModelRunner) -> None:
     """Run all steps of a rank that launch different kernels, and the check of its inboxes."""
     if (inboxes := runner.world.tensor.inboxes) is not None:
         check_sums(inboxes, META, 0)
+    _trace_steps(runner, lambda rows: True)
+    fused_layers = runner.model.fused_layers
+    if fused_layers is not None and runner.world.tensor.size > 1:
+        # GPUs that cannot access each other's memory compute the same steps without fused layers.
+        runner.model.fused_layers = None
+        _trace_steps(runner, fused_layers.supports)
+
+
+def _trace_steps(runner: ModelRunner, is_traced: Callable[[int], bool]) -> None:
+    """Run the steps for whose number of tokens `is_traced` returns True."""
     if runner.graphs is not None:
         for shape, all_greedy in itertools.product(_captured(runner.graphs), (True, False)):
-            runner.graphs.trace(shape, all_greedy)
+            if is_traced(shape.tokens):
+                runner.graphs.trace(shape, all_greedy)
     for shape, bounds in _eager(runner):
-        runner.run_dummy_step_with_sampling(shape, bounds)
+        if is_traced(shape.tokens):
+            runner.run_dummy_step_with_sampling(shape, bounds)
 
 
 def _captured(graphs: Graphs) -> Iterator[Shape]:

@@ -4,34 +4,52 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from emulated.memory import Tensors
 from emulated.ordering import History
-from emulated.parse import parse
-from emulated.program import Launch, run_grid
+from emulated.parse import Kernel, parse
+from emulated.program import Launch, run_grids
 from emulated.stream import Stream
 from stoker.kernels.triton.aot.offline_target import compilation_target
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A launch that waits for those of the other ranks. arguments: (type in the signature, value) of each kernel parameter."""
+
+    kernel: Kernel
+    arguments: list[tuple[str, Any]]
+    grid: tuple[int, int, int]
+    shared_bytes: int
+    is_dependent: bool
+
+
 @contextmanager
 def emulating(
-    seed: int = 0, num_ctas: int = 132, capability: int = 90, edit_ptx: Callable[[str, str], str] = lambda name, ptx: ptx
-) -> Iterator[Counter[str]]:
+    seed: int = 0, num_ctas: int = 132, capability: int = 90, edit_ptx: Callable[[str, str], str] = lambda name, ptx: ptx,
+    num_ranks: int = 1, shared_between_ranks: Sequence[torch.Tensor] = (),
+) -> Iterator[Counter[str]]:  # fmt: skip
     """Inside the block, launches run on an emulated device with `num_ctas` SMs, in one stream.
+
+    With several ranks, a launch waits until `num_ranks` launches, one of each rank, can run at the same time, each on a device of its own.
+    A kernel may have the address of a tensor of `shared_between_ranks` as an integer argument.
 
     seed: seeds the random order of CTAs. edit_ptx: maps (kernel name, PTX) to the PTX that runs.
     Yields a counter of bank conflicts in shared memory, by instruction name.
     """
     compile_only, conflicts, stream = JITFunction.run, Counter[str](), Stream()
+    waiting: list[_Prepared] = []
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         compiled = compile_only(self, *args, grid=grid, warmup=True, **kwargs)
@@ -39,7 +57,10 @@ def emulating(
         bound = self.signature.bind(*args, **{name: value for name, value in kwargs.items() if name in names})
         bound.apply_defaults()
         ptx = edit_ptx(compiled.metadata.name, compiled.asm["ptx"])
-        _launch(compiled, ptx, list(bound.arguments.values()), grid, seed, conflicts, stream)
+        waiting.append(_prepare(compiled, ptx, list(bound.arguments.values()), grid))
+        if len(waiting) == num_ranks:
+            _launch(waiting, shared_between_ranks, seed, conflicts, stream)
+            waiting.clear()
 
     with ExitStack() as patches:
         patches.enter_context(compilation_target(capability))
@@ -49,27 +70,40 @@ def emulating(
             if name.startswith("stoker.kernels.triton.") and hasattr(module, "num_sms"):
                 patches.enter_context(mock.patch.object(module, "num_sms", lambda device: num_ctas))
         yield conflicts
+    assert not waiting, "a rank has not launched its kernel"
 
 
-def _launch(
-    compiled: CompiledKernel, ptx: str, arguments: list[Any], grid: tuple[int, ...], seed: int, conflicts: Counter[str], stream: Stream
-) -> None:
-    kernel = parse(ptx)
+def _prepare(compiled: CompiledKernel, ptx: str, arguments: list[Any], grid: tuple[int, ...]) -> _Prepared:
     kinds = list(compiled.src.signature.values())
     flat = [(kind, value) for kind, value in zip(_flat(kinds), _flat(arguments, kinds), strict=True) if kind != "constexpr"]
-    tensors = Tensors([value for _, value in flat if isinstance(value, torch.Tensor)])
-    params = {}
-    for name, (kind, value) in zip(kernel.params, flat, strict=False):  # Triton's own parameters follow, and are not used
-        if isinstance(value, torch.Tensor):
-            value = tensors.address(value)
-        params[name] = np.array([value], np.float32 if kind == "fp32" else np.int64).view(np.uint32 if kind == "fp32" else np.uint64)
     x, y, z = (*grid, 1, 1)[:3]
-    memory, granule, is_dependent = tensors.memory, kernel.granule("global"), bool(compiled.metadata.launch_pdl)
+    return _Prepared(parse(ptx), flat, (x, y, z), compiled.metadata.shared, bool(compiled.metadata.launch_pdl))
+
+
+def _launch(ranks: list[_Prepared], shared: Sequence[torch.Tensor], seed: int, conflicts: Counter[str], stream: Stream) -> None:
+    """Run the launches of all ranks together. Their tensors are at different addresses of one memory."""
+    values = [value for rank in ranks for _, value in rank.arguments]
+    tensors = Tensors([*shared, *(value for value in values if isinstance(value, torch.Tensor))])
+    memory, granule = tensors.memory, min(rank.kernel.granule("global") for rank in ranks)
+    is_dependent, has_async_proxy = all(rank.is_dependent for rank in ranks), any(rank.kernel.has_async_proxy for rank in ranks)
     pending = stream.begin(tensors, granule, is_dependent)
-    memory.history = History("global", len(memory.data), memory.begin, granule, kernel.has_async_proxy, pending)
-    clocks = run_grid(Launch(kernel, params, memory, compiled.metadata.shared, (x, y, z), seed, is_dependent, conflicts))
-    stream.end(tensors, memory.history, clocks, is_dependent)
+    memory.history = History("global", len(memory.data), memory.begin, granule, has_async_proxy, pending)
+    addresses = {tensor.data_ptr(): tensors.address(tensor) for tensor in shared}
+    launches = [
+        Launch(rank.kernel, _params(rank, tensors, addresses), memory, rank.shared_bytes, rank.grid, rank.is_dependent, conflicts)
+        for rank in ranks
+    ]
+    stream.end(tensors, memory.history, run_grids(launches, seed), is_dependent)
     tensors.copy_back()
+
+
+def _params(prepared: _Prepared, tensors: Tensors, addresses: Mapping[int, int]) -> dict[str, NDArray[np.uint64]]:
+    """The values of a kernel's parameters by name. addresses: maps integers that are addresses on the host to addresses on the device."""
+    params = {}
+    for name, (kind, value) in zip(prepared.kernel.params, prepared.arguments, strict=False):  # Triton's own parameters are not used
+        value = tensors.address(value) if isinstance(value, torch.Tensor) else addresses.get(value, value) if kind == "i64" else value
+        params[name] = np.array([value], np.float32 if kind == "fp32" else np.int64).view(np.uint32 if kind == "fp32" else np.uint64)
+    return params
 
 
 def _flat(values: Any, like: Any = None) -> Iterator[Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -32,21 +33,28 @@ class Launch:
     memory: Memory
     shared_bytes: int
     grid: Index
-    seed: int  # of the random order of CTAs, and of the warps that are delayed after a barrier
     waits_for_predecessor: bool  # launched with the PDL attribute
     bank_conflicts: Counter[str]
 
+    @property
+    def num_ctas(self) -> int:
+        return math.prod(self.grid)
+
 
 class Program:
-    """One CTA: the registers of its threads, its shared memory, and its pending asynchronous operations."""
+    """One CTA: the registers of its threads, its shared memory, and its pending asynchronous operations.
 
-    def __init__(self, launch: Launch, steps: list[Step | None], index: Index, generator: random.Random) -> None:
+    number, num_ctas: its number among the CTAs of all launches that run together, and their number.
+    """
+
+    def __init__(
+        self, launch: Launch, steps: list[Step | None], index: Index, number: int, num_ctas: int, generator: random.Random
+    ) -> None:
         kernel, grid = launch.kernel, launch.grid
         self.kernel, self.steps, self.params, self.memory, self.num_threads = kernel, steps, launch.params, launch.memory, kernel.threads
         self.shared = Memory(launch.shared_bytes)
         self.shared.history = History("shared", launch.shared_bytes, 0, kernel.granule("shared"), kernel.has_async_proxy)
-        number = (index[2] * grid[1] + index[1]) * grid[0] + index[0]
-        self.clock = Clock(number, grid[0] * grid[1] * grid[2], self.num_threads, launch.waits_for_predecessor)
+        self.clock = Clock(number, num_ctas, self.num_threads, launch.waits_for_predecessor)
         self.thread = np.arange(self.num_threads)
         self.lane, self.lane_zero = self.thread % 32, self.thread // 32 * 32
         unset = {width: np.full(self.num_threads, -1 if width > 1 else 0).astype(kind) for width, kind in UNSIGNED.items()}
@@ -190,12 +198,21 @@ def _is_control(instruction: Instruction) -> bool:
     return instruction.name.startswith(("bra", "bar.", "barrier.")) or instruction.name == "ret"
 
 
-def run_grid(launch: Launch) -> list[Clock]:
-    """Run all CTAs of a launch, which take turns at random. Returns their clocks. Raises AssertionError if all wait for each other."""
-    generator = random.Random(launch.seed)
-    steps = [None if _is_control(instruction) else step_of(instruction) for instruction in launch.kernel.instructions]
-    programs = [Program(launch, steps, (x, y, z), generator) for x, y, z in product(*map(range, launch.grid))]
-    running = {program: program.run() for program in programs}
+def run_grids(launches: Sequence[Launch], seed: int) -> list[Clock]:
+    """Run all CTAs of launches that share a memory: of one device, or of one rank each. CTAs take turns at random. Returns their clocks.
+
+    seed: of the order of CTAs, and of the warps that are delayed after a barrier.
+    Raises AssertionError if all CTAs wait for each other.
+    """
+    generator, programs = random.Random(seed), list[Program]()
+    num_ctas = sum(launch.num_ctas for launch in launches)
+    for launch in launches:
+        steps = [None if _is_control(instruction) else step_of(instruction) for instruction in launch.kernel.instructions]
+        (width, height, _), first = launch.grid, len(programs)
+        for x, y, z in product(*map(range, launch.grid)):
+            number = first + (z * height + y) * width + x
+            programs.append(Program(launch, steps, (x, y, z), number, num_ctas, generator))
+    memory, running = launches[0].memory, {program: program.run() for program in programs}
     turns, stores = 0, 0
     while running:
         program = generator.choice(list(running))
@@ -205,6 +222,6 @@ def run_grid(launch: Launch) -> list[Clock]:
             del running[program]
             program.check_end()
             turns = 0
-        turns, stores = (turns + 1, stores) if stores == launch.memory.num_stores else (0, launch.memory.num_stores)
+        turns, stores = (turns + 1, stores) if stores == memory.num_stores else (0, memory.num_stores)
         assert turns <= MAX_TURNS * max(1, len(running)), "all CTAs wait for each other"
     return [program.clock for program in programs]

@@ -42,11 +42,12 @@ def supports_large_batch(layer: FusedLayer, rows: int) -> bool:
     """Whether the kernel computes `rows` rows of a layer that `meets_requirements`.
 
     It needs int4 weights of whole 64-row tiles, bfloat16 norms, and outputs that are whole blocks of the next linear, since a linear writes
-    the next one's operand.
+    the next one's operand. It does not sum over tensor-parallel ranks.
     """
     weight, norms = first_weight(layer), [linear.fusion.norm_weight for linear in (layer.up, layer.qkv) if linear is not None]
     if (
         weight.format != "int4"
+        or layer.group.size > 1
         or not MIN_TOKENS <= rows <= MAX_TOKENS
         or any(norm is None or norm.dtype != torch.bfloat16 for norm in norms)
     ):

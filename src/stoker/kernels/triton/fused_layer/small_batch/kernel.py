@@ -74,6 +74,7 @@ from stoker.kernels.triton.fused_layer.small_batch.products import (
     repeat,
     sums_of_rows,
 )
+from stoker.kernels.triton.fused_layer.small_batch.rank_sum import Ranks, advance_turns, load_turn, sum_over_ranks
 from stoker.kernels.triton.fused_layer.small_batch.schedule import begin_prefetch, prefetch, tiles_of_cta
 from stoker.kernels.triton.ptx.pipeline import BLOCK_BYTES, groups_per_block, load_row_pairs, row_pair_of
 from stoker.kernels.triton.ptx.shared import load_shared_float, shared_base, store_shared_float
@@ -196,6 +197,14 @@ def load_residuals(residual_ptr, n, mask, TOKENS: gl.constexpr):
 
 
 @gluon.jit
+def store_row(linear, y, residuals, token, row, mask, ADDS_RESIDUAL: gl.constexpr):
+    """Store y, the result of one token at this thread's output row, after adding its residual if ADDS_RESIDUAL."""
+    if ADDS_RESIDUAL:
+        y += residuals[token].to(gl.float32)
+    gl.store(linear.out_ptr + token * linear.n + row, y.to(linear.out_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
 def run_linear(
     state,
     stage,
@@ -205,19 +214,22 @@ def run_linear(
     num_ctas,
     shared,
     thread,
+    ranks,
     INDEX: gl.constexpr,
     CONFIG: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):
     """Compute linear number INDEX: wait for its input, quantize it, multiply, and store this CTA's rows (one thread per row).
 
-    Linears 0 and 2 (out_proj, down) add a residual; linears 1 and 3 (gate_up, qkv) begin with a norm. `constants` is the result of
-    `load_constants` for this linear. Returns the prefetch state, the next stage, and the constants of the next linear.
+    Linears 0 and 2 (out_proj, down) add a residual, after the sum over `ranks` (`rank_sum.Ranks`); linears 1 and 3 (gate_up, qkv) begin
+    with a norm. `constants` is the result of `load_constants` for this linear. Returns the prefetch state, the next stage, and the
+    constants of the next linear.
     """
     linear = linears[INDEX]
     GATED: gl.constexpr = CONFIG.gated[INDEX]
     HAS_BIAS: gl.constexpr = CONFIG.has_bias[INDEX]
     ADDS_RESIDUAL: gl.constexpr = INDEX % 2 == 0
+    SUMS_OVER_RANKS: gl.constexpr = ADDS_RESIDUAL and ranks.inboxes is not None
     ACTIVATION: gl.constexpr = CONFIG.activation
     TOKENS: gl.constexpr = CONFIG.num_tokens
     WARPS: gl.constexpr = CONFIG.num_warps
@@ -240,12 +252,15 @@ def run_linear(
     residuals = repeat(0.0, TOKENS)
     if ADDS_RESIDUAL:
         residuals = load_residuals(linear.residual_ptr + row, n, mask, TOKENS)
+    if SUMS_OVER_RANKS:
+        turn = load_turn(ranks, INDEX)
     if len(CONFIG.gated) > INDEX + 1:
         constants = load_constants(linears[INDEX + 1], num_ctas, thread, ADDS_RESIDUAL, INDEX + 1, CONFIG)
     cta_barrier()
     state, stage = multiply(state, stage, linears, num_ctas, shared, lane, warp, INDEX, CONFIG)
     cta_barrier()
     TILE_ROWS: gl.constexpr = 32 if GATED else 16  # partial results of a tile: 16 gates, then the 16 rows that they gate
+    partial_sums = ()
     for token in gl.static_range(TOKENS):
         partial = partials + gl.where(mask, (thread // 16 * TILE_ROWS + thread % 16) * 4, 0) + token * (4 * WARPS * CONFIG.max_rows[INDEX])
         y = sum_over_warps(partial, INDEX, CONFIG) * steps[token]
@@ -260,18 +275,31 @@ def run_linear(
             if HAS_BIAS:
                 up += up_bias.to(gl.float32)
             y = activated(y, ACTIVATION) * up
-        if ADDS_RESIDUAL:
-            y += residuals[token].to(gl.float32)
-        gl.store(linear.out_ptr + token * n + row, y.to(linear.out_ptr.dtype.element_ty), mask=mask)
+        if SUMS_OVER_RANKS:
+            partial_sums = partial_sums + (y,)
+        else:
+            store_row(linear, y, residuals, token, row, mask, ADDS_RESIDUAL)
+    if SUMS_OVER_RANKS:
+        sums = sum_over_ranks(partial_sums, ranks, turn, n, num_ctas, thread, CONFIG.max_rows[INDEX], WARPS)
+        if INDEX == 2:
+            advance_turns(ranks, turn, num_tiles > 0)
+        for token in gl.static_range(TOKENS):
+            store_row(linear, sums[token], residuals, token, row, mask, ADDS_RESIDUAL)
     return state, stage, constants
 
 
-@gluon.jit(do_not_specialize=["num_ctas"])
+@gluon.jit(do_not_specialize=["num_ctas", "rank", "max_polls"])
 def fused_layer_small_batch_kernel(
     # Pointers and sizes
     linears,  # `pack_linears` of out_proj, gate_up, down and, unless this is the last layer, qkv
     barrier_ptr,  # int32 [1], see `grid_barrier`
     num_ctas,  # of the grid (num_ctas,)
+    # Tensor-parallel ranks; see `rank_sum.Ranks`
+    inboxes,
+    own_inbox,
+    turns_ptr,
+    rank,
+    max_polls,
     # Linears: texts of `pack_numbers`, one number per linear
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
@@ -288,6 +316,7 @@ def fused_layer_small_batch_kernel(
     BLOCKS_PER_STAGE: gl.constexpr,
     MAX_ROWS: gl.constexpr,
     NUM_TOKENS: gl.constexpr,
+    UNITS: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):
     """One CTA of the persistent launch. GATED, HAS_BIAS and FEATURES are strings of `pack_numbers` with one number per linear."""
@@ -308,6 +337,7 @@ def fused_layer_small_batch_kernel(
     )
     COUNT: gl.constexpr = len(unpack_numbers(GATED))
     linears = unpack_linears(linears, COUNT)
+    ranks = Ranks(inboxes, own_inbox, turns_ptr, rank, max_polls, UNITS)
     SHARED_BYTES: gl.constexpr = shared_bytes(config)
     STAGE_BYTES: gl.constexpr = stage_bytes(config)
     allocation = gl.allocate_shared_memory(gl.int8, [SHARED_BYTES // 1024, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -322,6 +352,6 @@ def fused_layer_small_batch_kernel(
     next_stage = gl.to_tensor(0)
     for index in gl.static_range(COUNT):
         state, next_stage, constants = run_linear(
-            state, next_stage, constants, linears, barrier_ptr, num_ctas, shared, thread, index, config, USE_PDL
+            state, next_stage, constants, linears, barrier_ptr, num_ctas, shared, thread, ranks, index, config, USE_PDL
         )
     allocation._keep_alive()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
+from stoker.distributed.inbox import UNIT_BYTES, Inbox
+from stoker.kernels.triton.all_reduce import UNLIMITED_POLLS
 from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.fused_layer.linear_args import linear_args, pack_linears, pack_numbers
 from stoker.kernels.triton.fused_layer.requirements import SHARED_BYTES, first_weight, kernel_format, linear_flags, scale_dtype
@@ -32,21 +35,32 @@ MIN_STAGES = 2
 
 
 def supports_small_batch(layer: FusedLayer, rows: int) -> bool:
-    """Whether the kernel computes `rows` rows of a layer that `meets_requirements`: it has a measured tile and the activations fit."""
-    weight = first_weight(layer)
-    tile = measured_tile(weight)
-    return tile is not None and rows <= tile.max_tokens and _config(layer, rows, num_sms(weight.values.device), tile) is not None
+    """Whether the kernel computes `rows` rows of a layer that `meets_requirements`: it has a measured tile and the activations fit.
+
+    On tensor-parallel ranks, it also needs inboxes, in which a CTA's partial sums fit into one unit.
+    """
+    tile = measured_tile(first_weight(layer))
+    if tile is None or rows > tile.max_tokens:
+        return False
+    config, inbox = _config(layer, rows, _num_ctas(layer), tile), _inbox(layer)
+    if config is None or layer.group.size == 1:
+        return config is not None
+    return inbox is not None and 4 * rows * config.max_rows[0] <= UNIT_BYTES and _num_ctas(layer) <= inbox.num_units
 
 
-def run_small_batch(x: Tensor, residual: Tensor, layer: FusedLayer, tile: SmallBatchTile | None = None) -> tuple[Tensor, Tensor | None]:
+def run_small_batch(
+    x: Tensor, residual: Tensor, layer: FusedLayer, tile: SmallBatchTile | None = None, max_polls: int = UNLIMITED_POLLS
+) -> tuple[Tensor, Tensor | None]:
     """Compute a fused layer (`ops.fused_layer`) for up to MAX_TOKENS rows. `tile` overrides `measured_tile`.
+
+    On tensor-parallel ranks, a CTA gives up waiting for its peers after `max_polls` loads; its results are undefined then.
 
     The launch is cooperative, because the grid barrier needs all CTAs to be resident: where processes share a device, half of a grid must
     not wait for the other half. Without it a step is up to 2 % faster, since CTAs start one by one while attention still runs.
     """
     assert x.shape[0] <= MAX_TOKENS and x.is_contiguous() and residual.is_contiguous()
     weight = first_weight(layer)
-    tile, num_ctas = tile or measured_tile(weight), num_sms(x.device)
+    tile, num_ctas = tile or measured_tile(weight), _num_ctas(layer)
     assert tile is not None
     config = _config(layer, x.shape[0], num_ctas, tile)
     assert config is not None
@@ -64,6 +78,7 @@ def run_small_batch(x: Tensor, residual: Tensor, layer: FusedLayer, tile: SmallB
         pack_linears(linears),
         barrier_counter(x.device),
         num_ctas,
+        **_rank_arguments(_inbox(layer), max_polls),
         **linear_flags(layer),
         FEATURES=pack_numbers(config.features),
         ACTIVATION=config.activation,
@@ -89,6 +104,31 @@ def measured_tile(weight: PackedWeight) -> SmallBatchTile | None:
     dtype = str(weight.values.dtype).removeprefix("torch.") if weight.format == "dense" else weight.format
     tile: SmallBatchTile | None = device_tuning(weight.values.device).tile("fused_layer_small_batch", dtype)
     return tile
+
+
+def _inbox(layer: FusedLayer) -> Inbox | None:
+    """The inboxes for the all-reduces of a layer; None on a single rank, and where ranks have none."""
+    return None if layer.group.inboxes is None else layer.group.inboxes.one_shot
+
+
+def _rank_arguments(inbox: Inbox | None, max_polls: int) -> dict[str, Any]:
+    """The kernel arguments of the all-reduces; all are None on a single rank."""
+    if inbox is None:
+        return dict.fromkeys(("inboxes", "own_inbox", "turns_ptr", "rank", "max_polls", "UNITS"))
+    return {
+        "inboxes": inbox.addresses,
+        "own_inbox": inbox.addresses[inbox.rank],
+        "turns_ptr": inbox.turns,
+        "rank": inbox.rank,
+        "max_polls": max_polls,
+        "UNITS": inbox.num_units,
+    }
+
+
+def _num_ctas(layer: FusedLayer) -> int:
+    """The number of CTAs of a launch: one per SM, the same on all ranks, because CTAs exchange partial sums by number."""
+    inboxes = layer.group.inboxes
+    return inboxes.num_ctas if inboxes is not None and inboxes.num_ctas else num_sms(first_weight(layer).values.device)
 
 
 @cache
