@@ -144,6 +144,21 @@ def test_a_fused_layer_kernel_is_compiled_into_the_cache_entry_of_its_launch(tmp
     assert found[0].is_cached(tmp_path / "cache")
 
 
+def test_fused_layers_of_ranks_are_listed_and_their_linears(tmp_path: Path) -> None:
+    """GPUs that cannot access each other's memory launch the linears."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, **sizes}))
+    config = BuildConfig(
+        device="cuda", compute_capability="9.0", dtype="bfloat16", dummy_weights=True, limits=LIMITS, quantization="FP8",
+        mapping=Mapping(tensor_parallel=2),
+    )  # fmt: skip
+    engine = build(tmp_path, tmp_path / "engine", config, verify="none")
+    found = launches(engine.path, 90)
+    fused = [constants(job) for job in found if job.name == "fused_layer_small_batch_kernel"]
+    assert sorted(str(values["GATED"]) for values in fused) == ["0 1 0", "0 1 0 0"] and all(values["UNITS"] for values in fused)
+    assert any(not constants(job)["NORM"] for job in found if job.name == "fp8_gemv_kernel")  # of `out` and `down`
+
+
 def archive(path: Path, **files: bytes) -> Path:
     index = json.dumps({"triton": cache.triton.__version__, "capability": 90, "kernels": 1, "launches": []}).encode()
     with zipfile.ZipFile(path, "w") as file:

@@ -2,7 +2,8 @@
 
 A kernel is compiled as for a device. The emulation is harsher than a device: tensors have separate addresses, with gaps that must not be
 accessed; shared memory and registers begin as NaN; copies and products of wgmma are done as late as waiting allows; after a barrier some
-warps are late; CTAs run in a random order. These faults raise an AssertionError, most of them a `RaceError`:
+warps are late; CTAs run in a random order. Kernels of several ranks run together, in one memory that all of them can access. These faults
+raise an AssertionError, most of them a `RaceError`:
 
     accesses without order   stores and loads of two threads that no barrier, and no release and acquire, orders (`ordering`)
     proxies                  bulk copies and wgmma that use what threads stored, without a `fence.proxy.async` on the path (`ordering`)

@@ -7,8 +7,9 @@ Formula, for x [tokens, k] from attention and the residual stream r [tokens, hid
     y   = h + a · W_downᵀ
     qkv = norm(y) · W_qkvᵀ                                   (not after the last layer)
 
-with biases where there are any. Weights are bfloat16, float16, fp8 (e4m3 × e4m3), int8, or int4 in groups of 32, 64 or 128; the last two
-are multiplied by activations of two int8 digits (`activations`).
+with biases where there are any. On tensor-parallel ranks, products with W_out and W_down are summed over ranks (`rank_sum`). Weights are
+bfloat16, float16, fp8 (e4m3 × e4m3), int8, or int4 in groups of 32, 64 or 128; the last two are multiplied by activations of two int8
+digits (`activations`).
 
 Grid: one CTA per SM, 8 warps each, all resident at the same time (a cooperative launch). A CTA computes a contiguous range of 16-row tiles
 of each linear (`schedule`) for all tokens, and every CTA quantizes all activations for itself.
