@@ -1,7 +1,7 @@
 """Generate with draft heads on two GPUs, and assert that tokens are those of plain decoding and drafts are accepted.
 
-Arguments: mapping and kind of heads as in tests/parallel/test_rank_draft_heads.py, "graphs" or "eager", an empty folder, a folder with a
-tokenizer. Three executors in turn: a process leaves its NCCL groups when an executor is closed.
+Arguments: mapping and kind of heads as in tests/parallel/test_rank_draft_heads.py, "chain", "tree" or "dynamic", "graphs" or "eager", an
+empty folder, a folder with a tokenizer.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from rank_executors import generate, load
 from test_rank_draft_heads import COUNT, DYNAMIC, PROMPTS, TREE, build_llama
 
 
-def main(name: str, kind: str, cuda_graphs: str, folder: str, tokenizer: str) -> None:
+def main(name: str, kind: str, shape: str, cuda_graphs: str, folder: str, tokenizer: str) -> None:
     build_llama(Path(folder), Path(tokenizer), name, device="cuda")
     expected = [[prompt[-1] + 1 + i for i in range(COUNT)] for prompt in PROMPTS]
-    for tree in (None, TREE, *([DYNAMIC] if kind != "medusa" else [])):
-        executor = load(
-            Path(folder, name),
-            speculate=str(Path(folder, kind)),
-            draft_tokens=5,
-            adaptive_drafts=False,
-            kv_cache_tokens=256,
-            draft_tree=tree,
-            cuda_graphs=cuda_graphs == "graphs",
-        )
-        try:
-            assert generate(executor, PROMPTS, COUNT) == expected
-            assert executor.snapshot().num_accepted_draft_tokens > 8
-        finally:
-            executor.close()
+    executor = load(
+        Path(folder, name),
+        speculate=str(Path(folder, kind)),
+        draft_tokens=5,
+        adaptive_drafts=False,
+        kv_cache_tokens=256,
+        max_batch_size=2,
+        draft_tree={"chain": None, "tree": TREE, "dynamic": DYNAMIC}[shape],
+        cuda_graphs=cuda_graphs == "graphs",
+    )
+    try:
+        assert generate(executor, PROMPTS, COUNT) == expected
+        assert executor.snapshot().num_accepted_draft_tokens > 8
+    finally:
+        executor.close()
 
 
 if __name__ == "__main__":

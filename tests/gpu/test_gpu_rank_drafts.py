@@ -13,14 +13,24 @@ import torch
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has less than two CUDA devices")
 
 
-@pytest.mark.parametrize("cuda_graphs", ["graphs", "eager"])
-@pytest.mark.parametrize(("name", "kind"), [("pp2", "eagle3"), ("tp2", "eagle3"), ("pp2", "eagle"), ("tp2", "medusa")])
-def test_tokens_are_those_of_plain_decoding(name: str, kind: str, cuda_graphs: str, tmp_path: Path, tokenizer: Path) -> None:
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "kind", "shape", "cuda_graphs"),
+    [
+        ("pp2", "eagle3", "chain", "graphs"),
+        ("pp2", "eagle3", "tree", "eager"),
+        ("pp2", "eagle", "dynamic", "graphs"),
+        ("tp2", "eagle3", "dynamic", "graphs"),
+        ("tp2", "eagle", "chain", "graphs"),
+        ("tp2", "medusa", "tree", "graphs"),
+    ],
+)
+def test_tokens_are_those_of_plain_decoding(name: str, kind: str, shape: str, cuda_graphs: str, tmp_path: Path, tokenizer: Path) -> None:
     """Also that closing an executor leaves nothing about which PyTorch warns: groups, or threads that outlive their store."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("rank_draft_tokens.py")
     ran = subprocess.run(
-        [sys.executable, str(script), name, kind, cuda_graphs, str(tmp_path), str(tokenizer)],
+        [sys.executable, str(script), name, kind, shape, cuda_graphs, str(tmp_path), str(tokenizer)],
         env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

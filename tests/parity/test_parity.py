@@ -135,7 +135,7 @@ def check_supplied_drafts(engine: Path, prompts: list[list[int]], device: str) -
     assert [answer.tokens for answer in driven.run(*drafted)] == expected
     driven.check_idle()
     stats = driven.stats
-    assert stats.num_draft_tokens > stats.num_accepted_draft_tokens > 40 and stats.num_preemptions > 0
+    assert stats.num_draft_tokens > stats.num_accepted_draft_tokens > 20 and stats.num_preemptions > 0
     plain.executor.close()
     driven.executor.close()
 
