@@ -34,8 +34,8 @@ from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.executor import Executor
 from stoker.runtime.load import load_executor
 from stoker.runtime.request import Sequence as TokenSequence
-from stoker.runtime.sampling.verification import Verified
 from stoker.runtime.schedule.proposers.ngram import NgramProposer
+from stoker.runtime.worker import step_handle
 from stoker.runtime.worker.cuda_graphs import Graphs
 
 DRAFTS, ACCEPTED = 4, 3
@@ -58,13 +58,13 @@ def forced_acceptance() -> Iterator[None]:
     def propose(_: NgramProposer, seq: TokenSequence, limit: int) -> Sequence[int]:
         return [11 + i for i in range(min(limit, DRAFTS))]
 
-    def to_lists(verified: Verified) -> list[list[int]]:
-        return [[7] * (ACCEPTED + 1) for _ in range(len(verified.num_accepted))]
+    def yielded_ids(yielded: torch.Tensor) -> list[list[int]]:
+        return [[7] * (ACCEPTED + 1) for _ in range(len(yielded))]
 
     with (
         mock.patch.object(NgramProposer, "propose", propose),
         mock.patch.object(NgramProposer, "waits", lambda *_: True),
-        mock.patch.object(Verified, "to_lists", to_lists),
+        mock.patch.object(step_handle, "yielded_ids", yielded_ids),
     ):
         yield
 

@@ -23,7 +23,7 @@ from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime import staging
 from stoker.runtime.client import ExecutorInfo
 from stoker.runtime.executor import Executor
-from stoker.runtime.sampling import logprobs, verification
+from stoker.runtime.sampling import logprobs
 from stoker.runtime.sampling.grammar_compiler import Grammars
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
@@ -74,7 +74,7 @@ class CheckedExecutor:
     def __init__(self, engine: Path, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
         vocab = json.loads((engine / "config.json").read_text())["model"]["vocab_size"]
         monkeypatch.setattr(ops, "sample", lambda logits, params: torch.empty(len(logits), dtype=torch.int32, device=META))
-        for module in (logprobs, step_handle, verification):  # results are separate copies on the host, as on a GPU
+        for module in (logprobs, step_handle):  # results are separate copies on the host, as on a GPU
             monkeypatch.setattr(module, "copy_to_host", lambda tensor: torch.full(tensor.shape, token, dtype=tensor.dtype))
         self.runner = ModelRunner(
             StubModel(vocab), [], num_rows=8, max_batch_size=8, max_num_tokens=48, max_seq_len=192, block_size=16, device=META,

@@ -12,7 +12,7 @@ from drive import Driven, request
 
 from stoker.runtime.worker.cuda_graphs import Graphs, PlainStep, run_parts
 from stoker.runtime.worker.drafter import DraftInputs
-from stoker.runtime.worker.inputs import PackedStep
+from stoker.runtime.worker.inputs import PackedStep, split_buffer
 from stoker.runtime.worker.model_runner import ModelRunner
 
 
@@ -29,7 +29,10 @@ class CalledSteps(Graphs):
     def run(self, packed: PackedStep, all_greedy: bool, num_wanted: int | None = None) -> PlainStep:
         self.num_runs += 1
         self.wanted.append(num_wanted)
-        inputs = self.inputs.unpack(packed, self._static, self._tables[: packed.shape.rows])
+        tables = self._tables[: packed.shape.rows]
+        self.inputs.send(packed, self._static, tables)
+        views = split_buffer(self._static, packed.sizes)
+        inputs = self.inputs.step_inputs(packed, [*views[:15], tables.view(-1), *views[16:]])
         parts = self.forward(inputs, packed.shape.max_drafts, all_greedy)
         result = next(parts)
         return run_parts(itertools.chain([result], parts), result, num_wanted)

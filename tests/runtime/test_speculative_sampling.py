@@ -17,7 +17,7 @@ from stoker.kernels.types import DrawParams
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.sampling.draft_probabilities import draw_with_drafts
 from stoker.runtime.sampling.sampler import DraftedRows, Sampler
-from stoker.runtime.sampling.verification import StepDrafts, node_masks, verify
+from stoker.runtime.sampling.verification import StepDrafts, node_masks, verify, yielded_ids
 
 VOCAB, DRAWS = 16, 200_000
 FILTERS: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 1.6, "top_k": 9, "top_p": 0.9}, {"temperature": 0.7, "min_p": 0.02}]
@@ -198,7 +198,7 @@ def step(
         torch.stack(logits), rows, torch.tensor(counters, dtype=torch.int32), sequences, [],
         DraftedRows(list(drafts), list(parents), tensors) if has_drafts else None,
     )  # fmt: skip
-    found = sampled.verified.to_lists() if sampled.verified is not None else sampled.token_ids.unsqueeze(1).tolist()
+    found = yielded_ids(sampled.verified.yielded) if sampled.verified is not None else sampled.token_ids.unsqueeze(1).tolist()
     chosen = sampled.logprobs.chosen if sampled.logprobs is not None else torch.zeros(len(rows))
     is_yielded = sampled.verified.is_yielded if sampled.verified is not None else torch.ones(len(rows), dtype=torch.bool)
     for seq in sequences:

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from stoker.base.draft_tree import node_depths
 from stoker.kernels import ops
-from stoker.runtime.staging import copy_to_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +65,19 @@ class Verified:
     newest: Tensor  # int32 [S], the last yielded token of each sequence
     last: Tensor  # int32 [S], the row in which it was sampled; that of a sequence without rows is undefined
     is_yielded: Tensor  # bool [L], whether the token of each row is yielded
+    yielded: Tensor  # int32 [S, K + 2], token_ids and num_accepted side by side, so that one copy moves both to the host
 
-    def to_host(self, count: int) -> Verified:
-        """Start to copy what `to_lists` reads of the first `count` sequences. The values are valid when the step has ended."""
-        token_ids, num_accepted = copy_to_host(self.token_ids[:count]), copy_to_host(self.num_accepted[:count])
-        return Verified(token_ids, num_accepted, self.newest, self.last, self.is_yielded)
 
-    def to_lists(self) -> list[list[int]]:
-        """The ids that each sequence yields, after the copy has ended."""
-        return [ids[: count + 1] for ids, count in zip(self.token_ids.tolist(), self.num_accepted.tolist(), strict=True)]
+def yielded_ids(yielded: Tensor) -> list[list[int]]:
+    """The ids that each sequence yields, from `Verified.yielded` on the host."""
+    return [row[: row[-1] + 1] for row in yielded.tolist()]
 
 
 def verify(sampled: Tensor, drafts: StepDrafts) -> Verified:
     """Accept drafts that equal the tokens `sampled`, int32 [L], in the rows of their parents."""
     tensors = drafts.token_ids, drafts.logits_idx, drafts.starts, drafts.parents, drafts.masks
-    return Verified(*ops.verify(sampled, *tensors, drafts.max_drafts))
+    token_ids, num_accepted, newest, last, is_yielded = ops.verify(sampled, *tensors, drafts.max_drafts)
+    return Verified(token_ids, num_accepted, newest, last, is_yielded, torch.cat((token_ids, num_accepted.unsqueeze(1)), 1))
 
 
 @lru_cache(maxsize=1024)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -99,6 +100,17 @@ def drafted_rows(max_rows: int) -> list[int]:
     return [*(rows for rows in _DRAFTED_ROWS if rows < max_rows), max_rows]
 
 
+@lru_cache
+def _drafted_shapes(rows: int, max_drafts: int, max_sampled: int) -> list[Shape]:
+    """The shapes of decodes of this number of rows, with at most `max_drafts` drafts each and `max_sampled` tokens, the smallest first."""
+    total = rows * max_drafts
+    counts = [max(total // part, 1) for part in _DRAFTED_PARTS]
+    if rows == 1:  # padding of few tokens costs more than that of many
+        counts = [*range(1, min(total, _EXACT_DRAFTS) + 1), *range(_EXACT_DRAFTS + 8, total, 8), total]
+    tokens = sorted({min(rows + count, max_sampled) for count in counts})
+    return [Shape(count, rows, is_decode=False, max_drafts=max_drafts) for count in tokens]
+
+
 class Graphs:
     """The captured graphs of one device."""
 
@@ -161,12 +173,7 @@ class Graphs:
 
     def _drafted(self, rows: int) -> list[Shape]:
         """The shapes of decodes with drafts that have this number of rows, the smallest first."""
-        total = rows * self.max_drafts
-        counts = [max(total // part, 1) for part in _DRAFTED_PARTS]
-        if rows == 1:  # padding of few tokens costs more than that of many
-            counts = [*range(1, min(total, _EXACT_DRAFTS) + 1), *range(_EXACT_DRAFTS + 8, total, 8), total]
-        tokens = sorted({min(rows + count, self.max_sampled) for count in counts})
-        return [Shape(count, rows, is_decode=False, max_drafts=self.max_drafts) for count in tokens]
+        return _drafted_shapes(rows, self.max_drafts, self.max_sampled)
 
     def run(self, packed: PackedStep, all_greedy: bool, num_wanted: int | None = None) -> PlainStep:
         """Copy the inputs to the static buffers and replay the graphs. Returns the results of all rows of the shape.
@@ -175,8 +182,8 @@ class Graphs:
         """
         shape = packed.shape
         captured = self._captured.get((shape, all_greedy)) or self.capture(shape, all_greedy)
-        inputs = self.inputs.unpack(packed, self._static, self._tables[: shape.rows])
-        with nullcontext() if self.states is None else self.states.around_step(inputs.restores, inputs.saves):
+        copies = self.inputs.send(packed, self._static, self._tables[: shape.rows])
+        with nullcontext() if self.states is None else self.states.around_step(*copies):
             return captured.replay(num_wanted)
 
     def capture(self, shape: Shape, all_greedy: bool) -> CapturedStep:

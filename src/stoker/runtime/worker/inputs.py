@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from stoker.runtime.worker.prefix_lm import fill_prefix_lm_positions
 Buffer = TypeVar("Buffer", np.ndarray, Tensor)
 _NOTHING = torch.empty(0, dtype=torch.int32)
 _ALIGN = 4  # int32: each part of the buffer starts at a multiple of 16 bytes, so that Triton does not compile kernels for other alignments
+_CHAIN_MASKS = np.array([(2 << node) - 1 for node in range(64)], dtype=np.uint64).view(np.int64)  # of the nodes of a chain (`node_masks`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,13 @@ class PackedStep:
         return buffer_size(self.sizes)
 
 
+class StateCopies(NamedTuple):
+    """Recurrent states to copy around a step."""
+
+    restores: Tensor | None = None  # int32 [N, 2], slots (from, to) before the step; None: no copies
+    saves: Tensor | None = None  # the same after the step; slots below 0 are counted from the end
+
+
 @dataclass(slots=True)
 class StepInputs:
     """The tensors of a step on the device."""
@@ -105,8 +114,7 @@ class StepInputs:
     sequence_rows: Tensor | None = None  # int32 [num_sequences], with drafts: like rows, for each sequence
     parents: Tensor | None = None  # int32 [num_sampled], with drafts: see `StepDrafts.parents`
     masks: Tensor | None = None  # int64 [T], with drafts: see `StepDrafts.masks`
-    restores: Tensor | None = None  # int32 [N, 2], slots (from, to) of recurrent states to copy before the step; None: no copies
-    saves: Tensor | None = None  # the same after the step; slots below 0 are counted from the end
+    states: StateCopies = field(default_factory=StateCopies)
 
     @property
     def newest_rows(self) -> Tensor:
@@ -132,6 +140,28 @@ class HostBlockTables:
         if known < len(blocks):
             self.table[row, known : len(blocks)] = blocks[known:]
             seq.num_tabled_blocks = len(blocks)
+
+
+class LogitRows(NamedTuple):
+    """The rows of logits of the sequences that sample: each has one after its newest token, and one after each draft."""
+
+    owners: np.ndarray  # int64 [L], the sequence of each row
+    rows: np.ndarray  # int32 [L], the row of the plan
+    nodes: np.ndarray  # int32 [L], the number of the row among those of its sequence
+    num_after: np.ndarray | int  # int32 [L], the tokens of the sequence from that of the row on
+    ends: np.ndarray  # int32 [S], the number of rows of logits up to those of each sequence
+
+    @staticmethod
+    def of(sampled: list[int], drafts: list[Seq[int]]) -> LogitRows:
+        """`sampled` are the rows of a plan that sample, `drafts` those of each, or empty if no row has any."""
+        rows, owners = np.array(sampled, dtype=np.int32), np.arange(len(sampled))
+        if not drafts:
+            return LogitRows(owners, rows, np.zeros_like(rows), 1, owners.astype(np.int32) + 1)
+        counts = np.array([1 + len(ids) for ids in drafts], dtype=np.int32)
+        ends = np.cumsum(counts, dtype=np.int32)
+        owners = owners.repeat(counts)
+        num_after = ends[owners] - np.arange(len(owners), dtype=np.int32)
+        return LogitRows(owners, rows[owners], counts[owners] - num_after, num_after, ends)
 
 
 class InputBuilder:
@@ -192,8 +222,9 @@ class InputBuilder:
             draft_ids=[plan.drafts[i] for i in sampled] if max_drafts else [],
             draft_parents=[plan.parents[i] for i in sampled] if max_drafts else [],
         )
-        packed.host = self.buffer(packed.buffer_size)
-        parts = split_buffer(packed.host.numpy(), packed.sizes)
+        sizes = packed.sizes
+        packed.host = self.buffer(buffer_size(sizes))
+        parts = split_buffer(packed.host.numpy(), sizes)
         ids, positions, slots, query_starts, lens, logits_idx, sampled_rows, counters, *drafted, state_slots, flat_tables = parts[:16]
         optional = parts[16:]
 
@@ -225,18 +256,37 @@ class InputBuilder:
         for padded in (ids, positions):
             padded[num_tokens:] = 0
         slots[num_tokens:] = -1
-        self._fill_sampled(sampled, extra, rows, query_starts, seq_lens, logits_idx, sampled_rows, counters, packed.draft_ids)
+        logits = LogitRows.of(sampled, packed.draft_ids)
+        self._fill_sampled(logits, extra, rows, query_starts, seq_lens, logits_idx, sampled_rows, counters)
         if max_drafts:
-            self._fill_drafts(rows[sampled], packed.draft_ids, *drafted[:3])
-            self._fill_nodes(plan, packed, starts, query_starts, positions, counters, *drafted[3:])
+            self._fill_drafts(logits, rows[sampled], *drafted[:3])
+            _fill_nodes(plan, logits, starts, logits_idx, *drafted[3:])
+            _move_branches(plan, packed, query_starts, positions, counters, *drafted[3:5])
         return packed
 
-    def unpack(self, packed: PackedStep, static: Tensor | None = None, tables: Tensor | None = None) -> StepInputs:
-        """Start to copy a packed step to the device. Returns its tensors, which for a captured graph are views of the graph's buffers.
+    def send(self, packed: PackedStep, static: Tensor, tables: Tensor) -> StateCopies:
+        """Start to copy a packed step to the buffers that a captured graph reads. Returns the copies of states around it.
 
         `static` int32 holds everything except the block tables, at offsets that depend only on the shape; `tables` is [rows, max_blocks].
         """
-        views = self._views(packed, static, tables)
+        host, sizes = packed.host, packed.sizes
+        if packed.num_moves:  # the static buffer has no room for them, and they are not read by the graph
+            sizes = sizes[:-1]
+            host = host[: buffer_size(sizes)]
+        buffer = static[: host.numel()]
+        buffer.copy_(host, non_blocking=True)
+        parts = _layout(sizes)[1]
+        tables[:, : packed.width].copy_(buffer[parts[15]].view(-1, packed.width))
+        if not packed.num_restores and not packed.num_saves:
+            return StateCopies()
+        return StateCopies(*(buffer[part].view(-1, 2) for part in parts[-2:]))
+
+    def unpack(self, packed: PackedStep) -> StepInputs:
+        """Start to copy a packed step to the device. Returns its tensors."""
+        return self.step_inputs(packed, split_buffer(packed.host.to(self.device, non_blocking=True), packed.sizes))
+
+    def step_inputs(self, packed: PackedStep, views: list[Tensor]) -> StepInputs:
+        """The tensors of a packed step, of which `views` are the parts of its buffer on the device, in the order of `sizes`."""
         batch = ForwardBatch(
             token_ids=views[0],
             positions=views[1],
@@ -260,7 +310,7 @@ class InputBuilder:
             set_draft_inputs(inputs, views[8:14], has_trees=self.has_trees)
         if packed.num_restores or packed.num_saves:
             last = len(views) - (packed.num_moves > 0)
-            inputs.restores, inputs.saves = views[last - 2].view(-1, 2), views[last - 1].view(-1, 2)
+            inputs.states = StateCopies(views[last - 2].view(-1, 2), views[last - 1].view(-1, 2))
         return inputs
 
     def buffer(self, size: int) -> Tensor:
@@ -282,80 +332,67 @@ class InputBuilder:
         slots[:num_tokens] = tables[owner, filled // size] * size + filled % size
 
     def _fill_sampled(
-        self, sampled: list[int], extra: list[int], rows: np.ndarray, query_starts: np.ndarray, seq_lens: np.ndarray,
-        logits_idx: np.ndarray, sampled_rows: np.ndarray, counters: np.ndarray, drafts: list[Seq[int]],
+        self, logits: LogitRows, extra: list[int], rows: np.ndarray, query_starts: np.ndarray, seq_lens: np.ndarray,
+        logits_idx: np.ndarray, sampled_rows: np.ndarray, counters: np.ndarray,
     ) -> None:  # fmt: skip
         """Write the indices of the tokens whose logits are computed, the rows that sample, and their counters.
 
-        `sampled` are the rows of the plan that sample, `drafts` those of each, or empty if no row has any; a row with k drafts has the
-        logits of its last k + 1 tokens. `extra` are further tokens that need logits.
+        `extra` are further tokens that need logits.
         """
-        picked = np.array(sampled, dtype=np.int32)
-        num_after: np.ndarray | int = 1  # the row's tokens from the one with the logits on
-        if drafts:
-            counts = np.array([1 + len(ids) for ids in drafts], dtype=np.int32)
-            picked = np.repeat(picked, counts)
-            num_after = np.repeat(np.cumsum(counts), counts) - np.arange(len(picked), dtype=np.int32)
-        count = len(picked)
-        logits_idx[:count] = query_starts[1:][picked] - num_after
-        logits_idx[count : count + len(extra)] = extra
+        picked, count = logits.rows, len(logits.rows)
+        logits_idx[:count] = query_starts[1:][picked] - logits.num_after
+        if extra:
+            logits_idx[count : count + len(extra)] = extra
         logits_idx[count + len(extra) :] = 0
         sampled_rows[:count] = rows[picked]
         sampled_rows[count:] = self.num_rows
-        counters[:count] = seq_lens[picked] + 1 - num_after
+        counters[:count] = seq_lens[picked] + 1 - logits.num_after
         counters[count:] = 0
 
-    def _fill_drafts(self, rows: np.ndarray, drafts: list[Seq[int]], starts: np.ndarray, owners: np.ndarray, padded: np.ndarray) -> None:
+    def _fill_drafts(self, logits: LogitRows, rows: np.ndarray, starts: np.ndarray, owners: np.ndarray, padded: np.ndarray) -> None:
         """Write the first logits of each sequence that samples to `starts`, their owners, and `rows` to `padded`."""
-        counts = np.array([1 + len(ids) for ids in drafts], dtype=np.int32)
+        num_sequences, count = len(logits.ends), len(logits.owners)
         starts[0] = 0
-        np.cumsum(counts, out=starts[1 : len(counts) + 1])
-        count = int(starts[len(counts)])
-        starts[len(counts) + 1 :] = count
-        owners[:count] = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        starts[1 : num_sequences + 1] = logits.ends
+        starts[num_sequences + 1 :] = count
+        owners[:count] = logits.owners
         owners[count:] = 0
-        padded[: len(rows)] = rows
-        padded[len(rows) :] = self.num_rows
+        padded[:num_sequences] = rows
+        padded[num_sequences:] = self.num_rows
 
-    def _fill_nodes(
-        self, plan: StepPlan, packed: PackedStep, starts: np.ndarray, query_starts: np.ndarray, positions: np.ndarray, counters: np.ndarray,
-        parents: np.ndarray, masks: np.ndarray, tree_starts: np.ndarray,
-    ) -> None:  # fmt: skip
-        """Write the parents and masks of the nodes, and the positions at which the trees begin. In a tree, nodes of one depth have one
-        position."""
-        parents[:], tree_starts[:] = 0, NO_TREE
-        bits = masks.view(np.int64)
-        bits[:] = 1
-        for row, row_parents in enumerate(plan.parents):
-            if row_parents:
-                first = query_starts[row]
-                nodes = slice(first, first + 1 + len(row_parents))
-                bits[nodes] = node_masks(row_parents)
-                positions[nodes] += node_offsets(row_parents)
-                tree_starts[row] = starts[row]
-        at = 0
-        for row_parents in packed.draft_parents:
-            count = len(row_parents)
-            if count:
-                parents[at + 1 : at + 1 + count] = row_parents
-                counters[at : at + 1 + count] += node_offsets(row_parents)
-            at += 1 + count
 
-    def _views(self, packed: PackedStep, static: Tensor | None, tables: Tensor | None) -> list[Tensor]:
-        """The parts of the buffer as tensors on the device, in the order of `sizes`."""
-        host, sizes = packed.host, packed.sizes
-        if static is None or tables is None:
-            return split_buffer(host.to(self.device, non_blocking=True), sizes)
-        if packed.num_moves:  # the static buffer has no room for them, and they are not read by the graph
-            sizes = sizes[:-1]
-            host = host[: buffer_size(sizes)]
-        buffer = static[: host.numel()]
-        buffer.copy_(host, non_blocking=True)
-        views = split_buffer(buffer, sizes)
-        rows = tables.shape[0]
-        tables[:, : packed.width].copy_(views[15].view(rows, packed.width))
-        views[15] = tables.view(-1)
-        return views
+def _fill_nodes(
+    plan: StepPlan, logits: LogitRows, starts: np.ndarray, logits_idx: np.ndarray, parents: np.ndarray, masks: np.ndarray,
+    tree_starts: np.ndarray,
+) -> None:  # fmt: skip
+    """Write the parents and masks of the nodes as if all drafts were chains, and the positions at which the trees begin."""
+    count, num_rows, bits = len(logits.nodes), len(starts), masks.view(np.int64)
+    np.maximum(logits.nodes - 1, 0, out=parents[:count])
+    parents[count:] = 0
+    bits[:] = 1
+    bits[logits_idx[:count]] = _CHAIN_MASKS[logits.nodes]
+    has_drafts = np.fromiter(map(len, plan.drafts), np.int32, num_rows) > 0
+    tree_starts[:num_rows] = np.where(has_drafts, starts, NO_TREE)
+    tree_starts[num_rows:] = NO_TREE
+
+
+def _move_branches(
+    plan: StepPlan, packed: PackedStep, query_starts: np.ndarray, positions: np.ndarray, counters: np.ndarray, parents: np.ndarray,
+    masks: np.ndarray,
+) -> None:  # fmt: skip
+    """Correct the parents, masks, positions and counters of trees that are not chains. Nodes of one depth have one position."""
+    for row, row_parents in enumerate(plan.parents):
+        if row_parents and type(row_parents) is not range:
+            nodes = slice(query_starts[row], query_starts[row] + 1 + len(row_parents))
+            masks.view(np.int64)[nodes] = node_masks(row_parents)
+            positions[nodes] += node_offsets(row_parents)
+    at = 0
+    for row_parents in packed.draft_parents:
+        count = len(row_parents)
+        if count and type(row_parents) is not range:
+            parents[at + 1 : at + 1 + count] = row_parents
+            counters[at : at + 1 + count] += node_offsets(row_parents)
+        at += 1 + count
 
 
 def set_draft_inputs(inputs: StepInputs, parts: Seq[Tensor], *, has_trees: bool) -> None:
@@ -390,33 +427,36 @@ def _fill_tokens(plan: StepPlan, token_ids: np.ndarray, num_rows: int) -> None:
     An id that only the device has is written as -1 - its index in `ModelRunner.last_ids`: a row's newest id, or its draft number i
     (from 0), which is at (i + 1) × (num_rows + 1) + row.
     """
-    at = 0
+    ids: list[int] = []
     for seq, start, count, drafts in zip(plan.sequences, plan.starts, plan.num_new, plan.drafts, strict=True):
         tokens = seq.tokens
         if count == 1:
-            token_ids[at] = tokens[start] if start < len(tokens) else -1 - seq.row
-        else:
-            known = tokens[start : start + count - len(drafts)]
-            token_ids[at : at + len(known)] = known
-            if len(known) < count - len(drafts):
-                token_ids[at + len(known)] = -1 - seq.row
-            if drafts:
-                first = at + count - len(drafts)
-                token_ids[first : at + count] = [
-                    token if token >= 0 else -1 - (i * (num_rows + 1) + seq.row) for i, token in enumerate(drafts, 1)
-                ]
-        at += count
+            ids.append(tokens[start] if start < len(tokens) else -1 - seq.row)
+            continue
+        known = tokens[start : start + count - len(drafts)]
+        ids += known
+        if len(known) < count - len(drafts):
+            ids.append(-1 - seq.row)
+        if drafts:
+            ids += [token if token >= 0 else -1 - (i * (num_rows + 1) + seq.row) for i, token in enumerate(drafts, 1)]
+    token_ids[: len(ids)] = ids
+
+
+@lru_cache(maxsize=4096)
+def _layout(sizes: tuple[int, ...]) -> tuple[int, tuple[slice, ...]]:
+    """The number of int32 elements of a buffer with parts of these sizes, each of which starts at a multiple of 16 bytes, and the parts."""
+    parts, at = [], 0
+    for size in sizes:
+        parts.append(slice(at, at + size))
+        at += -(-size // _ALIGN) * _ALIGN
+    return at, tuple(parts)
 
 
 def buffer_size(sizes: tuple[int, ...]) -> int:
     """The number of int32 elements of a buffer with parts of these sizes, each of which starts at a multiple of 16 bytes."""
-    return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
+    return _layout(sizes)[0]
 
 
 def split_buffer(buffer: Buffer, sizes: tuple[int, ...]) -> list[Buffer]:
     """Views of the parts of a buffer with these sizes (see `buffer_size`)."""
-    views, at = [], 0
-    for size in sizes:
-        views.append(buffer[at : at + size])
-        at += buffer_size((size,))
-    return views
+    return [buffer[part] for part in _layout(sizes)[1]]

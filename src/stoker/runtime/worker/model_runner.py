@@ -170,7 +170,7 @@ class ModelRunner:
                 yielded, drafted, _ = self.graphs.run(packed, all_greedy, plan.num_wanted)
             if isinstance(yielded, Tensor):
                 return StepHandle(packed.sampled, self._without_padding(plan, packed, yielded), drafts=drafted)
-            return StepHandle(packed.sampled, yielded.newest[:0], verified=yielded, drafts=drafted)
+            return StepHandle(packed.sampled, yielded.newest, verified=yielded, drafts=drafted)
         with self._fatal_error(self.world.size > 1), self._observed():
             inputs = self.inputs.unpack(packed)
             batch = self._resolve(inputs.batch)
@@ -334,7 +334,7 @@ class ModelRunner:
 
     def _compute(self, inputs: StepInputs, batch: ForwardBatch) -> Tensor:
         """The logits [L, V] of a step whose ids were resolved, with the copies of recurrent states before and after it."""
-        with contextlib.nullcontext() if self.states is None else self.states.around_step(inputs.restores, inputs.saves):
+        with contextlib.nullcontext() if self.states is None else self.states.around_step(*inputs.states):
             logits = self.model(batch, self.caches)
         return logits if self.all_rows is None or batch.ranks is None else sampled_first(logits, batch.ranks)
 

@@ -14,7 +14,7 @@ from stoker.base.types import TokenLogprobs
 from stoker.runtime.request import Sequence
 from stoker.runtime.sampling.logprobs import Logprobs
 from stoker.runtime.sampling.prompt_logprobs import PromptLogprobs
-from stoker.runtime.sampling.verification import Verified
+from stoker.runtime.sampling.verification import Verified, yielded_ids
 from stoker.runtime.staging import copy_to_host
 
 
@@ -32,7 +32,7 @@ class StepResult:
 class StepHandle:
     """A launched step. `wait` blocks until its tokens are on the host."""
 
-    __slots__ = ("_drafts", "_event", "_is_yielded", "_num_rows", "_prompt", "_scores", "_sequences", "_token_ids", "_verified")
+    __slots__ = ("_drafts", "_event", "_is_yielded", "_num_rows", "_prompt", "_scores", "_sequences", "_token_ids", "_yielded")
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class StepHandle:
         the ids of each sequence.
         """
         self._sequences = sequences
-        self._token_ids = copy_to_host(token_ids)
-        self._verified = verified.to_host(len(sequences)) if verified is not None else None
+        self._token_ids = copy_to_host(token_ids) if verified is None or scores is not None else None
+        self._yielded = copy_to_host(verified.yielded[: len(sequences)]) if verified is not None else None
         self._num_rows = num_rows
         self._is_yielded = copy_to_host(verified.is_yielded) if verified is not None and scores is not None else None
         self._scores = scores.to_host() if scores is not None else None
@@ -66,13 +66,20 @@ class StepHandle:
         """Block until the step has ended, and return its results."""
         if self._event is not None:
             self._event.synchronize()
-        token_ids = self._token_ids.unsqueeze(1).tolist() if self._verified is None else self._verified.to_lists()
+        token_ids = self._ids()
         drafts = self._drafts.t().tolist() if self._drafts is not None else []
         return StepResult(self._sequences, token_ids, self._logprobs(token_ids), drafts, self._prompt())
 
+    def _ids(self) -> list[list[int]]:
+        """The ids that each sequence yielded."""
+        if self._yielded is not None:
+            return yielded_ids(self._yielded)
+        assert self._token_ids is not None
+        return [[token] for token in self._token_ids.tolist()]
+
     def _logprobs(self, token_ids: list[list[int]]) -> list[list[TokenLogprobs] | None]:
         """The log-probabilities of the ids that each sequence yielded."""
-        if self._scores is None:
+        if self._scores is None or self._token_ids is None:
             return []
         num_rows = self._num_rows or [1] * len(token_ids)
         num_tops = [seq.params.logprobs for seq, count in zip(self._sequences, num_rows, strict=True) for _ in range(count)]
