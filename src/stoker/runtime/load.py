@@ -216,6 +216,7 @@ def _load(
         adaptive_drafts=config.adaptive_drafts,
         target_itl_s=config.target_itl_ms / 1000 if config.target_itl_ms is not None else None,
         target_ttft_s=config.target_ttft_ms / 1000 if config.target_ttft_ms is not None else None,
+        drafter_has_state=loaded.draft_source is not None and loaded.draft_source.has_state,
         drafter_catches_up=loaded.draft_source is not None and loaded.draft_source.catches_up,
         draft_share=loaded.draft_share,
         drafts_beside_prefill=not captures_steps(config, model_config) or device.type == "cpu",  # such steps are not captured

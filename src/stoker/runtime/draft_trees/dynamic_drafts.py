@@ -56,7 +56,7 @@ class DynamicDrafts(LevelDrafts):
             num_found += num_parents * width
             states = states.unflatten(0, (count, num_parents))
             states = states.gather(1, parents.unsqueeze(2).expand(-1, -1, states.shape[2])).flatten(0, 1)
-            batch = self._level_batch(tokens.gather(1, best).flatten(), step, 1 + depth, width, first, masks.flatten())
+            batch = self.level_batch(tokens.gather(1, best).flatten(), step, 1 + depth, width, first, masks.flatten())
             states, logits = model.compute_level(states, batch)
             num_parents = width
         yield self._best(*(torch.cat(parts, dim=1) for parts in zip(*found, strict=True))).t()

@@ -68,7 +68,7 @@ class LevelDrafts(ABC):
         Those of a chain one after another, int32 [S], and of a tree all at once, int32 [N, S].
         """
 
-    def _level_batch(
+    def level_batch(
         self, token_ids: Tensor, step: DraftStep, depth: int, count: int, num_before: int, masks: Tensor | None
     ) -> ForwardBatch:
         """The batch of `count` nodes of each sequence at one depth, `token_ids` [S × count]. Padding stores nothing.
@@ -109,7 +109,7 @@ class StaticDrafts(LevelDrafts):
                 before = self._levels.levels[depth - 1]
                 states = _select(states.unflatten(0, (count, before.num_parents)), before.inner_parents).flatten(0, 1)
                 token_ids, masks = _select(found[-1], before.inner).flatten(), None if before.is_chain else before.masks.repeat(count)
-                batch = self._level_batch(token_ids, step, depth, before.num_inner, before.num_before, masks)
+                batch = self.level_batch(token_ids, step, depth, before.num_inner, before.num_before, masks)
                 states, logits = model.compute_level(states, batch)
             counters = step.counters(depth, level.num_parents)
             drafts = choose(logits, model.target_ids, inputs, counters, model.num_ids, level.num_candidates)

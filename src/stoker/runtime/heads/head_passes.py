@@ -51,7 +51,7 @@ class HeadPasses(LevelModel):
         """Where the drafts after a step of the model are computed. The newest token follows the root, and the first draft follows it."""
         batch, last = accepted.batch, accepted.last
         roots = batch.positions.index_select(0, last).to(torch.int32)
-        tables = self._tables(batch, inputs.rows, last)
+        tables = self.spare.sequence_tables(batch, inputs.rows, last)
         return DraftStep(roots, roots + 2, tables, self._is_real(inputs), batch.max_seq_len)
 
     def _is_real(self, inputs: DraftInputs) -> Tensor:
@@ -66,13 +66,3 @@ class HeadPasses(LevelModel):
         following[ends] = ids[ends]
         following[torch.where(is_real, last, count).long()] = newest.clamp(min=0)  # -1: no token could be sampled
         return dataclasses.replace(batch, token_ids=following[:count], logits_idx=None, adapter_ids=None)
-
-    def _tables(self, batch: ForwardBatch, rows: Tensor, last: Tensor) -> Tensor:
-        """int32 [S, B + spare]: the block tables of the sequences, in which the spare blocks follow the blocks that the step needs."""
-        owners = (torch.searchsorted(batch.query_starts, last.contiguous(), right=True) - 1).clamp(max=batch.num_rows - 1)  # padding: R
-        used = -(-batch.seq_lens.index_select(0, owners) // self.block_size)[:, None]
-        tables, spare = batch.block_tables.index_select(0, owners), self.spare.blocks.index_select(0, rows.long())
-        index = torch.arange(tables.shape[1] + spare.shape[1], device=tables.device)[None]
-        tables = torch.cat((tables, spare), dim=1)
-        beyond = spare.gather(1, (index - used).clamp(0, spare.shape[1] - 1))
-        return torch.where(index < used, tables, beyond)

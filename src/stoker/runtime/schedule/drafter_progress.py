@@ -16,7 +16,9 @@ from stoker.runtime.schedule.plan import NO_DRAFTS, StepPlan
 class DrafterProgress:
     """Maintains `Sequence.num_drafter_computed`. A step computes at most `max_num_tokens` missing tokens."""
 
-    def __init__(self, num_blocks: int, tokens_per_block: int, max_num_tokens: int) -> None:
+    def __init__(self, num_blocks: int, tokens_per_block: int, max_num_tokens: int, *, has_state: bool = False) -> None:
+        """`has_state`: the drafter has recurrent states, which blocks do not contain."""
+        self._has_state = has_state
         self._is_complete = bytearray(num_blocks)  # of the blocks in the prefix index: whether the drafter has computed their tokens
         self._size, self._max_num_tokens = tokens_per_block, max_num_tokens
 
@@ -24,7 +26,7 @@ class DrafterProgress:
         """Count the tokens of the blocks that an admitted sequence reuses, up to the first one that lacks some."""
         reused = seq.blocks[: seq.num_hashed]
         num_complete = next((i for i, block in enumerate(reused) if not self._is_complete[block]), len(reused))
-        seq.num_drafter_computed = num_complete * self._size
+        seq.num_drafter_computed = 0 if self._has_state else num_complete * self._size
 
     def is_complete(self, seq: Sequence, num_tokens: int) -> bool:
         """Whether the drafter has computed the first `num_tokens` tokens of a sequence."""
@@ -34,7 +36,7 @@ class DrafterProgress:
         """Count the tokens of a step in which the drafter runs, and add the missing tokens of rows with a limit above 0 to the plan."""
         missing, room = StepPlan(), self._max_num_tokens
         for seq, start, num_new, limit in zip(plan.sequences, plan.starts, plan.num_new, limits, strict=True):
-            count = min(start - seq.num_drafter_computed, room)
+            count = min(start - seq.num_drafter_computed, room if not self._has_state else self._unpadded_room(missing))
             if limit and count > 0 and start <= len(seq.tokens):
                 room -= count
                 _add_row(missing, seq, count)
@@ -44,6 +46,11 @@ class DrafterProgress:
                 seq.num_drafter_computed = start + num_new
         if missing.sequences:
             plan.catch_up = missing
+
+    def _unpadded_room(self, missing: StepPlan) -> int:
+        """The tokens of one more row with which those of `missing`, padded to the longest one, have max_num_tokens places."""
+        room = self._max_num_tokens // (len(missing) + 1)
+        return room if room >= max(missing.num_new, default=0) else 0
 
     def commit(self, seq: Sequence) -> None:
         """Discount the rejected drafts of a sequence whose step is committed."""

@@ -34,11 +34,12 @@ class Planner:
         drafts_beside_prefill: bool = True,
         drafter_progress: DrafterProgress | None = None,
         tree: DraftTree | DynamicTree | None = None,
+        pads_prefills: bool = False,
     ) -> None:
         """`draft_length`: the number of drafts per row. `drafts_beside_prefill`: whether steps with prefills have drafts, too.
 
         `drafter_progress`: of a drafter that can catch up. None: a drafter on the device runs in every step. `tree`: the form of the drafts
-        of each row; None: a chain.
+        of each row; None: a chain. `pads_prefills`: prefills are padded to the longest one of the step.
         """
         self._running_set = running_set
         self._proposer = proposer
@@ -48,7 +49,7 @@ class Planner:
         self._max_sampled = max_sampled_tokens(max_rows)
         self._drafts_beside_prefill = drafts_beside_prefill
         self._drafter_progress = drafter_progress
-        self._tree = tree
+        self._tree, self._pads_prefills = tree, pads_prefills
         self._row_limit = self._max_rows = max_rows
         self._budget, self._max_num_tokens = budget, budget.max_num_tokens
         self._token_limit = self._max_num_tokens  # of the step that is planned, for prefills
@@ -318,10 +319,10 @@ class Planner:
         steps, because prompt and generated tokens together can exceed max_num_tokens.
         """
         num_left = len(seq.tokens) - start
-        if self._running_set.kv_cache.snapshots is not None:
+        if self._pads_prefills:
             budget = min(budget, self._unpadded_room(plan))
-            if self._chunked_prefill:
-                return self._up_to_snapshot(seq, start, min(num_left, budget))
+        if self._running_set.kv_cache.snapshots is not None and self._chunked_prefill:
+            return self._up_to_snapshot(seq, start, min(num_left, budget))
         if num_left <= budget:
             return num_left
         return budget if self._chunked_prefill or seq.num_prompt - start <= budget else 0

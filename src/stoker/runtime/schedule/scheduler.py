@@ -53,7 +53,8 @@ class Scheduler:
     unless `drafts_beside_prefill` is set. `tree`: the form of the drafts that the proposer returns; None: chains. The latency
     targets choose the prompt tokens of a step from the times that `record_time` is called with. `snapshots`: those of the states
     of a model with recurrent states. `first_row`: of the rows of the device buffers. A drafter takes `draft_share` of the time of the
-    model for the same tokens; with `drafter_catches_up` it runs only in steps after which drafts are likely (`DrafterProgress`).
+    model for the same tokens; with `drafter_catches_up` it runs only in steps after which drafts are likely (`DrafterProgress`); with
+    `drafter_has_state` it has recurrent states.
     """
 
     plan_type = StepPlan
@@ -77,6 +78,7 @@ class Scheduler:
         adaptive_drafts: bool = False,
         drafts_beside_prefill: bool = True,
         drafter_catches_up: bool = False,
+        drafter_has_state: bool = False,
         draft_share: float = 0.0,
         tree: DraftTree | DynamicTree | None = None,
         target_itl_s: float | None = None,
@@ -108,7 +110,9 @@ class Scheduler:
             limits_attempts=self._proposer.runs_on_device,
             nodes=NodeAcceptance(len(tree), tree.max_depth) if tree is not None else None,
         )
-        self._drafter_progress = DrafterProgress(num_blocks, tokens_per_block, max_num_tokens) if drafter_catches_up else None
+        self._drafter_progress: DrafterProgress | None = None
+        if drafter_catches_up:
+            self._drafter_progress = DrafterProgress(num_blocks, tokens_per_block, max_num_tokens, has_state=drafter_has_state)
         self.budget = StepBudget(max_num_tokens, target_itl_s=target_itl_s, target_ttft_s=target_ttft_s)
         self._planner = self.planner_type(
             self._running_set,
@@ -119,6 +123,7 @@ class Scheduler:
             draft_length=self.draft_length,
             drafts_beside_prefill=drafts_beside_prefill,
             drafter_progress=self._drafter_progress,
+            pads_prefills=snapshots is not None or drafter_has_state,
             tree=tree,
         )
         self._moves: list[Move] = []  # of committed steps, for the next plan

@@ -85,13 +85,25 @@ class SpareBlocks:
         own_tables = tables.index_select(0, owners.clamp(max=num_rows - 1))
         return first, DraftStep(newest_positions, newest_positions + 1, own_tables, is_real, first.max_seq_len)
 
+    def sequence_tables(self, batch: ForwardBatch, rows: Tensor, last: Tensor) -> Tensor:
+        """int32 [S, B + spare]: the block tables of sequences, in which their spare blocks follow the blocks that the step needs.
+
+        `rows` int32 [S] are their indices in the device buffers, `last` int32 [S] those of their last valid tokens.
+        """
+        owners = (torch.searchsorted(batch.query_starts, last.contiguous(), right=True) - 1).clamp(max=batch.num_rows - 1)  # padding: R
+        used = -(-batch.seq_lens.index_select(0, owners) // self.block_size)[:, None]
+        return self._joined(batch.block_tables.index_select(0, owners), used, self.blocks.index_select(0, rows.long()))
+
     def _tables(self, batch: ForwardBatch, rows: Tensor) -> Tensor:
         """int32 [R, B + spare]: the block tables of the step, in which the spare blocks of `rows` [R] follow the blocks that it needs."""
-        spare = self.blocks.index_select(0, rows)
         used = -(-batch.seq_lens // self.block_size)[:, None]
-        index = torch.arange(batch.block_tables.shape[1] + spare.shape[1], dtype=torch.int32, device=rows.device)[None]
+        return self._joined(batch.block_tables, used, self.blocks.index_select(0, rows))
+
+    def _joined(self, tables: Tensor, used: Tensor, spare: Tensor) -> Tensor:
+        """int32 [N, B + spare]: the first `used` [N, 1] blocks of `tables` [N, B], and then those of `spare` [N, spare]."""
+        index = torch.arange(tables.shape[1] + spare.shape[1], dtype=torch.int32, device=tables.device)[None]
         beyond = spare.gather(1, (index - used).clamp(0, spare.shape[1] - 1).long())
-        return torch.where(index < used, torch.cat((batch.block_tables, spare), dim=1), beyond)
+        return torch.where(index < used, torch.cat((tables, spare), dim=1), beyond)
 
 
 def without_logits(batch: ForwardBatch) -> ForwardBatch:

@@ -1,72 +1,25 @@
-"""A draft engine: a second, smaller engine that drafts tokens for the first one, in the same executor.
-
-After each step, the draft engine computes the tokens of the step and the newest token of each sequence in one pass, which yields the first
-draft, and then one pass for each further draft of a chain, or for each further depth of a tree (`draft_trees/level_drafts.py`). A draft is
-sampled with the parameters of the sequence and with the random number of its position. The model samples the same position with the same
-number, so that both choose the same token where their distributions agree. The tokens are those of plain decoding with the same seed, and
-so is their distribution.
-"""
+"""A draft engine as a `DraftSource`: what is checked before it is loaded, and the memory that its caches and states need."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from stoker.base.draft_tree import DraftTree, DynamicTree
 from stoker.base.errors import ConfigError
-from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.engine.config import EngineConfig
 from stoker.engine.reader import CONFIG_FILE, Engine
 from stoker.layers.decoder import Decoder
-from stoker.runtime.draft_trees.kinds import make_drafts
-from stoker.runtime.draft_trees.level_drafts import DraftStep, LevelModel
-from stoker.runtime.worker.accepted_batch import accepted_batch
-from stoker.runtime.worker.draft_batch import SpareBlocks, num_spare_blocks, without_logits
-from stoker.runtime.worker.drafter import Drafter, DraftInputs, DraftSource
-from stoker.runtime.worker.memory import block_bytes, make_caches
+from stoker.layers.state_cache import StateCache, state_bytes
+from stoker.runtime.worker.draft_batch import SpareBlocks, num_spare_blocks
+from stoker.runtime.worker.drafter import Drafter, DraftSource
+from stoker.runtime.worker.engine_drafter import EngineDrafter
+from stoker.runtime.worker.memory import block_bytes, make_caches, num_verified_slots
+from stoker.runtime.worker.recurrent_engine_drafter import RecurrentEngineDrafter
 
 _TOKENIZER = "tokenizer.json"
-
-
-class EngineDrafter(Drafter, LevelModel):
-    """Drafts with the model of an engine. Its caches have the blocks of the model that verifies, and spare blocks."""
-
-    def __init__(self, model: Decoder, caches: list[KVCache], spare: SpareBlocks, tree: DraftTree | DynamicTree, num_ids: int) -> None:
-        """`num_ids`: the smaller one of the vocabularies of both models. Larger ids are padding, which is never drafted."""
-        self.model, self.caches, self.num_ids, self.block_size = model, caches, num_ids, spare.block_size
-        self.num_drafts, self.is_tree = len(tree), not tree.is_chain
-        self._spare, self._drafts, self._limit = spare, make_drafts(self, tree, model.device), model.config.max_positions
-
-    def compute(self, inputs: DraftInputs) -> tuple[DraftStep, Tensor] | None:
-        """Where drafts are computed, and the logits of the first ones; None if no sequence samples."""
-        if not len(inputs.rows):
-            self.catch_up(inputs.batch)
-            return None
-        batch, step = self._spare.first_pass(inputs, accepted_batch(inputs), self._limit)
-        return step, self._logits(batch)
-
-    def drafts(self, inputs: DraftInputs, computed: tuple[DraftStep, Tensor]) -> Iterator[Tensor]:
-        step, logits = computed
-        return self._drafts.drafts(inputs, step, logits.new_empty(len(logits), 0), logits)
-
-    def compute_level(self, states: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """No states: the keys of the ancestors are all that a node needs. Nodes behind the last position are never verified."""
-        batch.positions = batch.positions.clamp(max=self._limit - 1)
-        if not batch.is_decode:
-            batch.logits_idx = torch.arange(batch.num_tokens, dtype=torch.int32, device=states.device)
-        return states.new_empty(batch.num_tokens, 0), self._logits(batch)
-
-    def catch_up(self, batch: ForwardBatch) -> None:
-        self._logits(without_logits(batch))
-
-    def _logits(self, batch: ForwardBatch) -> Tensor:
-        """Logits after a batch. Ids that the draft engine does not have are padding of the model's vocabulary; it reads another id."""
-        batch.token_ids = batch.token_ids.clamp(max=self.model.config.vocab_size - 1)
-        return self.model(batch, list(self.caches))[:, : self.num_ids]
 
 
 class EngineSource(DraftSource):
@@ -83,10 +36,13 @@ class EngineSource(DraftSource):
         num_positions: int,
         tree: DraftTree | DynamicTree,
         window: int | None,
+        max_batch_size: int,
     ) -> None:
-        """Load the weights. `num_positions`: the length of the longest sequence. `window`: an attention window. Raises EngineError."""
+        """Load the weights. `num_positions`: the length of the longest sequence. `window`: an attention window. `max_batch_size`: the
+        largest number of rows of a step. Raises EngineError."""
         self.engine, self.target, self.device, self.tree, self.num_drafts = engine, target, device, tree, len(tree)
         config = engine.config.model
+        self.has_state, self._max_batch_size = config.has_state, max_batch_size
         self.model = Decoder(config if window is None else config.windowed(window), engine.loader(0, device), num_positions)
         self.num_bytes = engine.config.files["rank0.safetensors"].size if "rank0.safetensors" in engine.config.files else 0
         self.draft_bytes = max(self.num_bytes - self.model.lookup_bytes, 0)
@@ -100,14 +56,27 @@ class EngineSource(DraftSource):
         return block_bytes(self.engine.config.model, self._block_size, self.engine.kv_dtype)
 
     def spare_bytes(self, num_rows: int) -> int:
-        return (num_rows + 1) * num_spare_blocks(self.tree.num_places, self._block_size) * self.block_bytes()
+        spare = (num_rows + 1) * num_spare_blocks(self.tree.num_places, self._block_size) * self.block_bytes()
+        config = self.engine.config.model
+        slot = state_bytes(config, range(config.num_layers), 1, self.engine.dtype) if self.has_state else 0
+        return spare + self._num_slots(num_rows) * slot
+
+    def _num_slots(self, num_rows: int) -> int:
+        """The number of slots of recurrent states: two for each row and for padding, and those of the tokens of a step with drafts."""
+        return 2 * (num_rows + 1) + num_verified_slots(self._max_batch_size, self.num_drafts)
 
     def drafter(self, num_blocks: int, num_rows: int) -> Drafter:
         spare = SpareBlocks(num_blocks, num_rows, self.tree.num_places, self._block_size, self.device)
-        config = self.engine.config.model
-        caches = make_caches(config, num_blocks + spare.blocks.numel(), self._block_size, self.engine.kv_dtype, self.device)
+        config, states = self.engine.config.model, None
+        if self.has_state:
+            states = StateCache(config, range(config.num_layers), 1, self._num_slots(num_rows), self.engine.dtype, self.device)
+        count = num_blocks + spare.blocks.numel()
+        caches = make_caches(config, count, self._block_size, self.engine.kv_dtype, self.device, states=states)
         self.model.complete_caches(caches)
-        return EngineDrafter(self.model, caches, spare, self.tree, min(config.vocab_size, self.target.model.vocab_size))
+        num_ids = min(config.vocab_size, self.target.model.vocab_size)
+        if states is None:
+            return EngineDrafter(self.model, caches, spare, self.tree, num_ids)
+        return RecurrentEngineDrafter(self.model, caches, spare, self.tree, num_ids, states)
 
 
 def is_engine(path: Path) -> bool:
@@ -129,20 +98,12 @@ def check_draft_engine(draft: Engine, target: Engine, device: torch.device, max_
             f"speculate={str(draft.path)!r} is refused: a draft engine runs on one rank, and this one was built for {draft.world_size}.",
             cure="Build it with --tensor-parallel 1 --pipeline-parallel 1.",
         )
-    if draft.config.model.has_state:
-        raise ConfigError(
-            f"speculate={str(draft.path)!r} is refused: its recurrent states cannot be taken back when a draft is rejected.",
-            cure="Use a draft engine with attention in all layers.",
-        )
     for engine in (draft, target):
         if engine.config.model.requires_whole_prompt:
             raise ConfigError(
                 f"speculate={str(draft.path)!r} is refused: the tokens of a prompt of {engine.path} attend to later ones.",
                 cure="Use --speculate ngram.",
             )
-    if draft.config.model.has_state:
-        limit = "the recurrent states of a draft engine cannot be taken back when a draft is rejected"
-        raise ConfigError(f"speculate={str(draft.path)!r} is refused: {limit}.", cure="Use a draft engine without recurrent states.")
     if draft.config.model.max_positions < max_seq_len:
         positions = draft.config.model.max_positions
         raise ConfigError(

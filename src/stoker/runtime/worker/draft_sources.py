@@ -30,6 +30,7 @@ class DraftTask:
     max_seq_len: int  # the longest sequence
     num_drafts: int  # the largest number of drafts per sequence
     window: int | None  # attend only to this number of most recent tokens
+    max_batch_size: int  # the largest number of rows of a step
     tree: DraftTree | DynamicTree | None = None  # the tree of the drafts; None: a chain
 
     @property
@@ -50,6 +51,9 @@ def _check_engine(task: DraftTask) -> None:
     draft, target = Engine.open(task.path), task.target
     check_draft_engine(draft, target, task.device, task.max_seq_len)
     if task.tree is not None:
+        if draft.config.model.has_state:
+            limit = f"the recurrent states of the draft engine {draft.path} follow one chain of drafts"
+            raise ConfigError(f"draft_tree is refused: {limit}.", cure="Leave it out, and use draft_tokens.")
         for engine in (target, draft):
             check_tree(engine.path, engine.config.model, task.window)
         check_ids(task.path, task.tree, min(engine.config.model.vocab_size for engine in (target, draft)))
@@ -57,7 +61,8 @@ def _check_engine(task: DraftTask) -> None:
 
 def _load_engine(task: DraftTask, model: Decoder) -> DraftSource:
     positions = task.max_seq_len + MAX_DRAFT_TOKENS + 1
-    return EngineSource(Engine.open(task.path), task.target.config, task.device, positions, task.shape, task.window)
+    draft = Engine.open(task.path)
+    return EngineSource(draft, task.target.config, task.device, positions, task.shape, task.window, task.max_batch_size)
 
 
 def _check_heads(task: DraftTask) -> None:

@@ -86,6 +86,7 @@ class DraftSource(ABC):
     num_drafts: int  # the largest number of drafts per sequence
     num_bytes: int  # size of the weights
     draft_bytes: int  # size of the weights that one draft reads
+    has_state = False  # whether the drafter has recurrent states, so that it must compute all tokens of a sequence in their order
     layers: tuple[int, ...] = ()  # the hidden states before these layers of the model are read
 
     @abstractmethod

@@ -82,6 +82,11 @@ class LoadedRank:
         return self.config.max_drafts if self.draft_source is None else self.draft_source.num_drafts
 
     @property
+    def pads_prefills(self) -> bool:
+        """Whether prompts of a step are padded to the longest one, by the ops of recurrent states."""
+        return self.engine.config.model.has_state or (self.draft_source is not None and self.draft_source.has_state)
+
+    @property
     def draft_share(self) -> float:
         """The size of the weights that one draft reads relative to those that a step of this rank reads: about the time of one draft.
 
@@ -137,9 +142,7 @@ class LoadedRank:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        for shape, bounds in largest_steps(
-            self.capacity, speculates=self.config.speculate != "none", pads=self.engine.config.model.has_state
-        ):
+        for shape, bounds in largest_steps(self.capacity, speculates=self.config.speculate != "none", pads=self.pads_prefills):
             runner.run_dummy_step_with_sampling(shape, bounds)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated(self.device) - before
@@ -284,7 +287,8 @@ def draft_task(engine: Engine, config: RuntimeConfig, device: torch.device, capa
     """What the drafter that `config` names is loaded for."""
     window = config.attention_window
     window = None if window is None or window >= capacity.max_seq_len else window
-    return DraftTask(Path(config.speculate), engine, device, capacity.max_seq_len, config.max_drafts, window, config.tree)
+    path, longest, rows = Path(config.speculate), capacity.max_seq_len, capacity.max_batch_size
+    return DraftTask(path, engine, device, longest, config.max_drafts, window, rows, config.tree)
 
 
 def _windowed(model: ModelConfig, config: RuntimeConfig, capacity: Capacity) -> ModelConfig:
