@@ -289,7 +289,7 @@ def methods_of(form: str, x: Tensor, stored: PackedWeight, fusion: Fusion) -> di
     if form in ("fp8", "w8a8") or x.shape[0] <= 64:
         methods["quantized activations"] = lambda: quant_linear.quantized_activation_linear(x, stored, CODES[form], form, fusion)
     if form == "fp8":
-        methods["library"] = lambda: quant_fp8.library_fp8_linear(x, stored, fusion)
+        methods["library"] = lambda: quant_fp8.large_fp8_linear(x, stored, fusion)
     elif form == "w8a8":
         values = integers("cuda", INT8, 127, *x.shape)
         methods["library, product only"] = lambda: torch._int_mm(values, stored.values.t())

@@ -87,6 +87,14 @@ PRIVATE_APIS = (
         "kernels that manage their shared memory themselves",
     ),
     PrivateAPI(
+        "triton",
+        "triton.experimental.gluon.language",
+        ("warp_specialize", "NVMMASharedLayout", "NVMMADistributedLayout", "nvidia.hopper.warpgroup_mma", "nvidia.hopper.tma.store_wait",
+         "nvidia.hopper.mbarrier.expect"),
+        "stoker.kernels.triton.ptx",
+        "the GEMM for many rows",
+    ),
+    PrivateAPI(
         "torch",
         "torch",
         ("_int_mm", "_scaled_mm", "_weight_int4pack_mm_for_cpu", "ops.aten._convert_weight_to_int4pack_for_cpu"),

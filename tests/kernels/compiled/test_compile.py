@@ -30,6 +30,9 @@ BOUNDS = {
     "prefill latent": (255, 72),  # 0 or 68: the same assembler schedules differently on another processor
     # Fused layers: the other registers are for attention, which still runs while the pipelines fill. The large-batch kernel has 16 warps;
     # its spills are outside the loops over blocks.
+    # Three warpgroups of one CTA; setmaxnreg moves registers from the producer to the consumers.
+    "large gemm bfloat16, gated": (168, 0), "large gemm float16, gated, with bias and residual": (168, 0),
+    "large gemm fp8, with residual": (168, 0),
     "fused layer of 6 rows": (128, 0), "fused layer of 16 rows, last, with biases": (128, 0),
     "fused layer of 32 rows": (128, 64), "fused layer of 64 rows": (128, 64),
     "fused layer of 64 rows 70B": (128, 64), "fused layer of 32 rows in groups of 32": (128, 64),
@@ -49,7 +52,7 @@ BOUNDS = {
 GROUPS = [
     ("norm", "gated", "activate", "xielu", "rotate", "embedding", "resolve", "remember", "rope", "sample"),
     ("recurrent",),
-    ("linear", "skinny"),
+    ("linear", "skinny", "large"),
     ("decode", "four", "sum of", "move", "tree", "verify"),
     ("prefill f", "prefill i", "prefill,"),
     ("prefill 128 wide",),

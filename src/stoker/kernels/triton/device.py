@@ -42,6 +42,8 @@ REQUIREMENTS = {
     "wgmma": Requirement(90, 90),
     # wgmma, and the shared memory of an H100 or H200 (227 KiB per CTA), for which the fused layer kernels are laid out.
     "fused_layer": Requirement(90, 90),
+    # wgmma and TMA, and the shared memory of an H100 or H200, for which the pipeline of the GEMM for many rows is laid out.
+    "large_gemm": Requirement(90, 90),
     # torch._grouped_mm and torch._scaled_grouped_mm, measured to be faster than our tiles on an H200 only.
     "grouped_mm": Requirement(90, 90),
 }

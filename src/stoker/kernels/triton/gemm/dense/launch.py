@@ -1,4 +1,6 @@
-"""Dense linears: up to 64 tokens by the fused small kernels, more by the library's GEMM with separate kernels around it."""
+"""Dense linears: up to 64 tokens by the fused small kernels; more by the library's GEMM with separate kernels around it, or by `gemm.large`
+where its epilogue is faster.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from stoker.kernels.triton import activation, norm
 from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.gemm.dense.kernel import gemv_kernel, small_gemm_kernel
 from stoker.kernels.triton.gemm.dense.tiles import MAX_ROWS, linear_tile, padded_rows
+from stoker.kernels.triton.gemm.large import launch as large
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.tuning.tiles import LinearTile
 from stoker.kernels.types import PLAIN, Fusion
@@ -21,12 +24,16 @@ MAX_TILES = 1 << 16
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    """x × weightᵀ + bias with `fusion` (`ops.linear`): up to MAX_ROWS rows by the kernels here, more by the library's GEMM."""
+    """x × weightᵀ + bias with `fusion` (`ops.linear`): up to MAX_ROWS rows by the kernels here, more by `gemm.large` or the library."""
     if fusion.input_gate is not None:
         x, fusion = activation.gated(x, fusion.input_gate), replace(fusion, input_gate=None)
     if x.shape[0] == 0:
         return x.new_empty(0, weight.shape[0] // (2 if fusion.gate else 1))
     if x.shape[0] > MAX_ROWS:
+        if fusion.norm_kind is not None:
+            x, fusion = _apply_norm(x, fusion)
+        if large.is_faster(x, weight, fusion):
+            return large.large_gemm(x, weight, bias=bias, residual=fusion.residual, gate=fusion.gate)
         return library_linear(x, weight, bias, fusion)
     if fusion.needs_separate_norm:
         x, fusion = _apply_norm(x, fusion)

@@ -3,7 +3,7 @@
 activations    rows           path
 quantized      1              `fp8_gemv`, where it is the fastest
                up to 8        `gemm.skinny`
-               more than 64   the library's GEMM with a scale per row of both operands, in bfloat16
+               more than 64   in bfloat16: the library's GEMM with a scale per row of both operands, or `gemm.large`
                otherwise      `quantized_activation_linear`
 none           up to 512      `plain_activation_linear`
                more           `dequantized_linear`
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import quant_fp8 as reference
+from stoker.kernels.triton.gemm.large import launch as large
 from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
 from stoker.kernels.triton.gemm.quantized.fp8_gemv import fp8_gemv, gemv_tile
 from stoker.kernels.triton.gemm.quantized.launch import (
@@ -62,16 +63,19 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
     if supports_skinny(x, weight):
         return skinny_linear(x, weight, fusion)
     if x.shape[0] > MAX_SKINNY_ROWS and _library_supports(x, weight):
-        return library_fp8_linear(x, weight, fusion)
+        return large_fp8_linear(x, weight, fusion)
     return quantized_activation_linear(x, weight, "fp8", "fp8", fusion)
 
 
-def library_fp8_linear(x: Tensor, weight: PackedWeight, fusion: Fusion) -> Tensor:
-    """A linear by the library's FP8 GEMM, with a scale for each row of both operands."""
+def large_fp8_linear(x: Tensor, weight: PackedWeight, fusion: Fusion) -> Tensor:
+    """A linear with a scale for each row of both operands: by `gemm.large` where its epilogue is faster, or by the library's GEMM."""
     x, fusion = apply_unfused_norm(x, fusion)
     k, scale = weight.in_features, weight.scale
     assert scale is not None
     q = quantize_rows(x, "fp8", k, 0, fusion.norm_weight, fusion.norm_eps, weight.input_scale, fusion.input_gate)
+    if large.is_faster(q.values, weight.values, fusion):
+        scales = {"x_scale": q.scale, "weight_scale": scale}
+        return large.large_gemm(q.values, weight.values, **scales, bias=weight.bias, residual=fusion.residual, gate=fusion.gate)
     y = torch._scaled_mm(
         q.values, weight.values.t(), q.scale[:, None], scale[None, :], bias=weight.bias, out_dtype=x.dtype, use_fast_accum=True
     )

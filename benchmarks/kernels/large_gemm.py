@@ -1,0 +1,226 @@
+"""Measures the persistent GEMM for many rows on one Hopper GPU, compared with float64 and with the library's GEMM.
+
+    PYTHONPATH=src python benchmarks/kernels/large_gemm.py [--dtypes fp8,bf16] [--rows 1024,2048,8192] [--json large_gemm.json]
+
+Shapes are those of Llama-3.1-8B and 70B on one rank or two. A linear is timed twice: the product alone, and with what a prefill step
+computes around it: silu(gate) × up and the quantization for `down` after `gate_up`, the residual after `out` and `down`. Times are medians
+of CUDA graph replays, in which inputs rotate and all variants take turns, so that they find the same clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+import torch
+from torch import Tensor
+
+from stoker.cli.benchmark.results import provenance
+from stoker.kernels.triton import activation
+from stoker.kernels.triton.aot.offline_target import compiling
+from stoker.kernels.triton.gemm.large.launch import LargeGemmTile, large_gemm
+from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
+
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+PEAK = {"bf16": 989.4, "fp8": 1978.9}  # TFLOP/s, dense, of the data sheet of H100 SXM and H200
+MODELS = {  # hidden size, size of q, k and v together, intermediate size
+    "8b": (4096, 6144, 14336),
+    "70b": (8192, 10240, 28672),
+}
+CHECKED_ROWS = 192
+
+
+@dataclass(frozen=True)
+class Case:
+    """A linear of a rank: `n` outputs (pairs of gate and up, if gated) of `k` features."""
+
+    name: str
+    n: int
+    k: int
+    gated: bool = False
+    residual: bool = False
+
+
+def cases(models: list[str], ranks: list[int]) -> Iterator[Case]:
+    for model in models:
+        hidden, qkv, inner = MODELS[model]
+        for tp in ranks:
+            suffix = f"{model}/tp{tp}"
+            yield Case(f"{suffix} qkv", qkv // tp, hidden)
+            yield Case(f"{suffix} out", hidden, hidden // tp, residual=tp == 1)
+            yield Case(f"{suffix} gate_up", inner // tp, hidden, gated=True)
+            yield Case(f"{suffix} down", hidden, inner // tp, residual=tp == 1)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The operands of one launch. Scales are None in bfloat16."""
+
+    x: Tensor
+    weight: Tensor
+    residual: Tensor
+    x_scale: Tensor | None = None
+    weight_scale: Tensor | None = None
+
+    @staticmethod
+    def random(case: Case, rows: int, dtype: str, device: str = "cuda") -> Inputs:
+        x = torch.randn(rows, case.k, device=device, dtype=BF16)
+        weight = torch.randn(case.n * (2 if case.gated else 1), case.k, device=device, dtype=BF16) * case.k**-0.5
+        residual = torch.randn(rows, case.n, device=device, dtype=BF16)
+        if dtype == "bf16":
+            return Inputs(x, weight, residual)
+        rows_of, weights = quantize_rows(x, "fp8", case.k), quantize_rows(weight, "fp8", case.k)
+        return Inputs(rows_of.values, weights.values, residual, rows_of.scale, weights.scale)
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.x.numel() + self.weight.numel()) * self.x.element_size()
+
+    def own(self, case: Case, tile: LargeGemmTile, fused: bool) -> Tensor:
+        y = large_gemm(
+            self.x, self.weight, tile, x_scale=self.x_scale, weight_scale=self.weight_scale,
+            residual=self.residual if fused and case.residual else None, gate="silu" if fused and case.gated else None,
+        )  # fmt: skip
+        if fused and case.gated and self.x_scale is not None:
+            quantize_rows(y, "fp8", case.n)
+        return y
+
+    def library(self, case: Case, fused: bool) -> Tensor:
+        """The library's product, with the project's kernels around it."""
+        if self.x_scale is None:
+            if fused and case.residual:
+                return torch.addmm(self.residual, self.x, self.weight.t())
+            y = torch.mm(self.x, self.weight.t())
+            return activation.gated(y, "silu") if fused and case.gated else y
+        assert self.weight_scale is not None
+        y = torch._scaled_mm(
+            self.x, self.weight.t(), self.x_scale[:, None], self.weight_scale[None, :], out_dtype=BF16, use_fast_accum=True
+        )
+        if fused and case.gated:
+            quantize_rows(y, "fp8", case.n, gate="silu")
+        return y.add_(self.residual) if fused and case.residual else y
+
+    def error(self, case: Case, got: Tensor, fused: bool) -> float:
+        """‖got − exact‖ ÷ ‖exact‖ of some rows, the last included, compared with float64."""
+        rows = torch.randperm(got.shape[0], device="cuda")[:CHECKED_ROWS]
+        rows[-1] = got.shape[0] - 1
+        x, weight = self.x[rows].double(), self.weight.double()
+        if self.x_scale is not None and self.weight_scale is not None:
+            x, weight = x * self.x_scale[rows, None], weight * self.weight_scale[:, None]
+        want = x @ weight.t()
+        if fused and case.gated:
+            gate, up = want.chunk(2, dim=-1)
+            want = torch.nn.functional.silu(gate) * up
+        if fused and case.residual:
+            want += self.residual[rows].double()
+        return float((got[rows].double() - want).norm() / want.norm())
+
+
+def precompile(jobs: list[tuple[Case, str, LargeGemmTile]]) -> None:
+    """Compile the kernels of `jobs` into Triton's cache, in parallel processes."""
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        list(pool.map(_compile, jobs))
+
+
+def _compile(job: tuple[Case, str, LargeGemmTile]) -> None:
+    case, dtype, tile = job
+    with compiling():
+        Inputs.random(case, 4096, dtype, "meta").own(case, tile, fused=True)
+
+
+def time_in_turn(variants: dict[str, Callable[[Inputs], object]], inputs: list[Inputs], repeats: int) -> dict[str, float]:
+    """The median time of one launch of each variant in µs: graphs that launch it once for each of `inputs` are replayed in turn."""
+    graphs = {}
+    for name, launch in variants.items():
+        launch(inputs[0])
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            for each in inputs:
+                launch(each)
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(repeats + 1):
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) * 1e3 / len(inputs))
+    return {name: statistics.median(took[1:]) for name, took in times.items()}
+
+
+def measure(case: Case, rows: int, dtype: str, tiles: list[LargeGemmTile], repeats: int, launches: int) -> dict[str, object]:
+    inputs = [Inputs.random(case, rows, dtype) for _ in range(launches)]
+    variants: dict[str, Callable[[Inputs], object]] = {}
+    errors = {}
+    for fused in (False, True) if case.gated or case.residual else (False,):
+        for tile in [None, *tiles]:
+            key = f"{'library' if tile is None else '/'.join(map(str, tile))}{' fused' if fused else ''}"
+            if tile is None:
+                variants[key] = lambda each, fused=fused: each.library(case, fused)
+            else:
+                outputs = case.n * (2 if case.gated and not fused else 1)
+                torch.full((rows, outputs), torch.nan, device="cuda", dtype=BF16)  # freed, and then the memory of the output
+                got = inputs[0].own(case, tile, fused)
+                errors[key] = inputs[0].error(case, got, fused)
+                variants[key] = lambda each, fused=fused, tile=tile: each.own(case, tile, fused)
+    times = time_in_turn(variants, inputs, repeats)
+    work = 2 * rows * case.k * case.n * (2 if case.gated else 1) / 1e6
+    result = {
+        "linear": case.name, "rows": rows, "dtype": dtype, "n": case.n, "k": case.k, "gated": case.gated,
+        "us": times, "tflop_s": {name: work / took for name, took in times.items()}, "error": errors,
+    }  # fmt: skip
+    for suffix in (" fused", "") if case.gated or case.residual else ("",):
+        library = times[f"library{suffix}"]
+        own = sorted((took, name) for name, took in times.items() if name.endswith(" fused") == bool(suffix) and "library" not in name)
+        print(
+            f"{dtype:4} {case.name:16} M={rows:<5}{suffix or ' alone':6} library {library:8.1f} us {work / library:6.0f} TFLOP/s"
+            f" ({work / library / PEAK[dtype]:.0%})  "
+            + "  ".join(f"{name.removesuffix(' fused')}: {took:.1f} {work / took:.0f} ({library / took:.3f}x)" for took, name in own)
+            + f"  err {max(errors.values()):.1e}",
+            flush=True,
+        )
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtypes", default="fp8,bf16")
+    parser.add_argument("--models", default="8b,70b")
+    parser.add_argument("--ranks", default="1,2")
+    parser.add_argument("--rows", default="1024,2048,8192")
+    parser.add_argument("--tiles", default="128/256/4/16,128/256/4/8", help="comma-separated: block_m/block_n/num_stages/group_m")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--launches", type=int, default=6)
+    parser.add_argument("--limit-s", type=float, default=300.0, help="cases that would start later are left out")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    begin, results = time.monotonic(), []
+    tiles = [LargeGemmTile(*map(int, tile.split("/"))) for tile in args.tiles.split(",")]
+    dtypes = args.dtypes.split(",")
+    listed = list(cases(args.models.split(","), [int(tp) for tp in args.ranks.split(",")]))
+    kinds = {(case.gated, case.residual): case for case in listed}  # sizes do not specialize a kernel
+    precompile([(case, dtype, tile) for case in kinds.values() for dtype in dtypes for tile in tiles])
+    print(f"compiled in {time.monotonic() - begin:.0f} s", torch.cuda.get_device_name(), flush=True)
+    for case, dtype, rows in itertools.product(listed, dtypes, [int(rows) for rows in args.rows.split(",")]):
+        if time.monotonic() - begin > args.limit_s:
+            print("out of time before", dtype, case, rows, flush=True)
+            continue
+        results.append(measure(case, rows, dtype, tiles, args.repeats, args.launches))
+        torch.cuda.empty_cache()
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({**provenance(device="cuda"), "results": results}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
