@@ -1,4 +1,4 @@
-"""The fused layer kernel on tensor-parallel ranks (`fused_layer_ranks.py`). Needs two GPUs."""
+"""The fused layer kernel on tensor-parallel ranks (`fused_layer_ranks.py`, `fused_engine_ranks.py`). Needs two GPUs."""
 
 from __future__ import annotations
 
@@ -16,3 +16,7 @@ def test_fused_layers_of_ranks_equal_their_linears(num_ranks: int, uninterpreted
     if num_ranks > torch.cuda.device_count():
         pytest.skip(f"needs {num_ranks} CUDA devices")
     uninterpreted(Path(__file__).with_name("fused_layer_ranks.py"), str(num_ranks))
+
+
+def test_an_engine_decodes_with_fused_layers_on_two_ranks(tmp_path: Path, uninterpreted: Callable[..., str]) -> None:
+    uninterpreted(Path(__file__).with_name("fused_engine_ranks.py"), "cuda", tmp_path)

@@ -1,0 +1,100 @@
+"""Decode with fused layers on two tensor-parallel ranks: `fused_engine_ranks.py DEVICE FOLDER`. A process is in one world of NCCL ranks.
+
+Log-probabilities of decoded tokens equal those of the same tokens in a prompt, whose linears and all-reduces are separate kernels.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("builder", "parallel")]
+
+import tiny
+from rank_executors import generate, load
+
+from stoker.base.config import Limits, Mapping
+from stoker.base.types import SamplingParams
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+from stoker.profiling.mailbox import SynchronousMailbox
+from stoker.runtime.client import Cancel
+from stoker.runtime.executor import Executor
+from stoker.runtime.request import TokenRequest
+from stoker.runtime.worker.model_runner import ModelRunner
+
+PROMPTS = [[7, 3, 11, 5, 2], [9, 4, 8], [5] * 20, [6, 13, 12, 10]]
+NUM_NEW = 48
+MEAN, MAXIMUM = 0.08, 0.5  # of the differences of log-probabilities: logits are rounded to bfloat16
+
+
+def outputs(executor: Executor, requests: list[TokenRequest]) -> list[tuple[list[int], list[float]]]:
+    """(token ids, log-probabilities) of each request; of a request with prompt_logprobs, those of its prompt from the second token on."""
+    mailbox = executor.mailbox
+    assert isinstance(mailbox, SynchronousMailbox)
+    mailbox.submit(list(requests))
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    logprobs: dict[str, list[float]] = {request.request_id: [] for request in requests}
+    unfinished = set(tokens)
+    while unfinished:
+        executor.turn(0.0)
+        for output in mailbox.pop_outputs():
+            assert output.error is None, output.error
+            tokens[output.request_id] += output.token_ids
+            found = output.logprobs if output.prompt_logprobs is None else output.prompt_logprobs
+            logprobs[output.request_id] += [entry.logprob for entry in found if entry is not None]
+            if output.finish_reason is not None:
+                unfinished.discard(output.request_id)
+    return [(tokens[request.request_id], logprobs[request.request_id]) for request in requests]
+
+
+def check_logprobs(executor: Executor, prompts: list[list[int]], name: str) -> None:
+    params = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True, logprobs=0)
+    requests = [TokenRequest(request_id=f"{name}-{i}", prompt_ids=prompt, params=params) for i, prompt in enumerate(prompts)]
+    for prompt, (tokens, decoded) in zip(prompts, outputs(executor, requests), strict=True):
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        repeated = TokenRequest(request_id=f"{name}-{prompt}", prompt_ids=prompt + tokens, params=params)
+        [(_, of_prompt)] = outputs(executor, [repeated])
+        expected = of_prompt[len(prompt) - 1 : len(prompt) - 1 + NUM_NEW]
+        assert len(decoded) == len(expected) == NUM_NEW
+        differences = [abs(one - other) for one, other in zip(decoded, expected, strict=True)]
+        assert sum(differences) / NUM_NEW < MEAN and max(differences) < MAXIMUM, differences
+
+
+def check_cancellation(executor: Executor) -> None:
+    """Requests that are cancelled in the middle leave ranks in the same state."""
+    mailbox = executor.mailbox
+    assert isinstance(mailbox, SynchronousMailbox)
+    params = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
+    mailbox.submit([TokenRequest(request_id=f"cancelled-{i}", prompt_ids=prompt, params=params) for i, prompt in enumerate(PROMPTS)])
+    for _ in range(10):
+        executor.turn(0.0)
+    mailbox.messages += [Cancel(f"cancelled-{i}") for i in range(len(PROMPTS))]
+    executor.turn(0.0)
+    while executor.is_busy:
+        executor.turn(0.0)
+    mailbox.pop_outputs()
+
+
+def main(device: str, folder: str) -> None:
+    model = tiny.model(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    limits = Limits(max_batch_size=8, max_input_len=128, max_output_len=64, max_num_tokens=256)
+    config = BuildConfig(device=device, dtype="bfloat16", limits=limits, mapping=Mapping(tensor_parallel=2))
+    engine = build(tiny.save(model, Path(folder, "checkpoint")), Path(folder, "engine"), config, verify="none")
+    for cuda_graphs in (True, False):
+        executor = load(engine.path, kv_cache_tokens=2048, cuda_graphs=cuda_graphs, prefix_reuse=False)
+        try:
+            assert isinstance(executor.runner, ModelRunner)
+            fused_layers = executor.runner.model.fused_layers
+            assert device == "cpu" or (fused_layers is not None and fused_layers.supports(len(PROMPTS)))
+            alone = [generate(executor, [prompt], NUM_NEW)[0] for prompt in PROMPTS]
+            check_logprobs(executor, PROMPTS[:1], "alone")
+            check_logprobs(executor, PROMPTS, "together")
+            check_cancellation(executor)
+            assert [generate(executor, [prompt], NUM_NEW)[0] for prompt in PROMPTS] == alone
+        finally:
+            executor.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
