@@ -69,9 +69,7 @@ class Variant:
     splits: Splits | None = None
 
     def __str__(self) -> str:
-        tile = (
-            "tuned tile" if self.tile is None else f"{self.tile.block_m}x{self.tile.block_n} w{self.tile.num_warps} s{self.tile.num_stages}"
-        )
+        tile = "tuned" if self.tile is None else f"{self.tile.block_m}x{self.tile.block_n} w{self.tile.num_warps} s{self.tile.num_stages}"
         return f"{tile}, " + ("tuned splits" if self.splits is None else f"{self.splits.count} splits")
 
 
@@ -212,10 +210,10 @@ def plan() -> dict[Shape, list[Variant]]:
             *(Variant(AttentionTile(*t)) for t in ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2))),
             *(Variant(AttentionTile(*t)) for t in ((128, 128, 8, 2), (128, 32, 8, 4), (128, 64, 4, 3))),
         ],
-        Shape(1, 8192, 8192): [Variant(AttentionTile(128, 64, 8, 3))],
+        Shape(1, 8192, 8192): [tuned, Variant(AttentionTile(128, 64, 8, 3))],
         Shape(1, 128, 128): [tuned, Variant(AttentionTile(128, 64, 8, 2)), Variant(AttentionTile(16, 64, 4, 3))],
-        Shape(1, 512, 8192): [tuned],
-        Shape(4, 2048, 2048, FP8): [tuned],
+        Shape(1, 512, 8192): [tuned, Variant(AttentionTile(128, 64, 8, 3))],
+        Shape(4, 2048, 2048, FP8): [tuned, Variant(AttentionTile(128, 128, 8, 2))],
     }
 
 
