@@ -217,8 +217,10 @@ class Eagle3Oracle(Oracle):
 class MtpOracle(Oracle):
     """A multi-token prediction layer with the blocks of the last layer of `model`, within the checkpoint of the model."""
 
-    def __init__(self, model: Any, layer: type[nn.Module], *, mimo: bool = False, qwen_norm: type[nn.Module] | None = None) -> None:
-        """`qwen_norm`: the class of the norms of Qwen3-Next or Qwen3.5, whose names the layer then has."""
+    def __init__(
+        self, model: Any, layer: type[nn.Module], *, mimo: bool = False, qwen_norm: type[nn.Module] | None = None, is_stacked: bool = False
+    ) -> None:
+        """`qwen_norm`: the class of the norms of Qwen3-Next or Qwen3.5, whose names the layer then has. `is_stacked`: its experts are."""
         super().__init__(model)
         config, self.mimo = model.config, mimo
         number = config.num_hidden_layers
@@ -239,8 +241,9 @@ class MtpOracle(Oracle):
         tensors = {f"{name}.weight": module.weight for name, module in zip(names, modules, strict=True)}
         if not mimo and qwen_norm is None:
             tensors |= {"shared_head.head.weight": model.lm_head.weight, "embed_tokens.weight": model.model.embed_tokens.weight}
+        state = self.layer.state_dict()
         inner = "layers.0." if qwen_norm is not None else ""
-        tensors |= {inner + name: tensor for name, tensor in per_expert(self.layer.state_dict()).items()}
+        tensors |= {inner + name: tensor for name, tensor in (state if is_stacked else per_expert(state)).items()}
         self.files = {f"{stem}.{name}": tensor for name, tensor in tensors.items()}
 
     def head(self, x: Tensor, embedded: Tensor) -> Tensor:

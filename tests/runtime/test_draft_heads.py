@@ -90,10 +90,10 @@ def test_weights_that_a_draft_reads(drive: Make, model: Any, heads: dict[str, tu
     assert runner.model.lookup_bytes == table * size
 
 
-def served(model: Any, oracle: MtpOracle, changes: dict[str, Any], folder: Path) -> tuple[Make, Path]:
-    """Executors of an engine that is built without the prediction layer, and the checkpoint with it."""
+def served(model: Any, oracle: MtpOracle, changes: dict[str, Any], folder: Path, *, is_stacked: bool = False) -> tuple[Make, Path]:
+    """Executors of an engine that is built without the prediction layer, and the checkpoint with it. `is_stacked`: its experts are."""
     config = json.loads(model.config.to_json_string()) | changes
-    tensors = per_expert(model.state_dict())
+    tensors = model.state_dict() if is_stacked else per_expert(model.state_dict())
     plain, complete = (write(folder / name, config, tensors | extra) for name, extra in (("plain", {}), ("complete", oracle.files)))
     tiny.save_tokenizer(plain)
     limits = Limits(max_batch_size=4, max_input_len=64, max_output_len=64, tokens_per_block=16)
@@ -148,6 +148,19 @@ def test_multi_token_prediction_of_qwen3_5(prompts: list[list[int]], tmp_path: P
     model = tiny.model("qwen3_5_text", **HYBRID)
     oracle = MtpOracle(model, Qwen3_5DecoderLayer, qwen_norm=Qwen3_5RMSNorm)
     make, path = served(model, oracle, {"architectures": ["Qwen3_5ForCausalLM"]}, tmp_path)
+    check_drafts(make, path, oracle, prompts[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_stacked", [False, True], ids=["single", "stacked"])
+def test_multi_token_prediction_of_qwen3_5_moe(prompts: list[list[int]], tmp_path: Path, is_stacked: bool) -> None:
+    """The layer has experts, which checkpoints store one by one or stacked."""
+    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer, Qwen3_5MoeRMSNorm
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
+    model = tiny.model("qwen3_5_moe_text", **HYBRID, **experts)
+    oracle = MtpOracle(model, Qwen3_5MoeDecoderLayer, qwen_norm=Qwen3_5MoeRMSNorm, is_stacked=is_stacked)
+    make, path = served(model, oracle, {"architectures": ["Qwen3_5MoeForCausalLM"]}, tmp_path, is_stacked=is_stacked)
     check_drafts(make, path, oracle, prompts[0])
 
 

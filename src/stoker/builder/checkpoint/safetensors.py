@@ -36,6 +36,11 @@ class SafetensorsWeights(CheckpointWeights):
         path, entry = self._entries[name]
         yield from self._opened[path].chunks(entry.start, entry.stop, entry.dtype)
 
+    def range_chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        path, entry = self._entries[name]
+        size = entry.dtype.itemsize
+        yield from self._opened[path].chunks(entry.start + start * size, entry.start + stop * size, entry.dtype)
+
     def copy_into(self, name: str, out: Tensor) -> Iterator[Tensor]:
         """See `CheckpointWeights.copy_into`. If the dtypes agree, bytes are read directly into `out`, or through pinned memory."""
         path, entry = self._entries[name]

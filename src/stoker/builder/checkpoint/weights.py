@@ -38,6 +38,15 @@ class CheckpointWeights(ABC):
     def chunks(self, name: str) -> Iterator[Tensor]:
         """The elements of a tensor in order, as flat chunks of bounded size. A chunk is overwritten when the next one is read."""
 
+    def range_chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        """The elements [start, stop) of a tensor, as flat chunks."""
+        at = 0
+        for chunk in self.chunks(name):
+            first, last = max(start - at, 0), min(stop - at, chunk.numel())
+            if first < last:
+                yield chunk[first:last]
+            at += chunk.numel()
+
     def copy_into(self, name: str, out: Tensor) -> Iterator[Tensor]:
         """Copy a tensor into `out`, a flat tensor of any dtype and device. Yields each part of `out` after it was filled."""
         done = 0

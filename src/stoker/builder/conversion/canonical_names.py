@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import CheckpointError
+from stoker.builder.checkpoint.single_experts import SingleExperts
 from stoker.builder.checkpoint.weights import CheckpointWeights, TensorInfo
 from stoker.builder.prequantized.cache_scales import CacheScales
 from stoker.builder.prequantized.dequantize import dequantize
@@ -26,6 +27,8 @@ class CanonicalWeights(CheckpointWeights):
     """
 
     def __init__(self, inner: CheckpointWeights, architecture: Architecture, quantization: dict[str, Any] | None = None) -> None:
+        if architecture.stacks_experts:
+            inner = SingleExperts(inner)
         self.inner = inner
         self.files = inner.files
         canonical = architecture.canonical_name

@@ -90,6 +90,7 @@ ARCHITECTURES = (
         read_config=qwen3_5_moe_config,
         tensor_names=qwen3_5_moe_names,
         source_parts=_SOURCE_PARTS,
+        stacks_experts=True,
         family="Qwen3.5 (text, experts)",
         oracle="transformers",
         tensor_parallel=_TENSOR_PARALLEL,

@@ -16,6 +16,7 @@ from stoker.engine.byte_io import as_bytes, read_into
 from stoker.engine.pickled_tensors import storage_offset, unpickle_tensors
 from stoker.engine.safetensors_header import TensorEntry, read_header
 from stoker.kernels.reference.quant_fp8 import widen_blocks
+from stoker.models.stacked_experts import expert_parts
 
 FP8_BLOCK = 128  # rows and columns that share a scale in the FP8 checkpoints of DeepSeek V3
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
@@ -60,6 +61,20 @@ class HeadFolder:
             if new in found:
                 raise CheckpointError(f"{self.path}: two tensors have the meaning of {new!r}.", cure=DOWNLOAD_AGAIN)
             found[new] = entry
+        return HeadFolder(self.path, self.config, found)
+
+    def with_single_experts(self) -> HeadFolder:
+        """The same tensors, of which those with stacked experts are replaced by their linears."""
+        found: dict[str, tuple[Path, TensorEntry]] = {}
+        for name, (file, entry) in self._tensors.items():
+            size, parts = entry.dtype.itemsize, expert_parts(name, entry.shape)
+            for part in parts:
+                if part.name in self._tensors:
+                    raise CheckpointError(f"{self.path}: {part.name!r} is stored twice, also in {name!r}.", cure=DOWNLOAD_AGAIN)
+                start = entry.start + part.first * size
+                found[part.name] = file, TensorEntry(entry.dtype, part.shape, start, start + part.shape[0] * part.shape[1] * size)
+            if not parts:
+                found[name] = file, entry
         return HeadFolder(self.path, self.config, found)
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -94,6 +94,8 @@ def load_mtp(folder: HeadFolder, target: Target) -> MtpHead:
             f"{folder.path} does not fit: it is a {model.architecture}, and the engine is a {target.config.architecture}.",
             cure="Name the checkpoint from which the engine was built.",
         )
+    if row.stacks_experts:
+        folder = folder.with_single_experts()
     folder = folder.renamed(lambda name: _rename(name, prefix))
     folder.ignore(*(name for name in folder.names if name.startswith(tuple(f"{_LAYER}{copy}." for copy in names.copies))))
     folder.ignore(*(name for name in folder.names if name.endswith((".rotary_emb.inv_freq", "_scale_inv"))))
