@@ -18,7 +18,7 @@ from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
 from stoker.kernels.types import FusedLayer
 
 # By form: features of each rank (heads, residual stream, MLP, and q, k and v), and CTAs. The last one of fp8 has no tile of any linear.
-SIZES = {"fp8": ((128, 128, 128, 128), 5), "int4 int": ((256, 256, 256, 128), 2)}
+SIZES = {"fp8": ((128, 128, 128, 128), 5), "dense": ((64, 128, 64, 64), 2)}
 MAX_BYTES = 8 * UNIT_BYTES  # of a message
 MAX_POLLS = 1 << 20
 DTYPE = torch.bfloat16

@@ -18,6 +18,6 @@ def test_on_an_emulated_device(what: list[str], uninterpreted: Callable[..., str
     assert not uninterpreted(Path(__file__).with_name("emulate.py"), *what)
 
 
-@pytest.mark.parametrize(("form", "num_ranks"), [("fp8", 2), ("int4 int", 4)])
+@pytest.mark.parametrize(("form", "num_ranks"), [("fp8", 2), ("dense", 4)])
 def test_ranks_on_emulated_devices(form: str, num_ranks: int, uninterpreted: Callable[..., str]) -> None:
     assert not uninterpreted(Path(__file__).with_name("emulate_ranks.py"), form, str(num_ranks))
