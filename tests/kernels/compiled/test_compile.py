@@ -27,6 +27,7 @@ BOUNDS = {
     "decode int8": (144, 0), "decode 64 wide": (FOUR_CTAS, 0), "decode 256 wide": (FOUR_CTAS, 0),
     "decode latent": (192, 32),
     "tree of 64, latent": (255, 256),
+    "prefill 64 wide": (168, 24),  # of the producer
     "prefill latent": (255, 72),  # 0 or 68: the same assembler schedules differently on another processor
     # Fused layers: the other registers are for attention, which still runs while the pipelines fill. The large-batch kernel has 16 warps;
     # its spills are outside the loops over blocks.
