@@ -24,6 +24,7 @@ from unittest import mock
 import torch
 
 from stoker.base.config import Limits, Mapping, RuntimeConfig
+from stoker.base.draft_settings import without_unused_drafts
 from stoker.builder.build import build, build_cached
 from stoker.builder.config import BuildConfig
 from stoker.cli.benchmark.results import provenance
@@ -94,7 +95,7 @@ def on_gpu(args: argparse.Namespace, name: str) -> dict[str, Any]:
                 settings = RuntimeConfig(
                     prefix_reuse=False, speculate=speculate, draft_tokens=DRAFTS, adaptive_drafts=False, kv_cache_tokens=1 << 16
                 )
-                executor = load_executor(folder + "/engine", settings, SynchronousMailbox)
+                executor = load_executor(folder + "/engine", without_unused_drafts(settings), SynchronousMailbox)
             if speculate == "ngram" and args.tensor_parallel == 1:
                 for rows in args.rows:
                     plain, drafted = (step_ms(executor, rows, args.context, drafts) for drafts in (0, DRAFTS))
@@ -122,7 +123,9 @@ def full_load(args: argparse.Namespace, name: str, repeats: int = 4) -> dict[str
         executors = {
             speculate: load_executor(
                 folder + "/engine",
-                RuntimeConfig(prefix_reuse=False, speculate=speculate, draft_tokens=DRAFTS, kv_cache_tokens=rows * (prompt + new + 64)),
+                without_unused_drafts(
+                    RuntimeConfig(prefix_reuse=False, speculate=speculate, draft_tokens=DRAFTS, kv_cache_tokens=rows * (prompt + new + 64))
+                ),
                 SynchronousMailbox,
             )
             for speculate in ("none", "ngram")
@@ -159,7 +162,7 @@ def on_cpu(repeats: int = 5) -> dict[str, Any]:
 
     limits = Limits(max_batch_size=4, max_input_len=1024, max_output_len=1024)
     engine = build_cached(str(default_checkpoint()), BuildConfig(device="cpu", limits=limits), verify="none")
-    models = {speculate: LLM(str(engine.path), speculate=speculate, draft_tokens=15) for speculate in ("none", "ngram")}
+    models = {"none": LLM(str(engine.path)), "ngram": LLM(str(engine.path), speculate="ngram", draft_tokens=15)}
     result: dict[str, Any] = {}
     for task, text in (("edit", EDIT), ("free", FREE)):
         times: dict[str, list[float]] = {speculate: [] for speculate in models}

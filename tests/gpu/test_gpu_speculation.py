@@ -45,7 +45,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(engine: Path, **settings: Any) -> Executor:
-    return load_executor(engine, RuntimeConfig(kv_cache_tokens=2048, adaptive_drafts=False, **settings), SynchronousMailbox)
+    return load_executor(
+        engine, RuntimeConfig(kv_cache_tokens=2048, adaptive_drafts="speculate" not in settings, **settings), SynchronousMailbox
+    )
 
 
 def answers(engine: Path, calls: list[TokenRequest], **settings: Any) -> tuple[list[list[int]], ExecutorStats]:
