@@ -130,11 +130,15 @@ class MedusaOracle(Oracle):
                 self.files |= {f"{stem}.{name}": tensor for name, tensor in block.named_parameters()}
             self.files[f"lm_heads.{i}.weight" if vllm else f"{i}.{depth}.weight"] = head.weight
 
-    def ranked(self, states: Tensor, tokens: list[int], path: list[int]) -> list[int]:
+    def outputs(self, states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
+        """The logits of a head, which are its output."""
         x = states[-1]
         for block in self.blocks[len(path)]:
             x = x + nn.functional.silu(block(x))
-        return self.token_map[self.heads[len(path)](x).argsort(descending=True)].tolist()
+        return self.heads[len(path)](x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return x
 
 
 class EagleOracle(Oracle):

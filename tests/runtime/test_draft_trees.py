@@ -242,15 +242,15 @@ def best_tree(oracle: Oracle, tokens: list[int], depth: int, width: int, count: 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["eagle", "eagle3"])
-def test_dynamic_trees(drive: Make, prompts: list[list[int]], heads: dict[str, tuple[Path, Oracle]], name: str) -> None:
+@pytest.mark.parametrize(("name", "depth"), [("eagle", 4), ("eagle3", 4), ("medusa", 3), ("medusa-vllm", 3)])
+def test_dynamic_trees(drive: Make, prompts: list[list[int]], heads: dict[str, tuple[Path, Oracle]], name: str, depth: int) -> None:
     """Each row has the most probable nodes, and answers are those of plain decoding, also with random sampling."""
     path, oracle = heads[name]
-    driven = drive(speculate=str(path), draft_tree=DYNAMIC, adaptive_drafts=False)
+    driven = drive(speculate=str(path), draft_tree=f"dynamic:{depth},3,10", adaptive_drafts=False)
     watched = Watched(driven)
     (answer,) = driven.run(request(prompts[0], max_tokens=14))
     drafts = [found for _, found in watched.found]
-    ids, parents = best_tree(oracle, [*prompts[0], answer.tokens[0]], 4, 3, 10)
+    ids, parents = best_tree(oracle, [*prompts[0], answer.tokens[0]], depth, 3, 10)
     assert [draft & 0xFFFFFF for draft in drafts[0]] == ids and [draft >> 24 for draft in drafts[0]] == parents
     assert len({tuple(draft >> 24 for draft in found) for found in drafts}) > 1  # the shape follows the probabilities
 
@@ -269,6 +269,6 @@ def test_sizes_of_dynamic_trees(tree: str, message: str) -> None:
         parse_tree(tree)
 
 
-def test_medusa_heads_refuse_dynamic_trees(drive: Make, heads: dict[str, tuple[Path, Oracle]]) -> None:
-    with pytest.raises(ConfigError, match="Medusa heads, which draft static trees"):
+def test_medusa_heads_refuse_deep_trees(drive: Make, heads: dict[str, tuple[Path, Oracle]]) -> None:
+    with pytest.raises(ConfigError, match=r"draft_tree is 4 tokens deep, and .* has 3 heads"):
         drive(speculate=str(heads["medusa"][0]), draft_tree=DYNAMIC)

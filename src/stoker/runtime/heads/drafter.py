@@ -9,8 +9,9 @@ from torch import Tensor
 
 from stoker.base.draft_tree import DraftTree, DynamicTree
 from stoker.layers.decoder import Decoder
+from stoker.runtime.draft_trees.candidates import Candidates
 from stoker.runtime.draft_trees.kinds import make_drafts
-from stoker.runtime.draft_trees.sampled_drafts import choose
+from stoker.runtime.draft_trees.sampled_drafts import choose, choose_scored
 from stoker.runtime.heads.head import ParallelHead
 from stoker.runtime.heads.head_passes import HeadPasses
 from stoker.runtime.worker.accepted_batch import AcceptedBatch, accepted_batch
@@ -45,7 +46,7 @@ class StateRecorder:
 class ParallelDrafter(Drafter):
     """Runs parallel heads on the last valid state of each sequence. All nodes of the tree at one depth have the candidates of one head."""
 
-    def __init__(self, model: Decoder, head: ParallelHead, tree: DraftTree) -> None:
+    def __init__(self, model: Decoder, head: ParallelHead, tree: DraftTree | DynamicTree) -> None:
         self.head, self.tree, self.num_drafts, self.states = head, tree, len(tree), StateRecorder(model, ())
         self.is_tree = not tree.is_chain
         self._vocab_size = model.config.vocab_size
@@ -55,17 +56,31 @@ class ParallelDrafter(Drafter):
         return self.states.pop(inputs.last_indices)
 
     def drafts(self, inputs: DraftInputs, computed: Tensor) -> Iterator[Tensor]:
-        positions = inputs.batch.positions.index_select(0, inputs.last_indices)
+        positions = inputs.batch.positions.index_select(0, inputs.last_indices) + 2  # of the first drafts; the newest token is before them
+        if isinstance(self.tree, DynamicTree):
+            yield self._dynamic(self.tree, inputs, computed, positions)
+            return
         levels: list[Tensor] = []
         for i, ranks in enumerate(self.tree.ranks_by_depth()):
-            # The newest token has position + 1; the first draft has the random number of position + 2.
-            logits, counters = self.head.logits(i, computed), positions + 2 + i
-            levels.append(choose(logits, self.head.target_ids, inputs, counters, self._vocab_size, 1 + max(ranks)))
+            logits = self.head.logits(i, computed)
+            levels.append(choose(logits, self.head.target_ids, inputs, positions + i, self._vocab_size, 1 + max(ranks)))
             if not self.is_tree:
                 yield levels[-1][:, 0]
         if self.is_tree:
             nodes = zip(self.tree.depths, self.tree.ranks, strict=True)
             yield torch.stack([levels[depth - 1][:, rank] for depth, rank in nodes])
+
+    def _dynamic(self, tree: DynamicTree, inputs: DraftInputs, computed: Tensor, positions: Tensor) -> Tensor:
+        """int32 [N, S]: the most probable paths, if the token of each head does not depend on those before it."""
+        candidates, num_nodes = Candidates(tree, len(inputs.rows), computed.device), 1
+        for i in range(tree.max_depth):
+            if i:
+                candidates.expand()
+                num_nodes = tree.width
+            logits = self.head.logits(i, computed)
+            scored = choose_scored(logits, self.head.target_ids, inputs, positions + i, self._vocab_size, tree.width)
+            candidates.add(*(part.unsqueeze(1).expand(-1, num_nodes, -1) for part in scored))
+        return candidates.best()
 
 
 class RecurrentDrafter(Drafter):

@@ -61,7 +61,6 @@ class HeadSource(DraftSource):
 
     def drafter(self, num_blocks: int, num_rows: int) -> Drafter:
         if isinstance(self.head, ParallelHead):
-            assert isinstance(self.tree, DraftTree)
             return ParallelDrafter(self.model, self.head, self.tree)
         spare = SpareBlocks(num_blocks, num_rows, self.tree.num_places, self._block_size, self.model.device)
         config, count = self.head.config, num_blocks + spare.blocks.numel()
@@ -95,14 +94,11 @@ def check_heads(path: Path, engine: Engine) -> None:
         )
 
 
-def _parallel_tree(path: Path, head: ParallelHead, tree: DraftTree | DynamicTree) -> DraftTree:
-    """The tree of parallel heads, of which a chain is cut to the number of heads. Raises ConfigError for one that they cannot draft."""
-    if isinstance(tree, DynamicTree):
-        limit = f"draft_tree is dynamic, and {path} has Medusa heads, which draft static trees"
-        raise ConfigError(f"{limit}.", cure="Use a list of paths, or mc_sim_7b_63.")
+def _parallel_tree(path: Path, head: ParallelHead, tree: DraftTree | DynamicTree) -> DraftTree | DynamicTree:
+    """The tree of parallel heads, of which a chain is cut to the number of heads. Raises ConfigError for one that is too deep."""
     if not tree.is_chain and tree.max_depth > head.num_drafts:
         limit = f"draft_tree is {tree.max_depth} tokens deep, and {path} has {head.num_drafts} heads"
-        raise ConfigError(f"{limit}.", cure="Leave out the paths that are longer than the number of heads.")
+        raise ConfigError(f"{limit}.", cure="Use a tree that is at most as deep as the number of heads.")
     return tree.prefix(head.num_drafts) if tree.is_chain else tree
 
 
