@@ -235,8 +235,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.device is not None:
             check_choice("device", self.device, DEVICES)
         check_choice("policy", self.policy, POLICIES)
-        if self.speculate not in PROPOSERS and "/" not in self.speculate and not Path(self.speculate).is_dir():
-            choices = f"{', '.join(PROPOSERS)}, or a directory with a slash, such as ./{self.speculate}"
+        is_folder = "/" in self.speculate or (self.speculate != "" and Path(self.speculate).is_dir())
+        if self.speculate not in PROPOSERS and not is_folder:
+            choices = f"{', '.join(PROPOSERS)}, or a directory with a slash, such as ./{self.speculate or 'heads'}"
             raise ConfigError(f"speculate={self.speculate!r} is refused.", cure=f"Use one of: {choices}.")
         self._check_drafts()
         for name in ("max_batch_size", "max_num_sequences", "max_num_tokens", "kv_cache_tokens", "attention_window"):
@@ -313,7 +314,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_choice("role", self.role, ROLES)
         check_choice("transfer_backend", self.transfer_backend, TRANSFER_BACKENDS)
         if self.transfer is None:
-            for name, default in (("role", "both"), ("transfer_backend", "auto")):
+            for name, default in (("role", "both"), ("transfer_backend", "auto"), ("transfer_timeout_s", 10.0)):
                 if getattr(self, name) != default:
                     raise ConfigError(f"{name}={getattr(self, name)} has no effect without transfer.", cure="Set transfer: HOST:PORT.")
         elif not self.prefix_reuse:

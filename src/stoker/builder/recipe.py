@@ -173,6 +173,8 @@ def _with_calibration(settings: BuildConfig, config: EngineConfig, recipe: Recip
     Raises ConfigError for a prefix LM, whose layers cannot be calibrated on text.
     """
     if not is_calibrated(config.model, recipe):
+        if unused := [name for name in ("calibration_data", "calibration_size") if getattr(settings, name) is not None]:
+            log.warning("%s has no effect: %s is not calibrated.", " and ".join(unused), recipe.name)
         return recipe
     if config.model.requires_whole_prompt and config.weights == "files":
         cache = f" with a KV cache of {recipe.kv_cache}" if recipe.kv_cache else ""

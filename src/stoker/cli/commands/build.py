@@ -104,6 +104,16 @@ def build(
 
       stoker build ./Llama-3.1-8B --dry-run --device cuda --memory-gib 80
     """
+    if no_verify and verify not in ("auto", "none"):
+        raise ConfigError(f"--verify {verify} and --no-verify contradict each other.", cure="Leave out one of them.")
+    verify = "none" if no_verify else verify
+    check_choice("verify", verify, VERIFY)
+    if verify == "none" and max_perplexity_increase is not None:
+        raise ConfigError("--max-perplexity-increase has no effect without verification.", cure="Leave out one of the two options.")
+    if memory_gib is not None and not dry_run:
+        raise ConfigError(f"--memory-gib {memory_gib:g} has no effect without --dry-run.", cure="Add --dry-run, or leave it out.")
+    if memory_gib is not None and not 0 < memory_gib < 1 << 20:
+        raise ConfigError(f"--memory-gib {memory_gib:g} is refused.", cure="Use a number above 0, such as 80.")
     limits = Limits(
         max_batch_size=max_batch_size, max_input_len=max_input_len, max_output_len=max_output_len, max_total_len=max_total_len,
         max_beam_width=max_beam_width, max_num_tokens=max_num_tokens, tokens_per_block=tokens_per_block,
@@ -127,7 +137,7 @@ def build(
     elif output is None:
         raise typer.BadParameter("name the engine directory, or use --dry-run", param_hint="--output")
     else:
-        _build(checkpoint, output, config, force=force, verify="none" if no_verify else verify, kernels=not no_kernels)
+        _build(checkpoint, output, config, force=force, verify=verify, kernels=not no_kernels)
 
 
 def _build(checkpoint: str, output: Path, config: BuildConfig, *, force: bool, verify: str, kernels: bool) -> None:
@@ -136,7 +146,6 @@ def _build(checkpoint: str, output: Path, config: BuildConfig, *, force: bool, v
 
     from stoker.api.progress import shown_progress
 
-    check_choice("verify", verify, VERIFY)
     with shown_progress("building") as progress:
         from stoker.engine.publish import check_output
 
