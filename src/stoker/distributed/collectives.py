@@ -13,6 +13,9 @@ from torch import Tensor
 
 from stoker.distributed.group import Group
 
+# gloo's all-reduce and all-gather pass messages around a ring: 2 × (ranks - 1) or ranks - 1 messages one after the other. Up to this size,
+# an all-to-all is faster with more than two ranks, because all its messages travel at once.
+DIRECT_BYTES = 1 << 17
 CHECK_INTERVAL = timedelta(seconds=0.5)  # between calls of `check` while a CPU waits
 
 
@@ -32,26 +35,24 @@ class ProcessGroup(Group):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks. May overwrite x."""
+        x = x.contiguous()
+        if self._is_direct(x):
+            # Added in the order of the ranks, so that every rank gets the same bits.
+            total, *others = self._collect(x)
+            for other in others:
+                total += other
+            return total
         if x.numel():
-            x = x.contiguous()
             self._wait(self.inner.allreduce([x]))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The x of all ranks, concatenated along the last axis."""
-        x = x.contiguous()
-        out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        if x.numel():
-            self._wait(self.inner.allgather([list(out.unbind(0))], [x]))
-        return out.movedim(0, -2).flatten(-2)
+        return self._collect(x.contiguous()).movedim(0, -2).flatten(-2)
 
     def gather_rows(self, x: Tensor) -> Tensor:
         """The x [T, ...] of all ranks, concatenated along the first axis."""
-        x = x.contiguous()
-        out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        if x.numel():
-            self._wait(self.inner.allgather([list(out.unbind(0))], [x]))
-        return out.flatten(0, 1)
+        return self._collect(x.contiguous()).flatten(0, 1)
 
     def reduce_scatter_rows(self, x: Tensor) -> Tensor:
         """This rank's part [T, ...] of the sum of x [size × T, ...] over the ranks. gloo has no such collective, and sums all parts."""
@@ -76,6 +77,20 @@ class ProcessGroup(Group):
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
         self._wait(self.inner.allreduce([found], options))
         return int(found.item())
+
+    def _is_direct(self, x: Tensor) -> bool:
+        """Whether each rank sends its x to each other rank, instead of around a ring."""
+        return self.device.type == "cpu" and self.size > 2 and 0 < x.nbytes <= DIRECT_BYTES
+
+    def _collect(self, x: Tensor) -> Tensor:
+        """The contiguous x of all ranks: [size, *x.shape]."""
+        out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        if self._is_direct(x):
+            copies = x.expand(self.size, *x.shape).contiguous()
+            self._wait(self.inner.alltoall_base(out, copies, [], [], dist.AllToAllOptions()))
+        elif x.numel():
+            self._wait(self.inner.allgather([list(out.unbind(0))], [x]))
+        return out
 
     def _wait(self, work: dist.Work) -> None:
         """Wait for a collective: on a GPU in the current stream, on a CPU in this thread. Raises an error if a rank has failed."""
