@@ -7,7 +7,9 @@ Every key is one of three things: read by the config reader of the architecture,
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 from stoker.base.errors import CheckpointError
@@ -108,11 +110,19 @@ def check_all_keys_used(data: ConfigData, architecture: str, ignored: tuple[str,
 
     `ignored` are fnmatch patterns of further keys without effect.
     """
-    patterns = (*NO_EFFECT, *ignored)
-    names = [(key, (key, key.rpartition(".")[2])) for key in data.unused()]  # a nested object may be a config with the same keys
-    unknown = [key for key, forms in names if not any(fnmatch.fnmatchcase(form, pattern) for form in forms for pattern in patterns)]
+    has_no_effect = _matcher((*NO_EFFECT, *ignored))
+    # A nested object may be a config with the same keys.
+    unknown = [key for key in data.unused() if not has_no_effect(key) and not has_no_effect(key.rpartition(".")[2])]
     if unknown:
         raise CheckpointError(
             f"config.json: {', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} not supported for {architecture}.",
             cure="If they have no effect on the model, list them with --ignore-config-key or delete them from config.json.",
         )
+
+
+@lru_cache(maxsize=128)
+def _matcher(patterns: tuple[str, ...]) -> Callable[[str], bool]:
+    """A function that tells whether a key matches one of the fnmatch `patterns`."""
+    matches = re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns)).match
+    names = frozenset(patterns)  # most keys equal a pattern without wildcards
+    return lambda key: key in names or matches(key) is not None
