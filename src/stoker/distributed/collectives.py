@@ -38,9 +38,10 @@ class ProcessGroup(Group):
         x = x.contiguous()
         if self._is_direct(x):
             # Added in the order of the ranks, so that every rank gets the same bits.
-            total, *others = self._collect(x)
-            for other in others:
-                total += other
+            parts = self._collect(x)
+            total = parts[0]
+            for part in parts[1:]:
+                total += part
             return total
         if x.numel():
             self._wait(self.inner.allreduce([x]))
