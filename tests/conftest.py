@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib.util
 import json
@@ -29,6 +30,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # No time limits, because other processes may use the machine.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("untimed")
+# What importing and collecting creates stays until the end, so the garbage collector does not traverse it: neither while tests are
+# collected, nor while they run.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Exclude what exists now from garbage collection, and enable it for the tests."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
