@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.triton.aot.offline_target import compilation_target
-from stoker.kernels.triton.gemm.large.launch import MIN_ROWS, is_faster
+from stoker.kernels.triton.gemm.large.launch import MIN_OCCUPANCY, MIN_ROWS, is_faster, occupancy
 from stoker.kernels.types import PLAIN, Fusion
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -32,7 +32,6 @@ def added(rows: int, n: int) -> Fusion:
         (meta(2048, 4096, dtype=FP8), meta(28672, 4096, dtype=FP8), GATED, False),  # measured: not faster in every shape
         (meta(2048, 28672), meta(8192, 28672), added(2048, 8192), False),  # the residual is too small a part
         (meta(MIN_ROWS - 1, 4096), meta(28672, 4096), GATED, False),
-        (meta(1152, 4096), meta(4096, 4096), added(1152, 4096), False),  # 144 tiles for 132 SMs
         (meta(2048, 8192)[:, :4096], meta(28672, 4096), GATED, True),
         (meta(2048, 4097)[:, :4096], meta(28672, 4096), GATED, False),  # rows begin at any multiple of two bytes
         (meta(2048, 4096), meta(4096, 4096), Fusion(residual=meta(2048, 8192)[:, :4096]), False),
@@ -48,3 +47,9 @@ def test_which_linears_are_faster(x: Tensor, weight: Tensor, fusion: Fusion, exp
 def test_other_devices_use_the_library(capability: int) -> None:
     with compilation_target(capability):
         assert not is_faster(meta(2048, 4096), meta(28672, 4096), GATED)
+
+
+def test_the_last_round_of_tiles_must_use_most_sms() -> None:
+    assert occupancy(2048, 4096, None, 132) == 256 / 264 > MIN_OCCUPANCY
+    assert occupancy(1152, 4096, None, 132) == 144 / 264 < MIN_OCCUPANCY
+    assert occupancy(1024, 7168, "silu", 132) == 448 / 528 < MIN_OCCUPANCY

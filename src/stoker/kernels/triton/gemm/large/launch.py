@@ -41,7 +41,7 @@ class LargeGemmTile(NamedTuple):
 TILE = LargeGemmTile(128, 256, 4, 16)
 MIN_ROWS = 1024
 MAX_ROW_BYTES = 32 << 10  # of x: with longer rows, adding the residual is too small a part of the time
-MIN_OCCUPANCY = 0.85  # of all SMs over the rounds of tiles: the library has smaller tiles for a last round of few tiles
+MIN_OCCUPANCY = 0.85  # the library has other tiles, with which the last round leaves fewer SMs idle
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 _REGISTERS = 168  # per thread at the start: what three warpgroups of one CTA can have
 
@@ -62,8 +62,14 @@ def is_faster(x: Tensor, weight: Tensor, fusion: Fusion) -> bool:
         return False
     if fusion.residual is not None and not (fusion.residual.is_contiguous() and fusion.residual.shape == (m, n)):
         return False
-    tiles, ctas = _count_tiles(m, n, TILE, fusion.gate), num_sms(x.device)
-    return tiles >= MIN_OCCUPANCY * triton.cdiv(tiles, ctas) * ctas
+    # The ahead-of-time trace runs few numbers of rows, and must list the kernel if any number uses it.
+    return x.is_meta or occupancy(m, n, fusion.gate, num_sms(x.device)) >= MIN_OCCUPANCY
+
+
+def occupancy(m: int, n: int, gate: str | None, num_sms: int) -> float:
+    """The used part of all SMs over the rounds of tiles that an output [m, n] takes."""
+    tiles = _count_tiles(m, n, TILE, gate)
+    return tiles / (triton.cdiv(tiles, num_sms) * num_sms)
 
 
 def large_gemm(
