@@ -15,6 +15,8 @@ from stoker.base.errors import ConfigError
 from stoker.cli.command_table import load_command
 from stoker.cli.commands import COMMANDS
 from stoker.router.core.settings import RoutingSettings
+from stoker.runtime.kv.events.wire import block_hash
+from stoker.runtime.kv.prefix_index import child_digest
 from stoker.simulation.latencies import Latencies
 from stoker.simulation.replica import ReplicaSettings
 from stoker.simulation.report import make_report
@@ -56,6 +58,19 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
     results = Simulator(1, SMALL, STEP).run([Arrival(0.0, same, 1), Arrival(5.0, same, 1)])
     assert list(results.first_token_s) == pytest.approx([0.01 + 161 * 0.0001, 0.01 + 0.0001 + 160 * 0.000001])
     assert results.num_reused_tokens == 160
+
+
+def test_the_router_knows_the_blocks_of_each_replica_by_the_digests_of_their_tokens() -> None:
+    """The digests of prompts, which the router has computed, are those of the blocks in the prefix index of a replica."""
+    simulator = Simulator(2, SMALL, STEP)
+    simulator.run([Arrival(i * 0.05, prompt(i % 7, 16 * (i % 5) + i % 3 + 15), 40) for i in range(60)])
+    stored = simulator.router.fleet.stored
+    for replica in simulator._replicas.values():
+        index = replica.scheduler.kv_cache.index
+        assert index is not None
+        nodes = index._entries.values()
+        assert len(nodes) > 50 and all(node.digest == child_digest(node.parent, node.chunk) for node in nodes)
+        assert {block_hash(node) for node in nodes} == stored._blocks[replica.replica.slot]
 
 
 def test_every_request_ends_once_and_a_queue_forms_under_load() -> None:
