@@ -6,6 +6,7 @@ import gc
 
 import pytest
 
+from stoker.base.process import without_garbage_collection
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.worker import cuda_graphs as graphs
 from stoker.runtime.worker.cuda_graphs import CapturedStep, Graphs, drafted_rows, row_buckets
@@ -67,7 +68,7 @@ def test_no_garbage_collection_during_a_capture(enabled: bool) -> None:
     before = gc.isenabled()
     try:
         gc.enable() if enabled else gc.disable()
-        with pytest.raises(RuntimeError), graphs._without_garbage_collection():
+        with pytest.raises(RuntimeError), without_garbage_collection():
             assert not gc.isenabled()
             raise RuntimeError("a capture that fails")
         assert gc.isenabled() == enabled
