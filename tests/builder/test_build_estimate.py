@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -70,6 +71,28 @@ def test_a_config_alone_describes_block_scaled_fp8(tmp_path: Path) -> None:
     config = prepare(tmp_path, settings).config
     assert config.recipe.name == "AS_STORED"
     assert round(estimate(config, memory=80 << 30).weights / 2**30, 2) == 42.05
+
+
+def test_attention_and_states_of_a_hybrid_model(tmp_path: Path) -> None:
+    """Qwen3-Next on 4 devices: 12 of 48 layers have 2 KV heads of 256 features, the others states of 32 heads of 128 × 128."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3NextForCausalLM"], "dtype": "bfloat16"}))
+    settings = BuildConfig(
+        dummy_weights=True, device="cuda", mapping=Mapping(tensor_parallel=4), limits=Limits(max_input_len=4096, max_output_len=1024)
+    )
+    found = estimate(prepare(tmp_path, settings).config)
+    state, convolution = 8 * 128 * 128 * 4, (2 * 2048 + 4096) // 4 * 3 * 2  # a device's heads in float32, and 3 tokens of its channels
+    assert found.kv_token == 12 * 256 * 2 * 2
+    assert found.kv_sequence == 5120 * found.kv_token + 36 * (state + convolution)
+
+
+@pytest.mark.parametrize(("quantized", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_the_dtype_of_a_config_that_names_none(quantized: bool, dtype: str, tmp_path: Path) -> None:
+    """gpt-oss and MiniMax-M2 name no dtype."""
+    config: dict[str, Any] = {"architectures": ["GptOssForCausalLM"], "num_hidden_layers": 2}
+    if quantized:
+        config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert prepare(tmp_path, BuildConfig(dummy_weights=True, device="cuda")).config.dtype == dtype
 
 
 def test_methods_that_need_the_weights_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -81,6 +81,19 @@ def test_messages_name_the_field_the_value_and_the_limit(name: str, change: dict
         read(published(name) | change)
 
 
+def test_keys_of_other_files_without_an_effect() -> None:
+    """Keys of published files of Qwen3-Next, Nemotron-H, Nemotron Nano 2 and Granite 4 that transformers does not read."""
+    for hf in (
+        {"architectures": ["Qwen3NextForCausalLM"], "use_sliding_window": False},
+        {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-*-", "rms_norm_eps": 1e-5, "attention_head_dim": 128},
+        {"architectures": ["GraniteMoeHybridForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "vocab_size": 99, "layer_types": ["attention"] * 2, "init_method": "mup"},
+    ):  # fmt: skip
+        read(hf)
+    with pytest.raises(CheckpointError, match="use_sliding_window=True is not supported"):
+        read({"architectures": ["Qwen3NextForCausalLM"], "use_sliding_window": True})
+
+
 @pytest.mark.parametrize("names", [3, True, {"x": 1}, "LlamaForCausalLM", [3, None], [[]]])
 def test_architectures_must_be_a_list_of_names(names: Any) -> None:
     with pytest.raises(CheckpointError, match="is not supported"):

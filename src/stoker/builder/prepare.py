@@ -129,7 +129,11 @@ def _with_quantization(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _checkpoint_dtype(checkpoint: Checkpoint) -> str:
-    """The dtype that config.json names, or else the dtype of the largest part of the weights."""
+    """The dtype that config.json names, or else the dtype of the largest part of the weights.
+
+    Without weights, it is bfloat16 for a quantized checkpoint, as for those that are published, and otherwise float32, the default of
+    transformers.
+    """
     named = str(checkpoint.setting("dtype") or checkpoint.setting("torch_dtype") or "").removeprefix("torch.")
     if named in _DTYPES:
         return named
@@ -137,6 +141,8 @@ def _checkpoint_dtype(checkpoint: Checkpoint) -> str:
     for info in checkpoint.weights.tensors.values():
         if (name := str(info.dtype).removeprefix("torch.")) in num_bytes:
             num_bytes[name] += info.num_bytes
+    if not any(num_bytes.values()) and checkpoint.setting("quantization_config") is not None:
+        return "bfloat16"
     return max(num_bytes, key=lambda name: num_bytes[name])
 
 

@@ -43,7 +43,7 @@ NO_EFFECT = (
     "id2label*", "label2id*", "num_labels", "problem_type", "finetuning_task", "classifier_*", "summary_*", "torchscript",
     "is_decoder", "pruned_heads*", "bad_words*",
     # training
-    "initializer_range", "initializer_factor", "init_std", "init_config*", "_init_*", "*dropout", "*dropout_prob", "*_pdrop",
+    "initializer_range", "initializer_factor", "init_std", "init_method", "init_config*", "_init_*", "*dropout", "*dropout_prob", "*_pdrop",
     "layerdrop", "router_aux_loss_coef", "router_z_loss_coef", "aux_loss_alpha", "seq_aux", "router_jitter_noise", "rescale_*grad*",
     "label_smoothing*", "ignore_index", "use_liger*", "verbose", "training_*", "train_*",
     # the length that the tokenizer and the positions of the reference implementation are prepared for
@@ -114,9 +114,10 @@ def check_all_keys_used(data: ConfigData, architecture: str, ignored: tuple[str,
     # A nested object may be a config with the same keys.
     unknown = [key for key in data.unused() if not has_no_effect(key) and not has_no_effect(key.rpartition(".")[2])]
     if unknown:
+        verb, have, them = ("is", "it has", "it") if len(unknown) == 1 else ("are", "they have", "them")
         raise CheckpointError(
-            f"config.json: {', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} not supported for {architecture}.",
-            cure="If they have no effect on the model, list them with --ignore-config-key or delete them from config.json.",
+            f"config.json: {', '.join(unknown)} {verb} not supported for {architecture}.",
+            cure=f"If {have} no effect on the model, list {them} with --ignore-config-key or delete {them} from config.json.",
         )
 
 

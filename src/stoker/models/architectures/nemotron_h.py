@@ -21,7 +21,7 @@ _BY_NAME = {name: name for name in _BY_LETTER.values()} | {"linear_attention": "
 
 @with_defaults(
     aliases={"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias",
-        "mamba_dt_min": "time_step_min"},
+        "mamba_dt_min": "time_step_min", "attention_head_dim": "head_dim"},
     vocab_size=131072, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=4096,
     intermediate_size=21504, mlp_hidden_act="relu2", mlp_bias=False, ssm_state_size=128, mamba_num_heads=128, mamba_head_dim=64,
     mamba_hidden_act="silu", n_groups=8, conv_kernel=4, time_step_min=0.001, use_conv_bias=True, n_routed_experts=8,
@@ -161,6 +161,7 @@ ARCHITECTURES = (
             "hybrid_override_pattern",
             "layers_block_type",
             "layer_types",
+            "rms_norm_eps",  # layer_norm_epsilon is read
             "expand",
             "mamba_*",
             "mtp_*",

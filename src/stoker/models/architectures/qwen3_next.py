@@ -32,7 +32,7 @@ def qwen3_next_config(hf: dict[str, Any]) -> ModelConfig:
 
 def with_delta_nets(hf: dict[str, Any], architecture: str) -> ModelConfig:
     """Llama with gated attention in the layers that layer_types lists as full_attention, and delta nets in the others."""
-    require_values(hf, attn_output_gate=True)
+    require_values(hf, attn_output_gate=True, use_sliding_window=False)
     norm = NormConfig(eps=hf.get("rms_norm_eps", 1e-6), wide=True)
     rope = read_rope(hf, dim=hf["head_dim"], partial=0.25)
     config = llama_config(hf, architecture=architecture, qk_norm=norm, out_gate=True, rope=rope)
