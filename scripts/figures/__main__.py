@@ -14,6 +14,7 @@ from plots import fused_layer_time, step_time, throughput
 from request import request
 from routing import routing
 from scaling import scaling
+from speculation import speculation
 from svg import stylesheet
 
 from engine import engine
@@ -23,7 +24,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def generated_files() -> dict[str, str]:
     """Path below docs/ → content."""
-    drawings = (request, routing, engine, kv_cache, fused_layer, placement, step_time, throughput, fused_layer_time, scaling)
+    drawings = (
+        request, routing, engine, kv_cache, fused_layer, placement, step_time, throughput, fused_layer_time, scaling, speculation,
+    )  # fmt: skip
     figures = {f"images/{draw.__name__}.svg": draw().svg() for draw in drawings}
     return figures | {"stylesheets/figures.css": stylesheet()}
 
