@@ -26,6 +26,8 @@ CURES = {
     errno.ENOSPC: f"Free space on that disk, or write to another: {_PLACES}.",
     errno.EDQUOT: f"Free space on that disk, or write to another: {_PLACES}.",
     errno.EROFS: f"Write to another folder: {_PLACES}.",
+    errno.ENOENT: f"Correct the path: {_PLACES}.",
+    errno.ENOTDIR: f"Correct the path, of which a part is a file: {_PLACES}.",
     errno.EACCES: f"Allow it, or write to another folder: {_PLACES}.",
 }
 

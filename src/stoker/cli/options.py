@@ -140,7 +140,9 @@ def read_lines(path: Path, what: str) -> list[str]:
     cure = f"Name a UTF-8 text file with one {what} a line."
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.", cure=cure) from None
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path} cannot be read: {error}.", cure=cure) from None
     if not lines:  # an empty list of API keys would turn authentication off
         raise ConfigError(f"{path} holds no {what}.", cure=cure)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from stoker.base.config import RequestLimits, check_choice, check_range
@@ -13,6 +15,7 @@ MAX_FRONTENDS = 256
 MAX_RESTARTS = 1 << 20
 METRIC_NAMES = ("stoker", "triton", "vllm")
 LOG_REQUESTS = ("none", "line", "contents")
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/]+")
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +64,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("http_port", "grpc_port", "metrics_port"):
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), 0, 65535)
+        self._check_ports_differ()
         check_range("num_frontends", self.num_frontends, 1, MAX_FRONTENDS)
         check_range("restarts", self.restarts, 0, MAX_RESTARTS)
         if self.retry_unstarted and not self.restarts:
@@ -77,6 +81,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"otlp_endpoint={self.otlp_endpoint!r} is refused.", cure="Use a URL such as http://localhost:4318.")
         if not 0 <= self.trace_sampling <= 1:
             raise ConfigError(f"trace_sampling={self.trace_sampling} is refused.", cure="Use a fraction from 0 to 1.")
+        if self.trace_sampling != 1 and self.otlp_endpoint is None:
+            raise ConfigError(f"trace_sampling={self.trace_sampling} has no effect without otlp_endpoint.", cure="Set otlp_endpoint, too.")
+        for origin in self.cors_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"cors_origins={origin!r} is refused.", cure="Use * or an origin without a path: https://example.org.")
+        if self.test_models and self.protocols and "kserve" not in self.protocols and self.grpc_port is None:
+            raise ConfigError("test_models needs the protocol kserve, which is not served.", cure="Add --protocol kserve, or leave it out.")
         check_choice("log_requests", self.log_requests, LOG_REQUESTS)
         if self.default_max_tokens is not None:
             check_range("default_max_tokens", self.default_max_tokens, 1, 1 << 24)
@@ -92,3 +103,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         if (self.tls_certificate is None) != (self.tls_key is None):
             missing = "tls_certificate" if self.tls_certificate is None else "tls_key"
             raise ConfigError(f"{missing} is not set.", cure="HTTPS needs both the certificate and its key.")
+
+    def _check_ports_differ(self) -> None:
+        """Raise ConfigError if two servers are on the same port. 0 is any free one."""
+        ports: dict[int, str] = {}
+        for name in ("http_port", "grpc_port", "metrics_port"):
+            port = getattr(self, name)
+            if port and port in ports:
+                raise ConfigError(f"{name}={port} is refused: {ports[port]} is the same port.", cure="Change one of them.")
+            if port:
+                ports[port] = name
