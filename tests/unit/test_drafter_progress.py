@@ -60,14 +60,39 @@ class StubDrafter:
         return seq.blocks[position // SIZE] * SIZE + position % SIZE
 
 
-def run_random_steps(depth: int, rng: random.Random) -> tuple[Scheduler, StubDrafter]:
+class RecurrentStubDrafter(StubDrafter):
+    """The recurrent states of a draft engine: for each row, the number of tokens whose state it has, and a function of these tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: dict[int, tuple[int, int]] = {}
+
+    def _row(self, seq: Sequence, start: int, tokens: list[int]) -> bool:
+        count, state = self.states.get(seq.row, (0, root(seq.prefix_root)))
+        if start not in (0, count):
+            return False
+        right = root(seq.prefix_root)
+        for one in [*seq.tokens[:start], *(token(seq, position) for position in range(len(seq.tokens), start))]:
+            right = link(right, one)
+        is_exact, position = start == 0 or state == right, start
+        state = right if start == 0 else state
+        for one in tokens:
+            if position >= len(seq.tokens) and one != token(seq, position):
+                break  # a rejected draft
+            state, position = link(state, one), position + 1
+        self.states[seq.row] = position, state
+        return is_exact
+
+
+def run_random_steps(depth: int, rng: random.Random, drafter: StubDrafter) -> Scheduler:
     scheduler = Scheduler(
         num_blocks=NUM_BLOCKS, tokens_per_block=SIZE, max_batch_size=5, max_num_tokens=MAX_TOKENS, max_seq_len=60,
         policy="max_utilization", proposer="drafter", draft_tokens=4, drafter_catches_up=True,
+        drafter_has_state=isinstance(drafter, RecurrentStubDrafter),
     )  # fmt: skip
     # The number of drafts changes at random, also while steps are in flight.
     scheduler.draft_length.limit = lambda seq, num_rows: rng.choice((0, 0, 0, 0, 0, 2, 4))  # type: ignore[method-assign]
-    drafter, known, flights = StubDrafter(), list[Sequence](), list[tuple[StepPlan, list[list[int]]]]()
+    known, flights = list[Sequence](), list[tuple[StepPlan, list[list[int]]]]()
     for number in range(NUM_STEPS):
         while scheduler.num_waiting < 2:
             prompt = [rng.randrange(3) for _ in range(2)] * rng.randrange(1, 10)
@@ -90,7 +115,7 @@ def run_random_steps(depth: int, rng: random.Random) -> tuple[Scheduler, StubDra
         generated = seq.tokens[seq.num_prompt :]
         assert generated == [token(seq, seq.num_prompt + i) for i in range(len(generated))]
     assert sum(seq.status is Status.FINISHED for seq in known) > 100
-    return scheduler, drafter
+    return scheduler
 
 
 def answer(plan: StepPlan) -> list[list[int]]:
@@ -106,8 +131,10 @@ def answer(plan: StepPlan) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_random_steps(depth: int) -> None:
-    scheduler, drafter = run_random_steps(depth, random.Random(depth))
+@pytest.mark.parametrize("kind", [StubDrafter, RecurrentStubDrafter])
+def test_random_steps(depth: int, kind: type[StubDrafter]) -> None:
+    drafter = kind()
+    scheduler = run_random_steps(depth, random.Random(depth), drafter)
     assert scheduler.num_preemptions > 0 and scheduler.num_reused_tokens > 300
     assert drafter.num_caught_up > 500 and drafter.num_runs < 0.9 * NUM_STEPS
     assert scheduler.draft_length.num_drafts > 200

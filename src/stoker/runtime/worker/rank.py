@@ -142,7 +142,8 @@ class LoadedRank:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        for shape, bounds in largest_steps(self.capacity, speculates=self.config.speculate != "none", pads=self.pads_prefills):
+        pads = not self.world.everyone.smallest(not self.pads_prefills)  # the same steps on all ranks; only the leader has a draft engine
+        for shape, bounds in largest_steps(self.capacity, speculates=self.config.speculate != "none", pads=pads):
             runner.run_dummy_step_with_sampling(shape, bounds)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated(self.device) - before
