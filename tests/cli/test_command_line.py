@@ -65,6 +65,11 @@ FAILURES = [
     (["generate", "ENGINE", "hi", "--devices", "0"], 2, "devices=[0] name GPUs, and"),
     (["generate", "ENGINE", "hi", "--devices", "0;1"], 2, "devices='0;1' is refused. Write indices with commas between them: 0,1."),
     (["serve", "NOWHERE"], 1, "does not exist."),
+    (["simulate", "EMPTY", "--step-times", "STEPS"], 2, "contains no request. Name a file with one request a line."),
+    (["demo", "--engine", "--serve"], 2, "--engine only builds, and is refused together with --serve and --port."),
+    (["demo", "--port", "65536"], 2, "port=65536 is refused. Use a whole number from 0 to 65535."),
+    (["export", "triton", "ENGINE", "ENGINE"], 2, "is an engine or a checkpoint, and no repository. Name a new folder."),
+    (["export", "ray", "ENGINE", "OUT", "--claim", "models"], 2, "claim has no effect without image: no manifest is written."),
     (["serve", "ENGINE", "--trace-sampling", "0.5"], 2, "trace_sampling=0.5 has no effect without otlp_endpoint."),
     (["serve", "ENGINE", "--cors-origin", "example.org"], 2, "cors_origins='example.org' is refused. Use * or an origin"),
     (["serve", "ENGINE", "--port", "8000", "--grpc-port", "8000"], 2, "grpc_port=8000 is refused: http_port is the same port."),
@@ -124,7 +129,7 @@ FAILURES = [
     (["serve", "ENGINE", "--dtype", "float16"], 2, "is an engine, and only a build can change it. Leave it out, or name the checkpoint."),
     (["serve", "ENGINE", "--api-key", "short"], 2, "an API key is refused. Use at least 8 printable ASCII characters."),
     (["completion", "tcsh"], 2, "shell='tcsh' is refused. Use one of: bash, zsh, fish."),
-    (["rm", "no-such-engine"], 2, "no-such-engine is not the name or id of a cached engine. See stoker list."),
+    (["rm", "no-such-engine"], 2, "'no-such-engine' is not the name or id of a cached engine. See stoker list."),
     (["client", "hi", "-u", "127.0.0.1:1"], 1, "127.0.0.1:1 does not answer: no grpc server listens there. Start"),
     (["launch", "--model_repo", "LMI"], 2, "is of the format lmi. Serve it: stoker serve"),
 ]
@@ -134,6 +139,7 @@ FAILURES = [
 def test_an_error_is_one_line_with_the_cure(args: list[str], status: int, says: str, tiny_engine: Path, tmp_path: Path, run: Run) -> None:
     names = {"NOWHERE": "NOWHERE", "OUT": "out", "EMPTY": "empty.txt", "LATIN": "latin.txt", "LMI": "lmi", "DAMAGED": "damaged"}
     places = {"ENGINE": str(tiny_engine), **{name: str(tmp_path / place) for name, place in names.items()}}
+    places["STEPS"] = str(Path(__file__).parents[2] / "benchmarks" / "results" / "h200_llama8b_fp8_step_times.json")
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
     (tmp_path / "damaged").mkdir()

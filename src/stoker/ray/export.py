@@ -41,6 +41,9 @@ class KubeSettings(msgspec.Struct, frozen=True, kw_only=True):
     ray_version: str = "2.60.0"
 
     def __post_init__(self) -> None:
+        unused = [field.name for field in msgspec.structs.fields(self) if getattr(self, field.name) != field.default]
+        if unused and not self.image:
+            raise ConfigError(f"{unused[0]} has no effect without image: no manifest is written.", cure="Set image, or leave it out.")
         if not self.name.replace("-", "").isalnum() or self.name != self.name.lower() or len(self.name) > 40:
             raise ConfigError(f"name={self.name!r} is refused.", cure="Use at most 40 lower-case letters, digits and -.")
         for field in ("workers", "max_workers"):

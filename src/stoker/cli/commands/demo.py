@@ -14,7 +14,8 @@ from rich.console import Console
 
 from stoker.api.progress import ProgressBars
 from stoker.base import env, logging
-from stoker.base.config import Limits, RuntimeConfig
+from stoker.base.config import Limits, RuntimeConfig, check_range
+from stoker.base.errors import ConfigError
 from stoker.cli import default_model
 from stoker.cli.api_keys import collect_keys
 
@@ -40,6 +41,9 @@ def demo(
 
       stoker package lmi "$(stoker demo --engine)"
     """
+    if engine and (serve or port):
+        raise ConfigError("--engine only builds, and is refused together with --serve and --port.", cure="Leave out one of them.")
+    check_range("port", port, 0, 65535)
     console = Console(stderr=engine)
     path = _build_engine(console)
     if engine:

@@ -30,7 +30,7 @@ def rm(
     in_use = {server.engine: server.url for server in running_servers()}
     for text, matches in found:  # check all before any is removed
         if not matches:
-            raise NotFoundError(f"{text} is not the name or id of a cached engine.", cure="See stoker list.")
+            raise NotFoundError(f"{text!r} is not the name or id of a cached engine.", cure="See stoker list.")
         if len(matches) > 1 and not every:
             ids = ", ".join(f"{engine.id} ({engine.quantization}, {engine.dtype})" for engine in matches)
             raise ConfigError(f"{text} is the name of {len(matches)} engines: {ids}.", cure="Use an id, or --all.")

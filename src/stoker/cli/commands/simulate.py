@@ -93,6 +93,8 @@ def simulate(
     )
     requests = TraceSettings(file=trace, format=trace_format, rate=rate, max_requests=max_requests)
     report = make_report(simulate_fleet(fleet, requests, workers), (replicas + prefill_replicas) * replica.num_gpus, gpu_hour_cost)
+    if not report.requests + report.rejected:
+        raise ConfigError(f"trace={trace} contains no request.", cure="Name a file with one request a line.")
     typer.echo(msgspec.json.encode(report).decode() if as_json else _table(report))
 
 

@@ -45,8 +45,10 @@ _COUNTS = {PRE: "preprocessing_instance_count", POST: "postprocessing_instance_c
 def export_triton(engine: EngineInfo, repo: Path, options: Mapping[str, str]) -> list[Path]:
     """Write the repository and return its files. `options` are template variables or parameter keys with values as text.
 
-    Raises ConfigError for an unknown option, a wrong value, and when a file exists.
+    Raises ConfigError for an unknown option, a wrong value, a folder that is an engine or a checkpoint, and when a file exists.
     """
+    if (repo / "config.json").is_file():
+        raise ConfigError(f"{repo} is an engine or a checkpoint, and no repository.", cure="Name a new folder.")
     models = five_models(engine, options)
     written = [repo / model.name / CONFIG for model in models]
     for file in written:
