@@ -47,6 +47,7 @@ PROSE = {
     r"\bwherefore\b|\bthereupon\b": "because, then",
 }
 
+ANY_PROSE = re.compile("|".join(PROSE), re.IGNORECASE)
 FORBIDDEN_FUNCTIONS = {"read", "load", "takes", "take", "make"}  # at module level: a name must say what is read or loaded
 
 
@@ -64,9 +65,18 @@ def checked_files() -> list[Path]:
 FILES = checked_files()
 
 
+@cache
 def words_of(identifier: str) -> set[str]:
     spaced = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", identifier)
     return {word.lower() for word in spaced.split("_")}
+
+
+@cache
+def tokens(path: Path) -> list[tuple[int, int, str]]:
+    """(type, line, text) of the names, comments and strings of a Python file."""
+    kinds = {tokenize.NAME, tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)}
+    found = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    return [(token.type, token.start[0], token.string) for token in found if token.type in kinds]
 
 
 @cache
@@ -74,22 +84,26 @@ def identifiers(path: Path) -> frozenset[str]:
     """Every name that the file defines or uses, and its own name."""
     found = {path.stem}
     if path.suffix == ".py":
-        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-            if token.type == tokenize.NAME and not keyword.iskeyword(token.string):
-                found.add(token.string)
+        found.update(text for kind, _, text in tokens(path) if kind == tokenize.NAME and not keyword.iskeyword(text))
     return frozenset(found)
 
 
 @cache
 def prose(path: Path) -> tuple[tuple[int, str], ...]:
     """(line, text) of the comments and strings of a source file, or the lines of a page outside its code blocks."""
+    if path.suffix == ".py":
+        return tuple((line, text) for kind, line, text in tokens(path) if kind != tokenize.NAME)
     text = path.read_text()
     if path.suffix == ".md":
         return tuple(_outside_fences(text))
-    if path.suffix in (".c", ".h"):
-        return tuple((text[: m.start()].count("\n") + 1, m.group()) for m in re.finditer(r"/\*.*?\*/|//[^\n]*", text, re.DOTALL))
-    kinds = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)}
-    return tuple((t.start[0], t.string) for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type in kinds)
+    return tuple((text[: m.start()].count("\n") + 1, m.group()) for m in re.finditer(r"/\*.*?\*/|//[^\n]*", text, re.DOTALL))
+
+
+@cache
+def definitions(path: Path) -> list[tuple[bool, str]]:
+    """(whether it is a class, name) of the classes and functions at the top level of a Python file."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [(isinstance(node, ast.ClassDef), node.name) for node in ast.parse(path.read_text()).body if isinstance(node, kinds)]
 
 
 def _outside_fences(text: str) -> list[tuple[int, str]]:
@@ -121,6 +135,7 @@ def test_prose_uses_the_glossary() -> None:
         f"{shown(path)}:{line}: {match.group()!r} (use {use})"
         for path in FILES
         for line, text in prose(path)
+        if ANY_PROSE.search(text)
         for pattern, use in PROSE.items()
         for match in re.finditer(pattern, text, re.IGNORECASE)
     ]
@@ -132,18 +147,18 @@ def test_public_class_names_are_unique_within_a_package() -> None:
     for path in FILES:
         if SOURCE in path.parents and path.suffix == ".py":
             package = path.relative_to(SOURCE).parts[0]
-            for node in ast.parse(path.read_text()).body:
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    where[package, node.name].append(shown(path))
+            for is_class, name in definitions(path):
+                if is_class and not name.startswith("_"):
+                    where[package, name].append(shown(path))
     assert {key: files for key, files in where.items() if len(files) > 1} == {}
 
 
 def test_module_level_functions_say_what_they_act_on() -> None:
     wrong = [
-        f"{shown(path)}: {node.name}"
+        f"{shown(path)}: {name}"
         for path in FILES
         if SOURCE in path.parents and path.suffix == ".py"
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name in FORBIDDEN_FUNCTIONS
+        for is_class, name in definitions(path)
+        if not is_class and name in FORBIDDEN_FUNCTIONS
     ]
     assert wrong == []
