@@ -105,7 +105,7 @@ FAILURES = [
     (["serve", "ENGINE", "--request-timeout-s", "nan"], 2, "request_timeout_s=nan is refused. Use seconds, above 0"),
     (["serve", "ENGINE", "--load-timeout-s", "-5"], 2, "load_timeout_s=-5.0 is refused. Use seconds, above 0"),
     (["serve", "ENGINE", "--default-max-tokens", "-5"], 2, "default_max_tokens=-5 is refused. Use a whole number from 1"),
-    (["eval", "perplexity", "ENGINE", "--text", "NOWHERE"], 2, "Name a UTF-8 text file."),
+    (["eval", "perplexity", "ENGINE", "--text", "NOWHERE"], 2, "NOWHERE cannot be read: No such file or directory. Name a UTF-8"),
     (["eval", "perplexity", "ENGINE", "--text", "LATIN"], 2, "Name a UTF-8 text file."),
     (["eval", "perplexity", "ENGINE", "--text", "LATIN", "--device", "tpu"], 2, "device='tpu' is refused. Use one of: cpu, cuda."),
     (["package", "lmi", "ENGINE", "-o", "NOWHERE/model.tar"], 2, "is not a directory. Create it"),

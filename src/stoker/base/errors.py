@@ -155,3 +155,8 @@ def _start_of_items(opening: str, items: Iterable[tuple[str, Any]], closing: str
             return text
         text += ("" if text == opening else ", ") + prefix + start_of_repr(item, limit - len(text))
     return text + closing
+
+
+def reason_of(error: Exception) -> str:
+    """What an error of the operating system says, without its number and the file, which messages name themselves; else its text."""
+    return getattr(error, "strerror", None) or str(error)

@@ -17,7 +17,7 @@ import msgspec
 import typer
 
 from stoker.base.config import POLICIES, RuntimeConfig
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ConfigError, reason_of
 from stoker.base.types import SamplingParams
 from stoker.deploy.build_settings import BuildSettings
 
@@ -140,10 +140,8 @@ def read_lines(path: Path, what: str) -> list[str]:
     cure = f"Name a UTF-8 text file with one {what} a line."
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.", cure=cure) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} cannot be read: {error}.", cure=cure) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {reason_of(error)}.", cure=cure) from None
     if not lines:  # an empty list of API keys would turn authentication off
         raise ConfigError(f"{path} holds no {what}.", cure=cure)
     return lines

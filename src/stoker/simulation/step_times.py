@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ConfigError, reason_of
 from stoker.runtime.schedule.group_scheduler import GroupPlan
 
 
@@ -55,4 +55,4 @@ def read_step_times(file: Path) -> StepTimes:
         return msgspec.json.decode(file.read_bytes(), type=StepTimes)
     except (OSError, msgspec.MsgspecError) as error:
         cure = "It is a JSON object with fixed_s, row_s, prefill_token_s and context_token_s in seconds."
-        raise ConfigError(f"step_times={file} cannot be read: {error}.", cure=cure) from None
+        raise ConfigError(f"step_times={file} cannot be read: {reason_of(error)}.", cure=cure) from None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ConfigError, reason_of
 
 FORMATS = ("azure", "mooncake", "burstgpt")
 FORMATS_WITH_PREFIXES = ("mooncake",)  # prompts of the others have no common blocks
@@ -73,7 +73,7 @@ def read_trace(file: Path, trace_format: str) -> Iterator[TracedRequest]:
                 case _:
                     yield from _mooncake(file, lines)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"trace={file} cannot be read: {error}.", cure="Name a file of the trace.") from None
+        raise ConfigError(f"trace={file} cannot be read: {reason_of(error)}.", cure="Name a file of the trace.") from None
 
 
 def _rows(file: Path, lines: Iterator[str], columns: tuple[str, str, str]) -> Iterator[TracedRequest]:

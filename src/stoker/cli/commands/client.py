@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from stoker.base.config import check_range
-from stoker.base.errors import ConfigError, StokerError
+from stoker.base.errors import ConfigError, StokerError, reason_of
 
 DEFAULT_PROMPT = "Born in north-east France, Soyer trained as a"  # the reference client's
 GRPC_PORT, HTTP_PORT = 8001, 8000
@@ -159,7 +159,7 @@ def _read_token_ids(file: Path) -> dict[str, Any]:
     try:
         ids = [int(item) for item in file.read_text().replace("\n", ",").split(",") if item.strip()]
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}.", cure="Write token ids with commas between them.") from None
+        raise ConfigError(f"{file} cannot be read: {reason_of(error)}.", cure="Write token ids with commas between them.") from None
     return {"input_ids": ids, "input_lengths": len(ids)}
 
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 from pathlib import Path
 
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ConfigError, reason_of
 from stoker.base.logging import get_logger
 from stoker.router.proxy.application import RouterApplication
 from stoker.router.settings import read_replicas
@@ -21,7 +21,9 @@ def read_file(file: str) -> list[str]:
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"replicas_file={file} cannot be read: {error}.", cure="Name a text file with one URL a line.") from None
+        raise ConfigError(
+            f"replicas_file={file} cannot be read: {reason_of(error)}.", cure="Name a text file with one URL a line."
+        ) from None
     return read_replicas(text, file)
 
 

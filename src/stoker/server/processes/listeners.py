@@ -62,7 +62,9 @@ def bind(host: str, port: int, option: str = "--port") -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"host={host!r} cannot be used: {error}.", cure="Use an address of this machine, such as 127.0.0.1.") from None
+        raise ConfigError(
+            f"host={host!r} cannot be used: {error.strerror}.", cure="Use an address of this machine, such as 127.0.0.1."
+        ) from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

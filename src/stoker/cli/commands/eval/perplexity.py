@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from stoker.base.config import DEVICES, RuntimeConfig, check_choice
-from stoker.base.errors import ConfigError, EngineError
+from stoker.base.errors import ConfigError, EngineError, reason_of
 from stoker.base.process import without_garbage_collection
 from stoker.cli.engines import Model, prepare_engine
 from stoker.cli.options import build_options
@@ -82,4 +82,4 @@ def _read_text(file: Path, max_bytes: int | None) -> str:
             data = opened.read(-1 if max_bytes is None else max_bytes)
         return codecs.getincrementaldecoder("utf-8")().decode(data, final=max_bytes is None or len(data) < max_bytes)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}.", cure="Name a UTF-8 text file.") from None
+        raise ConfigError(f"{file} cannot be read: {reason_of(error)}.", cure="Name a UTF-8 text file.") from None

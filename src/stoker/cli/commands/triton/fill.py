@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ConfigError, reason_of
 
 
 def fill(
@@ -30,7 +30,7 @@ def fill(
     try:
         template = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}.", cure="Name a config.pbtxt.") from None
+        raise ConfigError(f"{file} cannot be read: {reason_of(error)}.", cure="Name a config.pbtxt.") from None
     text = fill_template(template, substitutions)
     if in_place:
         file.write_text(text, encoding="utf-8")
