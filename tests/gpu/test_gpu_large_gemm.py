@@ -1,4 +1,7 @@
-"""The GEMM for many rows on the device against float64, on random inputs. The sizes differ from run to run."""
+"""The GEMM for many rows on the device against float64, on random inputs. The sizes differ from run to run.
+
+Triton is imported inside functions: tests/kernels, collected after this folder, sets TRITON_INTERPRET before Triton is imported.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,6 @@ import torch
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels import ops
 from stoker.kernels.reference import linear as linear_reference
-from stoker.kernels.triton.device import supports
-from stoker.kernels.triton.gemm.large.launch import is_faster, large_gemm
-from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
 from stoker.kernels.types import Fusion
 
 FP8 = torch.float8_e4m3fn
@@ -20,6 +20,8 @@ FP8 = torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def hopper() -> None:
+    from stoker.kernels.triton.device import supports
+
     if not supports(torch.empty(1, device="cuda"), "large_gemm"):
         pytest.skip("the kernel needs sm_90")
 
@@ -31,6 +33,8 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 def operand(rows: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(values, scale of each row or None, real values in float64)."""
+    from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
+
     x = torch.randn(rows, k, device="cuda", dtype=torch.float16 if dtype == torch.float16 else torch.bfloat16)
     if dtype != FP8:
         return x, None, x.double()
@@ -41,6 +45,8 @@ def operand(rows: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, FP8])
 @pytest.mark.parametrize("parts", ["", "r", "bgr"])
 def test_any_sizes(parts: str, dtype: torch.dtype) -> None:
+    from stoker.kernels.triton.gemm.large.launch import large_gemm
+
     for _ in range(4):
         m, n, k = random.choice([1, 127, 300, 2049]), 8 * random.randrange(1, 200), 16 * random.randrange(1, 300)
         x, x_scale, wide_x = operand(m, k, dtype)
@@ -57,6 +63,9 @@ def test_any_sizes(parts: str, dtype: torch.dtype) -> None:
 
 
 def test_linears_that_use_it() -> None:
+    from stoker.kernels.triton.gemm.large.launch import is_faster
+    from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
+
     m, n, k = 1024, 4096, 4096
     x, residual = (torch.randn(m, size, device="cuda", dtype=torch.bfloat16) for size in (k, n))
     weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5

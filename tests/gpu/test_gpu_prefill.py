@@ -1,5 +1,8 @@
 """The warp-specialized prefill kernel on the device against float64, on random ragged batches after decode rows. The sizes differ from run
-to run."""
+to run.
+
+Triton is imported inside functions: tests/kernels, collected after this folder, sets TRITON_INTERPRET before Triton is imported.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,6 @@ from test_gpu_kernels import ragged, relative_error
 
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.kernels.reference import attention as attention_reference
-from stoker.kernels.triton.attention.warp_specialized.launch import tile_counter, warp_specialized_prefill
-from stoker.kernels.triton.device import capability
 from stoker.kernels.types import AttentionParams
 
 FP8 = torch.float8_e4m3fn
@@ -33,6 +34,9 @@ CASES = [
 @pytest.mark.parametrize(("sizes", "features", "block", "cache_dtype"), CASES)
 def test_prefill(sizes: tuple[int, int, int], features: dict, block: int, cache_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
     """Rows of 1 to 400 queries, after keys that a step before stored or after none. Unused slots of 16-bit caches are NaN."""
+    from stoker.kernels.triton.attention.warp_specialized.launch import tile_counter, warp_specialized_prefill
+    from stoker.kernels.triton.device import capability
+
     heads, kv_heads, size = sizes
     rows = [(1, random.randrange(1, 300)) for _ in range(3)]
     rows += [(q, q + seen) for q, seen in ((1, 1), (2, 0), (70, 1000), (random.randrange(129, 400), 0), (128, 128), (65, 63))]
