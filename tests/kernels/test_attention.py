@@ -272,6 +272,7 @@ def test_scratch_memory_of_splits_is_bounded(tokens: int, heads: int, kv_heads: 
         monkeypatch.setattr(kernels, name, defaultdict(lambda: launch))
     monkeypatch.setattr(kernels, "pdl_launch_options", lambda x: {})
     monkeypatch.setattr(kernels, "device_tuning", lambda device: tuning_for("NVIDIA H200", 90))
+    monkeypatch.setattr(kernels, "supports_warp_specialized_prefill", lambda *_: False)  # which has no splits
     q, pages = meta(tokens, heads, size), meta(9, kv_heads, 64, size)
     rows = min(tokens, 8)
     decodes = rows if tokens == 1 else 0
