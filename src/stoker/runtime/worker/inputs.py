@@ -143,25 +143,22 @@ class HostBlockTables:
 
 
 class LogitRows(NamedTuple):
-    """The rows of logits of the sequences that sample: each has one after its newest token, and one after each draft."""
+    """The L rows of logits of the S sequences that sample in a step with drafts: one after the newest token, and one after each draft."""
 
     owners: np.ndarray  # int64 [L], the sequence of each row
     rows: np.ndarray  # int32 [L], the row of the plan
     nodes: np.ndarray  # int32 [L], the number of the row among those of its sequence
-    num_after: np.ndarray | int  # int32 [L], the tokens of the sequence from that of the row on
+    num_after: np.ndarray  # int32 [L], the tokens of the sequence from that of the row on
     ends: np.ndarray  # int32 [S], the number of rows of logits up to those of each sequence
 
     @staticmethod
-    def of(sampled: list[int], drafts: list[Seq[int]]) -> LogitRows:
-        """`sampled` are the rows of a plan that sample, `drafts` those of each, or empty if no row has any."""
-        rows, owners = np.array(sampled, dtype=np.int32), np.arange(len(sampled))
-        if not drafts:
-            return LogitRows(owners, rows, np.zeros_like(rows), 1, owners.astype(np.int32) + 1)
+    def of(sampled: np.ndarray, drafts: list[Seq[int]]) -> LogitRows:
+        """`sampled` int32 [S] are the rows of a plan that sample, `drafts` those of each."""
         counts = np.array([1 + len(ids) for ids in drafts], dtype=np.int32)
         ends = np.cumsum(counts, dtype=np.int32)
-        owners = owners.repeat(counts)
+        owners = np.arange(len(sampled)).repeat(counts)
         num_after = ends[owners] - np.arange(len(owners), dtype=np.int32)
-        return LogitRows(owners, rows[owners], counts[owners] - num_after, num_after, ends)
+        return LogitRows(owners, sampled[owners], counts[owners] - num_after, num_after, ends)
 
 
 class InputBuilder:
@@ -256,9 +253,11 @@ class InputBuilder:
         for padded in (ids, positions):
             padded[num_tokens:] = 0
         slots[num_tokens:] = -1
-        logits = LogitRows.of(sampled, packed.draft_ids)
-        self._fill_sampled(logits, extra, rows, query_starts, seq_lens, logits_idx, sampled_rows, counters)
-        if max_drafts:
+        picked = np.array(sampled, dtype=np.int32)
+        logits = LogitRows.of(picked, packed.draft_ids) if max_drafts else None
+        picked, num_after = (picked, 1) if logits is None else (logits.rows, logits.num_after)
+        self._fill_sampled(picked, num_after, extra, rows, query_starts, seq_lens, logits_idx, sampled_rows, counters)
+        if logits is not None:
             self._fill_drafts(logits, rows[sampled], *drafted[:3])
             _fill_nodes(plan, logits, starts, logits_idx, *drafted[3:])
             _move_branches(plan, packed, query_starts, positions, counters, *drafted[3:5])
@@ -332,21 +331,22 @@ class InputBuilder:
         slots[:num_tokens] = tables[owner, filled // size] * size + filled % size
 
     def _fill_sampled(
-        self, logits: LogitRows, extra: list[int], rows: np.ndarray, query_starts: np.ndarray, seq_lens: np.ndarray,
-        logits_idx: np.ndarray, sampled_rows: np.ndarray, counters: np.ndarray,
+        self, picked: np.ndarray, num_after: np.ndarray | int, extra: list[int], rows: np.ndarray, query_starts: np.ndarray,
+        seq_lens: np.ndarray, logits_idx: np.ndarray, sampled_rows: np.ndarray, counters: np.ndarray,
     ) -> None:  # fmt: skip
         """Write the indices of the tokens whose logits are computed, the rows that sample, and their counters.
 
-        `extra` are further tokens that need logits.
+        Logits i are of the row `picked[i]` of the plan, after all but the last `num_after[i] - 1` of its tokens. `extra` are further tokens
+        that need logits.
         """
-        picked, count = logits.rows, len(logits.rows)
-        logits_idx[:count] = query_starts[1:][picked] - logits.num_after
+        count = len(picked)
+        logits_idx[:count] = query_starts[1:][picked] - num_after
         if extra:
             logits_idx[count : count + len(extra)] = extra
         logits_idx[count + len(extra) :] = 0
         sampled_rows[:count] = rows[picked]
         sampled_rows[count:] = self.num_rows
-        counters[:count] = seq_lens[picked] + 1 - logits.num_after
+        counters[:count] = seq_lens[picked] + 1 - num_after
         counters[count:] = 0
 
     def _fill_drafts(self, logits: LogitRows, rows: np.ndarray, starts: np.ndarray, owners: np.ndarray, padded: np.ndarray) -> None:
