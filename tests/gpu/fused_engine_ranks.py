@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path += [str(Path(__file__).parents[1] / name) for name in ("builder", "parallel")]
 
 import tiny
-from rank_executors import generate, load
+from rank_executors import generate, load, outputs
 
 from stoker.base.config import Limits, Mapping
 from stoker.base.types import SamplingParams
@@ -28,33 +28,23 @@ NUM_NEW = 48
 MEAN, MAXIMUM = 0.08, 0.5  # of the differences of log-probabilities: logits are rounded to bfloat16
 
 
-def outputs(executor: Executor, requests: list[TokenRequest]) -> list[tuple[list[int], list[float]]]:
+def scored(executor: Executor, requests: list[TokenRequest]) -> list[tuple[list[int], list[float]]]:
     """(token ids, log-probabilities) of each request; of a request with prompt_logprobs, those of its prompt from the second token on."""
-    mailbox = executor.mailbox
-    assert isinstance(mailbox, SynchronousMailbox)
-    mailbox.submit(list(requests))
-    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    logprobs: dict[str, list[float]] = {request.request_id: [] for request in requests}
-    unfinished = set(tokens)
-    while unfinished:
-        executor.turn(0.0)
-        for output in mailbox.pop_outputs():
-            assert output.error is None, output.error
-            tokens[output.request_id] += output.token_ids
-            found = output.logprobs if output.prompt_logprobs is None else output.prompt_logprobs
-            logprobs[output.request_id] += [entry.logprob for entry in found if entry is not None]
-            if output.finish_reason is not None:
-                unfinished.discard(output.request_id)
-    return [(tokens[request.request_id], logprobs[request.request_id]) for request in requests]
+    found = []
+    for each in outputs(executor, requests):
+        scores = [output.logprobs if output.prompt_logprobs is None else output.prompt_logprobs for output in each]
+        logprobs = [entry.logprob for entries in scores for entry in entries if entry is not None]
+        found.append(([token for output in each for token in output.token_ids], logprobs))
+    return found
 
 
 def check_logprobs(executor: Executor, prompts: list[list[int]], name: str) -> None:
     params = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True, logprobs=0)
     requests = [TokenRequest(request_id=f"{name}-{i}", prompt_ids=prompt, params=params) for i, prompt in enumerate(prompts)]
-    for prompt, (tokens, decoded) in zip(prompts, outputs(executor, requests), strict=True):
+    for prompt, (tokens, decoded) in zip(prompts, scored(executor, requests), strict=True):
         params = SamplingParams(max_tokens=1, prompt_logprobs=0)
         repeated = TokenRequest(request_id=f"{name}-{prompt}", prompt_ids=prompt + tokens, params=params)
-        [(_, of_prompt)] = outputs(executor, [repeated])
+        [(_, of_prompt)] = scored(executor, [repeated])
         expected = of_prompt[len(prompt) - 1 : len(prompt) - 1 + NUM_NEW]
         assert len(decoded) == len(expected) == NUM_NEW
         differences = [abs(one - other) for one, other in zip(decoded, expected, strict=True)]
