@@ -4,8 +4,9 @@ PYTHONPATH=src python benchmarks/speculation.py --config benchmarks/models/llama
 PYTHONPATH=src python benchmarks/speculation.py --full-load 256 --json results.json    # prompt lookup that finds nothing, at full load
 PYTHONPATH=src python benchmarks/speculation.py --cpu --json results.json    # the demo model on this CPU, 3 minutes
 
-On a GPU the weights are random, so no draft would be accepted. The host then counts three of four drafts as accepted (`forced`), whatever
-the device sampled; the device performs the same work as with real drafts.
+On a GPU the weights are random, so no draft would be accepted. Three of four drafts are then accepted (`forced`): before the verification,
+the sampled tokens are replaced by these drafts, or by others after the third, by two small kernels more than with real drafts. Lookups, the
+verification and the host's index of each sequence perform the same work as with real drafts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,8 +37,9 @@ from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.executor import Executor
 from stoker.runtime.load import load_executor
 from stoker.runtime.request import Sequence as TokenSequence
+from stoker.runtime.sampling import verification
 from stoker.runtime.schedule.proposers.ngram import NgramProposer
-from stoker.runtime.worker import step_handle
+from stoker.runtime.worker import model_runner
 from stoker.runtime.worker.cuda_graphs import Graphs
 
 DRAFTS, ACCEPTED = 4, 3
@@ -52,20 +55,39 @@ def step_ms(executor: Executor, rows: int, context: int, drafts: int) -> float:
     return replay_ms(capture_step(executor, rows, context, drafts))
 
 
+@lru_cache
+def forced_changes(count: int, device: torch.device) -> torch.Tensor:
+    """int32 [count]: 0 where the draft after a row of logits is accepted, otherwise 1. Created when the step runs before its capture."""
+    return (torch.arange(count, device=device) % (1 + DRAFTS) >= ACCEPTED).int()
+
+
 @contextmanager
 def forced_acceptance() -> Iterator[None]:
-    """Every decode has DRAFTS drafts, of which the host counts ACCEPTED as accepted."""
+    """Every decode has DRAFTS drafts, of which ACCEPTED are accepted. Graphs must be captured within this context.
 
-    def propose(_: NgramProposer, seq: TokenSequence, limit: int) -> Sequence[int]:
+    In a step in which some rows have fewer drafts, at the end of their answers, the acceptance is not changed.
+    """
+    look_up, verify = NgramProposer.propose, verification.verify
+
+    def propose(self: NgramProposer, seq: TokenSequence, limit: int) -> Sequence[int]:
+        look_up(self, seq, limit)
         return [11 + i for i in range(min(limit, DRAFTS))]
 
-    def yielded_ids(yielded: torch.Tensor) -> list[list[int]]:
-        return [[7] * (ACCEPTED + 1) for _ in range(len(yielded))]
+    def num_ahead(self: NgramProposer, seq: TokenSequence, limit: int) -> int:
+        look_up(self, seq, limit)
+        return min(limit, DRAFTS)
+
+    def forced(sampled: torch.Tensor, drafts: verification.StepDrafts) -> verification.Verified:
+        count = len(sampled)
+        if count == (len(drafts.starts) - 1) * (1 + DRAFTS):
+            sampled = drafts.token_ids.roll(-1) ^ forced_changes(count, sampled.device)
+        return verify(sampled, drafts)
 
     with (
         mock.patch.object(NgramProposer, "propose", propose),
+        mock.patch.object(NgramProposer, "num_ahead", num_ahead),
         mock.patch.object(NgramProposer, "waits", lambda *_: True),
-        mock.patch.object(step_handle, "yielded_ids", yielded_ids),
+        mock.patch.object(model_runner, "verify", forced),
     ):
         yield
 
@@ -95,12 +117,14 @@ def on_gpu(args: argparse.Namespace, name: str) -> dict[str, Any]:
                 settings = RuntimeConfig(
                     prefix_reuse=False, speculate=speculate, draft_tokens=DRAFTS, adaptive_drafts=False, kv_cache_tokens=1 << 16
                 )
-                executor = load_executor(folder + "/engine", without_unused_drafts(settings), SynchronousMailbox)
+                with forced_acceptance():
+                    executor = load_executor(folder + "/engine", without_unused_drafts(settings), SynchronousMailbox)
             if speculate == "ngram" and args.tensor_parallel == 1:
                 for rows in args.rows:
                     plain, drafted = (step_ms(executor, rows, args.context, drafts) for drafts in (0, DRAFTS))
                     result["steps"].append({"rows": rows, "plain_ms": plain, "drafted_ms": drafted, "ratio": drafted / plain})
                     print(name, result["steps"][-1], flush=True)
+                executor.runner.graphs._captured.clear()  # type: ignore[attr-defined]
             with forced_acceptance():
                 for rows in args.rows:
                     speed = tokens_per_s(executor, rows, args.context)

@@ -103,6 +103,70 @@ def test_draft_heads(engine: Path, name: str, tmp_path: Path) -> None:
         assert answers(engine, calls, speculate=path, draft_tokens=3, **settings)[0] == expected
 
 
+@pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False}], ids=str)
+@pytest.mark.parametrize("speculate", ["ngram", "medusa-vllm", "eagle"])
+def test_drafts_that_are_planned_before_ids_are_known(engine: Path, tmp_path: Path, speculate: str, settings: dict[str, Any]) -> None:
+    """Lookups on the device and heads, greedy and sampled, while the host does not know the ids of the step before."""
+    import tiny
+    from head_oracles import ORACLES, write
+
+    if speculate != "ngram":
+        oracle = ORACLES[speculate](tiny.model())
+        speculate = str(write(tmp_path / "heads", oracle.config, oracle.files))
+    params: list[dict[str, Any]] = [{}, {"temperature": 0.2, "seed": 5}, {"logprobs": 2}]
+    calls = [
+        TokenRequest(
+            request_id=str(i), prompt_ids=(prompt[:8] * 4)[: 12 + 4 * i], params=SamplingParams(max_tokens=60 - i, **params[i % 3]),
+            end_ids=(120, 77) if i == 4 else (),
+        )
+        for i, prompt in enumerate(PROMPTS)
+    ]  # fmt: skip
+    for chosen in (calls, [call for call in calls if call.params.logprobs is None]):  # with log-probabilities no step is captured
+        expected, _ = answers(engine, chosen)
+        executor = load(engine, speculate=speculate, draft_tokens=3, **settings)
+        launch, num_ahead = executor.runner.launch, 0
+
+        def counted(plan: Any, launch: Any = launch) -> Any:
+            nonlocal num_ahead
+            num_ahead += sum(-1 in drafts for drafts in plan.drafts)
+            return launch(plan)
+
+        executor.runner.launch = counted  # type: ignore[method-assign]
+        found, stats = run(executor, chosen)
+        assert found == expected and num_ahead > 30
+        assert stats.num_accepted_draft_tokens > 20 or speculate != "ngram"
+
+
+def test_corrected_rows_equal_the_reference() -> None:
+    from stoker.core.forward_batch import ForwardBatch
+    from stoker.kernels.types import RowTokens
+
+    counts, width = torch.tensor([1, 1, 4, 8, 8, 64]), 1 << 15
+    starts = torch.cat((torch.zeros(1), counts.cumsum(0))).int()
+    text = torch.randint(0, 12, (8, width), dtype=torch.int32)
+    lengths = torch.tensor([900, 3, 40_000, 1, 70_001, 20, 5_000, 1 << 30], dtype=torch.int32)
+    rows, late = torch.tensor([3, 0, 5, 1, 4, 2], dtype=torch.int32), torch.tensor([0, 7, 0, 2, 5, 63])
+    begins = lengths[rows] - 1 + late
+    positions = torch.cat([torch.arange(int(begin), int(begin + count)) for begin, count in zip(begins, counts, strict=True)]).int()
+    ids = torch.full_like(positions, -1)
+
+    def corrected(device: str) -> list[torch.Tensor]:
+        batch = ForwardBatch(
+            ids.clone().to(device), positions.clone().to(device), torch.zeros_like(positions).to(device), starts.to(device),
+            (begins + counts).int().to(device), torch.arange(6 * 5000, dtype=torch.int32).view(6, 5000).to(device), 0, 64, 1 << 17,
+            state_slots=rows.to(device),
+        )  # fmt: skip
+        counters, known = (positions + 1).to(device), RowTokens(lengths.clone().to(device), text.clone().to(device))
+        ops.continue_rows(batch, rows.to(device), starts.to(device), counters, known, 16)
+        yielded = torch.arange(6 * 3, dtype=torch.int32).view(6, 3).to(device)
+        ops.append_tokens(known, rows.to(device), yielded, torch.tensor([0, 1, 2, 0, 1, 2], dtype=torch.int32, device=device))
+        assert known.text is not None
+        return [batch.token_ids, batch.positions, batch.slots, batch.seq_lens, counters, known.lengths, known.text]
+
+    for one, other in zip(corrected("cpu"), corrected("cuda"), strict=True):
+        assert torch.equal(one, other.cpu())
+
+
 def test_verification_equals_the_reference() -> None:
     counts = torch.randint(1, 7, (300,))
     starts = torch.cat((torch.zeros(1), counts.cumsum(0))).int()

@@ -31,7 +31,7 @@ from stoker.runtime.schedule.data_parallel import DataParallelScheduler
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.worker.cuda_graphs import Graphs, PlainStep, run_parts
-from stoker.runtime.worker.inputs import PackedStep, Shape, split_buffer
+from stoker.runtime.worker.inputs import PackedStep, Shape, StepInputs, split_buffer
 from stoker.runtime.worker.model_runner import ModelRunner
 from stoker.runtime.worker.rank import load_rank
 from stoker.runtime.worker_group.channels.channel import HEADER_SIZE
@@ -141,8 +141,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
 def as_on_a_gpu(runner: ModelRunner, *, graphs: bool) -> ModelRunner:
     """Resolve and broadcast ids, and run captured shapes."""
 
-    def resolve(batch: ForwardBatch) -> ForwardBatch:
-        return dataclasses.replace(batch, token_ids=ops.resolve(batch.token_ids, runner.last_ids))
+    def resolve(inputs: StepInputs) -> ForwardBatch:
+        return dataclasses.replace(inputs.batch, token_ids=ops.resolve(inputs.batch.token_ids, runner.last_ids))
 
     runner._resolve = resolve  # type: ignore[method-assign]
     runner._broadcasts_ids = True

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny
 from drive import Driven, request
-from test_speculation import COUNT, FEATURES, comparable
+from test_speculation import COUNT, FEATURES, comparable, count_drafts_ahead, overlapped
 
 from stoker.base.config import Limits, RuntimeConfig
 from stoker.base.errors import CheckpointError, ConfigError
@@ -76,6 +76,23 @@ def test_an_equal_draft_engine(
     unlike = drive(speculate=str(random_engine), adaptive_drafts=False, draft_tokens=5)
     assert [answer.tokens for answer in unlike.run(*cases)] == expected
     assert rate(unlike) < 0.2
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.3, "seed": 3}], ids=["greedy", "sampled"])
+def test_drafts_that_are_planned_before_ids_are_known(
+    drive: Make, prompts: list[list[int]], tiny_engine: Path, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]
+) -> None:
+    """The drafts of an equal engine are all accepted, also after steps in which it did not run and had to catch up."""
+    cases = [request(prompt, max_tokens=50 + i, end_ids=(120,) if i % 2 else (), **params) for i, prompt in enumerate(prompts)]
+    expected = [answer.tokens for answer in drive().run(*cases)]
+    for limits in ((4,), (0, 0, 1, 3)):
+        driven = overlapped(drive(speculate=str(tiny_engine), adaptive_drafts=False, draft_tokens=4, max_num_tokens=48), looks_up=False)
+        monkeypatch.setattr(
+            driven.executor.scheduler.draft_length, "limit", lambda seq, _, limits=limits: limits[len(seq.tokens) // 6 % len(limits)]
+        )
+        num_ahead = count_drafts_ahead(driven)
+        assert [answer.tokens for answer in driven.run(*cases)] == expected
+        assert rate(driven) > 0.85 and num_ahead() > 5  # drafts after the end of an answer count as rejected
 
 
 def test_a_quantized_cache_with_a_sliding_window(prompts: list[list[int]], random_engine: Path, tmp_path: Path) -> None:

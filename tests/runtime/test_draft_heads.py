@@ -12,6 +12,7 @@ import tiny
 import torch
 from drive import Driven, request
 from head_oracles import ORACLES, MtpOracle, Oracle, per_expert, write
+from test_speculation import count_drafts_ahead, overlapped
 from torch import Tensor
 
 from stoker.base.config import Limits
@@ -74,6 +75,22 @@ def check_drafts(make: Make, path: Path, oracle: Oracle, prompt: list[int]) -> N
 def test_drafts(drive: Make, prompts: list[list[int]], heads: dict[str, tuple[Path, Oracle]], name: str) -> None:
     for prompt in (prompts[0], prompts[3]):
         check_drafts(drive, *heads[name], prompt)
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle", "eagle3"])
+def test_drafts_that_are_planned_before_ids_are_known(
+    drive: Make, prompts: list[list[int]], heads: dict[str, tuple[Path, Oracle]], name: str
+) -> None:
+    """Answers are those of plain decoding, and as many drafts are accepted as if each step waited for the one before."""
+    cases = [request(prompt, max_tokens=50, temperature=0.3 * (i % 2), seed=i) for i, prompt in enumerate(prompts)]
+    expected = [answer.tokens for answer in drive().run(*cases)]
+    settings: dict[str, Any] = {"speculate": str(heads[name][0]), "draft_tokens": DRAFTS, "adaptive_drafts": False}
+    waiting, ahead = drive(**settings), overlapped(drive(**settings), looks_up=False)
+    num_ahead = count_drafts_ahead(ahead)
+    for driven in (waiting, ahead):
+        assert [answer.tokens for answer in driven.run(*cases)] == expected
+    assert num_ahead() > 100
+    assert abs(ahead.stats.num_accepted_draft_tokens - waiting.stats.num_accepted_draft_tokens) <= len(cases)
 
 
 @pytest.mark.parametrize("name", ["medusa", "medusa-vllm", "eagle", "eagle3"])

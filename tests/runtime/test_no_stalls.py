@@ -30,6 +30,7 @@ from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.staging import StagingBuffers
 from stoker.runtime.worker import step_handle
 from stoker.runtime.worker.model_runner import ModelRunner
+from stoker.runtime.worker.row_tracker import RowTracker
 
 LIMITS = Limits(max_batch_size=8, max_input_len=128, max_output_len=64, max_num_tokens=48, tokens_per_block=16)
 
@@ -71,28 +72,30 @@ class StubModel:
 class CheckedExecutor:
     """An executor with overlap and a model on the meta device whose tokens are all `token`. Every launch is checked for stalls."""
 
-    def __init__(self, engine: Path, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, engine: Path, token: int, monkeypatch: pytest.MonkeyPatch, tracker: RowTracker | None = None) -> None:
+        """With `tracker`, steps have up to three drafts, which the device looks up."""
         vocab = json.loads((engine / "config.json").read_text())["model"]["vocab_size"]
         monkeypatch.setattr(ops, "sample", lambda logits, params: torch.empty(len(logits), dtype=torch.int32, device=META))
         for module in (logprobs, step_handle):  # results are separate copies on the host, as on a GPU
             monkeypatch.setattr(module, "copy_to_host", lambda tensor: torch.full(tensor.shape, token, dtype=tensor.dtype))
         self.runner = ModelRunner(
             StubModel(vocab), [], num_rows=8, max_batch_size=8, max_num_tokens=48, max_seq_len=192, block_size=16, device=META,
-            use_graphs=False, grammars=Grammars(engine, vocab),
+            use_graphs=False, grammars=Grammars(engine, vocab), max_drafts=3 if tracker is not None else 0, tracker=tracker,
         )  # fmt: skip
         info = ExecutorInfo(limits=LIMITS, max_seq_len=192, vocab_size=vocab, device="cuda", kv_cache_tokens=16 * 16, model="stub")
         scheduler = Scheduler(num_blocks=16, tokens_per_block=16, max_batch_size=8, max_num_tokens=48, max_seq_len=192,
-                              policy="max_utilization")  # fmt: skip
+                              policy="max_utilization", proposer="ngram" if tracker is not None else "none", draft_tokens=3)  # fmt: skip
         self.mailbox = SynchronousMailbox(info)
         self.executor = Executor(self.runner, scheduler, self.mailbox, info, RuntimeConfig())
         self.copies: list[int] = []
-        self.max_in_flight = 0
+        self.max_in_flight = self.num_ahead = 0
         launch = self.runner.launch
 
         def checked(plan: StepPlan) -> Any:
             before = checker.num_copies
             handle = launch(plan)
             self.copies.append(checker.num_copies - before)
+            self.num_ahead += any(-1 in drafts for drafts in plan.drafts)
             self.max_in_flight = max(self.max_in_flight, len(self.executor._in_flight) + 1)
             return handle
 
@@ -152,6 +155,16 @@ def test_a_step_without_features_has_one_copy(tiny_engine: Path, monkeypatch: py
     executor = CheckedExecutor(tiny_engine, 7, monkeypatch)
     executor.run(*(request([5, 6, 7 + i], max_tokens=9) for i in range(4)))
     assert set(executor.copies) == {1}
+
+
+def test_steps_with_drafts_are_planned_without_waiting(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All drafts are accepted. The copies of new sequences to the device are the only ones beside the inputs."""
+    for name in ("continue_rows", "append_tokens"):  # kernels on a GPU
+        monkeypatch.setattr(ops, name, lambda *_: None)
+    executor = CheckedExecutor(tiny_engine, 3, monkeypatch, RowTracker(8, 192, 16, META, looks_up=True))
+    executor.run(*(request([5, 3, 3, 3, 3 + i], max_tokens=40) for i in range(4)))
+    assert executor.num_ahead > 5 and executor.max_in_flight == 2
+    assert set(executor.copies) <= {1, 2} and executor.copies.count(2) <= 4
 
 
 def test_buffers_for_a_gpu_are_pinned_and_reused_after_the_steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from stoker.runtime.worker.cuda_graphs import Graphs, PlainStep, run_parts
 from stoker.runtime.worker.drafter import DraftInputs
 from stoker.runtime.worker.inputs import PackedStep, split_buffer
 from stoker.runtime.worker.model_runner import ModelRunner
+from stoker.runtime.worker.row_tracker import RowTracker
 
 
 class CalledSteps(Graphs):
@@ -80,3 +81,21 @@ def test_a_captured_step_computes_the_drafts_that_are_wanted(
     assert stats.num_accepted_draft_tokens == stats.num_draft_tokens > 40
     assert {None, 1, 3} <= set(steps.wanted) and steps.wanted.count(None) > 1
     assert num_passes <= stats.num_steps - steps.wanted.count(None)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.15, "seed": 5}], ids=["greedy", "sampled"])
+def test_padded_steps_that_are_planned_before_ids_are_known(
+    drive: Callable[..., Driven], prompts: list[list[int]], params: dict[str, Any]
+) -> None:
+    """Captured steps look up their drafts, and correct positions of rows with and without drafts; padding is not changed."""
+    cases = [request((prompt[:8] * 4)[:29], max_tokens=60 + i, **params) for i, prompt in enumerate(prompts)]
+    expected = [answer.tokens for answer in drive().run(*cases)]
+    driven = drive(speculate="ngram", draft_tokens=4, adaptive_drafts=False)
+    runner = driven.executor.runner
+    assert isinstance(runner, ModelRunner)
+    runner.graphs = steps = CalledSteps(runner, 4)
+    runner.tracker = RowTracker(runner.inputs.num_rows, runner.max_seq_len, runner.inputs.block_size, runner.device, looks_up=True)
+    driven.executor._depth = 2
+    assert [answer.tokens for answer in driven.run(*cases)] == expected
+    assert steps.num_runs > 20 and driven.stats.num_accepted_draft_tokens > 10
+    assert int(runner.tracker.tokens.lengths[-1]) == 1 << 30

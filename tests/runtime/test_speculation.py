@@ -14,10 +14,13 @@ from torch import Tensor
 from stoker.base.types import Guide
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.schedule.proposers import PROPOSERS
+from stoker.runtime.schedule.proposers.drafter_tokens import DrafterTokens
 from stoker.runtime.schedule.proposers.proposer import Proposer
+from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.worker.draft_runner import DraftRunner
 from stoker.runtime.worker.drafter import Drafter, DraftInputs
 from stoker.runtime.worker.model_runner import ModelRunner
+from stoker.runtime.worker.row_tracker import RowTracker
 
 Make = Callable[..., Driven]
 COUNT = 24
@@ -146,3 +149,67 @@ def test_drafts_of_the_device(drive: Make, prompts: list[list[int]], monkeypatch
     runner.draft_runner = DraftRunner(drafter, runner.sampler.table, runner.last_ids, runner.inputs)
     assert [comparable(answer) for answer in driven.run(*cases)] == expected
     assert drafter.num_accepted > 20
+
+
+def overlapped(driven: Driven, *, looks_up: bool) -> Driven:
+    """The executor with two steps in flight, as on a GPU."""
+    executor = driven.executor
+    runner = executor.runner
+    assert isinstance(runner, ModelRunner)
+    runner.tracker = RowTracker(runner.inputs.num_rows, 192, runner.inputs.block_size, torch.device("cpu"), looks_up=looks_up)
+    executor._depth = 2
+    return driven
+
+
+def count_drafts_ahead(driven: Driven) -> Callable[[], int]:
+    """Returns a function that returns the number of rows that verified drafts after ids which the host did not know."""
+    runner, count = driven.executor.runner, 0
+    launch = runner.launch
+
+    def counted(plan: Any) -> Any:
+        nonlocal count
+        count += sum(bool(drafts) and drafts[0] < 0 for drafts in plan.drafts)
+        return launch(plan)
+
+    runner.launch = counted  # type: ignore[method-assign]
+    return lambda: count
+
+
+@pytest.mark.parametrize("settings", [{"draft_tokens": 3}, {"draft_tokens": 7, "max_num_tokens": 24, "policy": "max_utilization"}])
+def test_drafts_that_are_planned_before_ids_are_known(drive: Make, prompts: list[list[int]], settings: dict[str, Any]) -> None:
+    """Prompt lookup on the device, beside prefills and with preemption: greedy, sampled and with log-probabilities. Some answers end within
+    drafts. With a feature that reads tokens on the host, all steps wait."""
+    bodies: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.2, "seed": 5, "n": 2},
+        {"logprobs": 2, "prompt_logprobs": 1},
+        {"end_ids": (77, 5, 11)},
+    ]
+    calls = [request((prompt[:8] * 4)[: 8 * i + 20], **{"max_tokens": 60} | bodies[i % 4]) for i, prompt in enumerate(prompts)]
+    plain = drive()
+    expected = [comparable(answer) for answer in plain.run(*calls)]
+    driven = overlapped(drive(speculate="ngram", adaptive_drafts=False, kv_cache_tokens=24 * 16, **settings), looks_up=True)
+    num_ahead = count_drafts_ahead(driven)
+    assert [comparable(answer) for answer in driven.run(*calls)] == expected
+    assert num_ahead() > 40 and driven.stats.num_accepted_draft_tokens > 40
+    assert (driven.stats.num_preemptions > 0) is ("policy" in settings)
+    num_before = num_ahead()
+    cases = [request(prompts[0], max_tokens=40, repetition_penalty=1.1), request(prompts[1], max_tokens=10)]
+    assert [a.tokens for a in driven.run(*cases)] == [a.tokens for a in drive().run(*cases)]
+    assert num_ahead() == num_before
+
+
+def test_drafts_of_a_drafter_that_are_planned_before_ids_are_known(drive: Make, prompts: list[list[int]]) -> None:
+    calls = [request(prompt, max_tokens=COUNT + i, temperature=0.8 * (i % 2), seed=3) for i, prompt in enumerate(prompts)]
+    plain = drive()
+    expected = [comparable(answer) for answer in plain.run(*calls)]
+    drafter = StubDrafter({tuple(call.prompt_ids): plain.answers[call.request_id, 0].tokens for call in calls})
+    driven = drive(speculate="ngram", draft_tokens=drafter.num_drafts, adaptive_drafts=False)
+    runner, scheduler = driven.executor.runner, driven.executor.scheduler
+    assert isinstance(runner, ModelRunner) and isinstance(scheduler, Scheduler)
+    scheduler._proposer = scheduler._planner._proposer = DrafterTokens()
+    runner.last_ids = torch.zeros((1 + drafter.num_drafts) * (runner.inputs.num_rows + 1), dtype=torch.int32)
+    runner.draft_runner = DraftRunner(drafter, runner.sampler.table, runner.last_ids, runner.inputs)
+    num_ahead = count_drafts_ahead(overlapped(driven, looks_up=False))
+    assert [comparable(answer) for answer in driven.run(*calls)] == expected
+    assert num_ahead() > 20 and drafter.num_accepted > 20

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from stoker.base.config import LOOKUP_SIZES
 from stoker.base.draft_tree import node_depths
 from stoker.base.types import SamplingParams
 from stoker.runtime.request import Sequence, TokenRequest
@@ -14,7 +15,7 @@ from stoker.runtime.schedule.draft_length import DraftLength
 from stoker.runtime.schedule.node_acceptance import NodeAcceptance
 from stoker.runtime.schedule.proposers.ngram import MAX_PROMPT, NgramProposer
 from stoker.runtime.schedule.proposers.supplied import SuppliedDrafts
-from stoker.runtime.schedule.proposers.token_index import SIZES, TokenIndex
+from stoker.runtime.schedule.proposers.token_index import TokenIndex
 
 
 def sequence(prompt: list[int], draft_ids: list[int] | None = None, **params: Any) -> Sequence:
@@ -39,7 +40,7 @@ def test_the_index_finds_the_last_occurrence_of_the_longest_run() -> None:
             index.append(text[length : length + count])
             length += count
         index.follow((), text)
-        position = next((at for size in SIZES if (at := last_occurrence(text, text, size)) >= 0), -1)
+        position = next((at for size in LOOKUP_SIZES if (at := last_occurrence(text, text, size)) >= 0), -1)
         found = index.continuation(4)
         assert found == (text[position : position + len(found)] if position >= 0 else []) and bool(found) == (position >= 0)
 

@@ -21,6 +21,7 @@ ROLES = ("both", "prefill", "decode")
 TRANSFER_BACKENDS = ("auto", "nixl", "tcp")
 PROPOSERS = ("none", "ngram", "request")  # draft proposers without a drafter, of runtime.schedule.proposers
 MAX_DRAFT_TOKENS = MAX_TREE_NODES
+LOOKUP_SIZES = (5, 3, 2)  # numbers of newest tokens that a prompt lookup finds earlier in a text; longer runs are tried first
 _DRAFT_TOKENS = 7  # of a chain, by default
 _NOUNS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", tuple: "a list of whole numbers"}
 

@@ -43,6 +43,7 @@ from stoker.kernels.reference import norm as norm_ref
 from stoker.kernels.reference import pages as pages_ref
 from stoker.kernels.reference import quant_int8 as int8_ref
 from stoker.kernels.reference import rope as rope_ref
+from stoker.kernels.reference import row_tokens as row_tokens_ref
 from stoker.kernels.reference import sampling as sampling_ref
 from stoker.kernels.reference import scores as scores_ref
 from stoker.kernels.reference import selective_scan as selective_scan_ref
@@ -58,6 +59,7 @@ from stoker.kernels.types import (
     Fusion,
     Mamba2Params,
     Rotary,
+    RowTokens,
     SelectiveScanParams,
     TokenScores,
 )
@@ -79,7 +81,7 @@ def _by_format(package: str, prefix: str) -> dict[ModuleType, ModuleType]:
 
 def use_launchers() -> None:
     """Use the Triton launchers for all tensors except CPU tensors. Called on import if there is a GPU, and by the ahead-of-time trace."""
-    from stoker.kernels.triton import activation, all_reduce, embedding, norm, pages, rope, sampling
+    from stoker.kernels.triton import activation, all_reduce, embedding, norm, pages, rope, row_tokens, sampling
     from stoker.kernels.triton.attention import launch as attention
     from stoker.kernels.triton.fused_layer import launch as fused_layer_launcher
     from stoker.kernels.triton.gemm.dense import launch as linear
@@ -88,8 +90,8 @@ def use_launchers() -> None:
 
     _GPU.update({
         activation_ref: activation, all_reduce_ref: all_reduce, attention_ref: attention, embedding_ref: embedding, linear_ref: linear,
-        moe_ref: moe, norm_ref: norm, pages_ref: pages, rope_ref: rope, sampling_ref: sampling, fused_layer_ref: fused_layer_launcher,
-        conv_ref: causal_conv, delta_ref: delta_rule, gated_norm_ref: gated_norm, mamba2_ref: mamba2,
+        moe_ref: moe, norm_ref: norm, pages_ref: pages, rope_ref: rope, row_tokens_ref: row_tokens, sampling_ref: sampling,
+        fused_layer_ref: fused_layer_launcher, conv_ref: causal_conv, delta_ref: delta_rule, gated_norm_ref: gated_norm, mamba2_ref: mamba2,
         selective_scan_ref: selective_scan, state_copy_ref: state_copy,
         **_by_format("stoker.kernels.triton.gemm.quantized", ""),
     })  # fmt: skip
@@ -390,6 +392,29 @@ def verify(
     which it was sampled [S]) and bool [L], whether the token of each row is yielded. A sequence without rows yields -1.
     """
     return _pick(sampled, sampling_ref).verify(sampled, token_ids, logits_idx, starts, parents, masks, max_drafts)
+
+
+def continue_rows(batch: ForwardBatch, rows: Tensor, starts: Tensor | None, counters: Tensor, known: RowTokens, block_size: int) -> None:
+    """Correct a step that was planned before the ids of earlier steps were known, in place, and find the drafts that it lacks.
+
+    Row r of the step (`batch.state_slots[r]` is its index in `known`) may have a first position p above that of its newest token,
+    lengths - 1, by the number of drafts that earlier steps rejected. Then its positions, slots and number of keys are corrected. The
+    counters of sequence s, of the row `rows[s]` (int32 [S]) of `known`, are `counters` (int32 [L]) from starts[s] to starts[s + 1] (int32
+    [S + 1]; None: one for each sequence), and are corrected by the same number.
+
+    Ids below 0 after the first one of a row are drafts that only the device can know. With `known.text`, they become the tokens that
+    followed the last earlier occurrence of the row's newest tokens (`LOOKUP_SIZES`), repeated after the end of the text; without any, its
+    newest token. Drafts are chains, at most 63 per row.
+    """
+    _pick(batch.token_ids, row_tokens_ref).continue_rows(batch, rows, starts, counters, known, block_size)
+
+
+def append_tokens(known: RowTokens, rows: Tensor, token_ids: Tensor, num_accepted: Tensor | None) -> None:
+    """Add the first num_accepted[s] + 1 of token_ids[s] (int32 [S, K]; None: the only one, K = 1) to the tokens of row rows[s], int32 [S].
+
+    The last row of `known` is that of padding, and is not changed. -1 (no token) is stored as 0.
+    """
+    _pick(token_ids, row_tokens_ref).append_tokens(known, rows, token_ids, num_accepted)
 
 
 def move_tokens(caches: list[KVCache], moves: Tensor) -> None:

@@ -77,6 +77,13 @@ class DeltaParams:
     dt_bias: Tensor  # added to the time step before the softplus
 
 
+class RowTokens(NamedTuple):
+    """What the device knows of the tokens of the N rows of the device buffers, and of a last row for padding."""
+
+    lengths: Tensor  # int32 [N + 1], prompt and generated tokens
+    text: Tensor | None  # int32 [N + 1, W]: the newest W tokens of each row, position p at p mod W; None: drafts are not looked up
+
+
 @dataclass(slots=True)
 class DrawParams:
     """The sampling parameters of L rows. Tensors are [L], on the device of the logits."""

@@ -136,6 +136,7 @@ class Sequence:
         "deadline",
         "decode_snapshot",
         "draft_limit",
+        "drafts_ahead",
         "end_ids",
         "fault",
         "finish_reason",
@@ -147,6 +148,7 @@ class Sequence:
         "min_tokens",
         "num_cached",
         "num_computed",
+        "num_drafted",
         "num_drafter_computed",
         "num_hashed",
         "num_in_flight",
@@ -196,6 +198,7 @@ class Sequence:
         self.num_computed = 0
         self.num_pending = 0
         self.num_drafter_computed = 0  # tokens whose keys and values a draft engine has; see DrafterProgress
+        self.num_drafted = 0  # drafts that its newest planned step computes on the device for the next one
         self.num_in_flight = 0  # planned steps that contain it and are not committed
         self.admission: AdmissionRecord | None = None  # its first one
         self.num_cached = 0  # prompt tokens reused when it was first admitted
@@ -213,6 +216,8 @@ class Sequence:
         # waits_for_ids: no step is planned while an id is pending: the grammar or the list of bad words needs it first.
         # reads_drafts: the host must know the ids of drafts, for the same reason.
         self.waits_for_ids = self.reads_drafts = request.params.guide is not None or bool(request.params.bad_words)
+        # drafts_ahead: its steps with drafts may be planned while ids are pending, because the device finds its positions and drafts.
+        self.drafts_ahead = False
         # Parent of its first block in the prefix index. Only sequences with equal roots share blocks.
         self.prefix_root: PrefixRoot = request.cache_salt if request.adapter < 0 else (request.adapter, request.cache_salt)
         self.prefix: Any = self.prefix_root  # entry of its last block in the prefix index, or the root

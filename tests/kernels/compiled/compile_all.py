@@ -24,7 +24,7 @@ from stoker.distributed.group import SINGLE
 from stoker.distributed.inbox import Inboxes
 from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.routing import Routing, RoutingParams
-from stoker.kernels.triton import activation, all_reduce, embedding, norm, pages, rope, sampling
+from stoker.kernels.triton import activation, all_reduce, embedding, norm, pages, rope, row_tokens, sampling
 from stoker.kernels.triton.aot.offline_target import compile_for, compiling, resources
 from stoker.kernels.triton.attention import launch as attention
 from stoker.kernels.triton.attention.tiles import AttentionTile
@@ -46,6 +46,7 @@ from stoker.kernels.types import (
     Fusion,
     Mamba2Params,
     Rotary,
+    RowTokens,
     SelectiveScanParams,
     supports_key_mean,
 )
@@ -149,6 +150,13 @@ def sample(rows: int, dtype: torch.dtype, all_greedy: bool) -> None:
 def verify(nodes: int) -> None:
     masks = meta(4 * nodes, dtype=torch.int64)
     sampling.verify(index(4 * nodes), index(4 * nodes), index(4 * nodes), index(5), index(4 * nodes), masks, nodes - 1)
+
+
+def row_tokens_of(width: int, has_drafts: bool) -> None:
+    known = RowTokens(index(257), index(257, width) if width else None)
+    batch = ForwardBatch(index(64), index(64), index(64), index(9), index(8), index(8, 256), 0, 8, 4096, state_slots=index(8))
+    row_tokens.continue_rows(batch, index(8), index(9) if has_drafts else None, index(64), known, 64)
+    row_tokens.append_tokens(known, index(8), index(8, 8 if has_drafts else 1), index(8) if has_drafts else None)
 
 
 def linear_of(rows: int, gated: bool, dtype: torch.dtype = BF16, n: int = 4096, k: int = 4096) -> None:
@@ -386,6 +394,8 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "tree of 64, fp8": lambda: attend(1, 64, cache_dtype=FP8, tree=True),
     "tree of 64, latent": lambda: attend(1, 64, tree=True, **LATENT),  # type: ignore[arg-type]
     "verify": lambda: verify(8),
+    "tokens of rows": lambda: row_tokens_of(32768, True),
+    "tokens of rows with a drafter": lambda: row_tokens_of(0, False),
     "verify 64": lambda: verify(64),
     "move tokens": lambda: pages.move_tokens([cache(8, 64, 128, 128, BF16), cache(8, 64, 128, 128, FP8)], index(5, 2)),
     **{

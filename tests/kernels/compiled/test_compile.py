@@ -56,7 +56,7 @@ GROUPS = [
     ("norm", "gated", "activate", "xielu", "rotate", "embedding", "resolve", "remember", "rope", "sample"),
     ("recurrent",),
     ("linear", "skinny", "large"),
-    ("decode", "four", "sum of", "move", "tree", "verify"),
+    ("decode", "four", "sum of", "move", "tree", "verify", "tokens"),
     ("prefill f", "prefill i", "prefill,"),
     ("prefill 128 wide",),
     ("prefill b", "prefill 6"),

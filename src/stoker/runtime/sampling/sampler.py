@@ -176,6 +176,10 @@ class Sampler:
             for s in sequences
         )
 
+    def draws_on_device(self, seq: Sequence) -> bool:
+        """Whether the tokens of a sequence need nothing from the host: neither features nor supplied logits."""
+        return seq.seq_id not in self._users and not uses_draft_logits(seq)
+
     def sample(
         self,
         logits: Tensor,

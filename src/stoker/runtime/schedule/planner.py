@@ -46,6 +46,7 @@ class Planner:
         self._draft_length = draft_length
         self._max_drafts = draft_length.max_drafts
         self._num_decodes = 0  # of the newest plan
+        self._drafts_ahead = False  # whether the step that is planned may verify drafts of sequences with pending ids
         self._max_sampled = max_sampled_tokens(max_rows)
         self._drafts_beside_prefill = drafts_beside_prefill
         self._drafter_progress = drafter_progress
@@ -136,19 +137,31 @@ class Planner:
     def _expects_drafts(self) -> bool:
         """Whether a running sequence has a pending id after which drafts are likely.
 
-        Then no step is planned before the id is known. A step of the other sequences would separate them from this one in all later steps,
-        which would read the weights twice as often.
+        Then no step is planned before the id is known, unless the device finds the drafts of all running sequences by itself. A step of the
+        other sequences would separate them from this one in all later steps, which would read the weights twice as often.
         """
         if not self._max_drafts or not self._proposer.reads_token_ids:
             return False
-        return any(
+        self._drafts_ahead = all(map(self._is_ahead, self._running_set.running.values()))
+        return not self._drafts_ahead and any(
             seq.num_pending and not seq.waits_for_ids and self._limit(seq) > 0 and self._proposer.waits(seq)
             for seq in self._running_set.running.values()
         )
 
+    def _is_ahead(self, seq: Sequence) -> bool:
+        """Whether a step with drafts of `seq` can be planned while ids are pending: no drafter must catch up with tokens before them."""
+        if not seq.drafts_ahead or self._drafter_progress is None:
+            return seq.drafts_ahead
+        return self._drafter_progress.is_complete(seq, seq.num_computed) or not self._limit(seq)
+
     def _waits(self, seq: Sequence) -> bool:
-        """Whether a sequence with pending ids waits for them: it reads them on the host, or its position depends on accepted drafts."""
-        return seq.waits_for_ids or (self._proposer.reads_token_ids and seq.num_pending > seq.num_in_flight)
+        """Whether a sequence with pending ids waits for them: it reads them on the host, or its position depends on accepted drafts.
+
+        The device corrects the position of a sequence that drafts ahead.
+        """
+        if seq.waits_for_ids or not self._proposer.reads_token_ids or seq.drafts_ahead:
+            return seq.waits_for_ids
+        return seq.num_pending > seq.num_in_flight
 
     def _limit(self, seq: Sequence) -> int:
         """The number of drafts that pay for `seq`, if a step has as many decodes as the newest one."""
@@ -159,11 +172,12 @@ class Planner:
     def _plan_drafter(self, plan: StepPlan) -> None:
         """Set how many drafts the drafter computes in this step for the next one, and what it computes before."""
         limits = [self._limit(seq) for seq in plan.sequences]
-        if self._drafter_progress is not None:
-            if not any(limits):
-                return
-            self._drafter_progress.add(plan, limits)
-        plan.num_wanted = max((limit for limit, samples in zip(limits, plan.samples, strict=True) if samples), default=0)
+        if self._drafter_progress is None or any(limits):
+            if self._drafter_progress is not None:
+                self._drafter_progress.add(plan, limits)
+            plan.num_wanted = max((limit for limit, samples in zip(limits, plan.samples, strict=True) if samples), default=0)
+        for seq in plan.sequences:
+            seq.num_drafted = plan.num_wanted or 0
 
     def _limit_tokens(self, plan: StepPlan, prefills: list[Sequence], now: float) -> None:
         """Set the limit of the tokens of this step from the latency targets. The plan has its decodes; `prefills` are not complete."""
@@ -275,12 +289,13 @@ class Planner:
         """At most `room` draft tokens for one decode of the plan. Advances the counters and blocks of the sequence past them."""
         max_tokens = self._token_limit if plan.num_prefill_tokens else self._max_num_tokens
         limit = min(self._limit(seq), room, max_tokens - plan.num_tokens, seq.max_computed - seq.num_computed)
-        is_unknown = seq.num_pending > 1 if self._proposer.reads_token_ids else seq.reads_drafts
+        is_pending = self._proposer.reads_token_ids and seq.num_pending > 1
+        is_unknown = not self._drafts_ahead if is_pending else seq.reads_drafts and not self._proposer.reads_token_ids
         if limit <= 0 or is_unknown or seq.status is not Status.RUNNING:
             return NO_DRAFTS
         if self._drafter_progress is not None and not self._drafter_progress.is_complete(seq, seq.num_computed - 1):
             return NO_DRAFTS  # the drafts of the newest step lacked tokens before them
-        drafts = self._proposer.propose(seq, limit)
+        drafts = [-1] * self._proposer.num_ahead(seq, limit) if is_pending else self._proposer.propose(seq, limit)
         kv_cache = self._running_set.kv_cache
         while len(seq.blocks) * kv_cache.tokens_per_block < seq.num_computed + len(drafts) and kv_cache.grow(seq):
             pass

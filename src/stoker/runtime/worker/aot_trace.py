@@ -38,6 +38,7 @@ from stoker.runtime.worker.inputs import Shape
 from stoker.runtime.worker.memory import make_caches, num_verified_slots
 from stoker.runtime.worker.model_runner import ModelRunner
 from stoker.runtime.worker.rank import Capacity, captures_steps
+from stoker.runtime.worker.row_tracker import make_tracker
 
 META = torch.device("meta")
 EAGER_ROWS = (1, 3, 16, 20, 32, 40, 64, 100)
@@ -130,6 +131,10 @@ def _runner(engine: Engine, config: RuntimeConfig, rank: int) -> ModelRunner:
         max_drafts=max_drafts,
         has_trees=config.tree is not None, use_graphs=captures_steps(config, settings.model),
         states=states if settings.model.has_state else None,
+        tracker=make_tracker(
+            config, settings.model, None, world_size=mapping.world_size, num_rows=capacity.max_num_sequences,
+            max_seq_len=capacity.max_seq_len, block_size=size, device=META,
+        ),
         world=World(rank, mapping.world_size, group, stage, everyone, leader(mapping), dispatch=dispatch),
     )  # fmt: skip
 

@@ -33,6 +33,7 @@ from stoker.runtime.worker.drafter import Drafter
 from stoker.runtime.worker.dummy_step import Bounds, allocate_dummy_step, pack_dummy_step
 from stoker.runtime.worker.inputs import InputBuilder, PackedStep, Shape, StepInputs
 from stoker.runtime.worker.parallel_inputs import AllRows, pack_parts, sampled_first, uniform_counts, with_counts
+from stoker.runtime.worker.row_tracker import RowTracker
 from stoker.runtime.worker.step_handle import LazyHandle, StepHandle
 
 
@@ -58,12 +59,15 @@ class ModelRunner:
         num_rows: int, max_batch_size: int, max_num_tokens: int, max_seq_len: int, block_size: int, device: torch.device, use_graphs: bool,
         world: World = ALONE_WORLD, publisher: StepPublisher | None = None, grammars: Grammars | None = None,
         drafter: Drafter | None = None, max_drafts: int = 0, has_trees: bool = False, states: StateCache | None = None,
+        tracker: RowTracker | None = None,
     ) -> None:  # fmt: skip
         """`max_drafts`: the largest number of drafts of a row, for which steps are captured. `has_trees`: they may be trees.
 
+        `tracker`: with it, steps with drafts are planned before the results of earlier ones are known. Without ranks and trees only.
+
         `states`: the storage of recurrent states.
         """
-        self.states = states
+        self.states, self.tracker = states, tracker
         self.model = model
         self.caches = caches
         self.device = device
@@ -118,6 +122,7 @@ class ModelRunner:
                 raise RequestError("prompt_logprobs", seq.params.prompt_logprobs, limit)
         self.prompt_scores.add(seq)
         self.sampler.add(seq)
+        seq.drafts_ahead = self.tracker is not None and not seq.request.draft_ids and self.sampler.draws_on_device(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence that ended. Unknown sequences are ignored."""
@@ -145,6 +150,8 @@ class ModelRunner:
         assert not plan.transfers
         table = self.sampler.table
         table.update(plan.sequences)
+        if self.tracker is not None:
+            self.tracker.update(plan.sequences)
         is_plain = self.graphs is not None and plan.adapters is None and self.sampler.is_plain(plan.sequences)
         shape = self.graphs.shape_for(plan) if self.graphs is not None and is_plain else None
         parts = pack_parts(self.inputs, plan, shape) if plan.parts else [self.inputs.pack(plan, shape)]
@@ -173,7 +180,7 @@ class ModelRunner:
             return StepHandle(packed.sampled, yielded.newest, verified=yielded, drafts=drafted)
         with self._fatal_error(self.world.size > 1), self._observed():
             inputs = self.inputs.unpack(packed)
-            batch = self._resolve(inputs.batch)
+            batch = self._resolve(inputs)
             logits = self._compute(inputs, batch)
         rows, counters = self._rows_to_sample(inputs, packed.ranks)
         prompt = [chunk for part in plan.parts or (plan,) for chunk in prompt_chunks(part)] if packed.num_extra else []
@@ -183,7 +190,7 @@ class ModelRunner:
         with self._fatal_error(self._broadcasts_ids or (self.states is not None and self.world.size > 1)):
             sampled = self.sampler.sample(logits, rows, counters, packed.sampled, prompt, drafts)
             self._accept_states(inputs, batch, sampled.verified)
-            self._store_last_ids(inputs, sampled.newest, packed.ranks)
+            self._store_last_ids(inputs, sampled.newest, packed.ranks, sampled.verified)
             drafted = None
             if self.draft_runner is not None:
                 self.draft_runner.catch_up(plan)
@@ -241,7 +248,7 @@ class ModelRunner:
             return
         with self._observed():
             inputs = self.inputs.unpack(packed)
-            self._compute(inputs, self._resolve(inputs.batch))
+            self._compute(inputs, self._resolve(inputs))
         self._accept_states(inputs, inputs.batch, None)
         self._store_last_ids(inputs, self._unknown_ids(inputs, packed.ranks), packed.ranks)
 
@@ -270,7 +277,7 @@ class ModelRunner:
             shape, bounds, width, self.inputs.num_rows, self.device, is_prefix_lm=self.model.config.prefix is not None
         )
         ranks = self._set_uniform_counts(step)
-        batch = self._resolve(step.batch)
+        batch = self._resolve(step)
         logits = self.model(batch, self.caches)
         if not self.world.is_leader:
             self._store_last_ids(step, self._unknown_ids(step, ranks), ranks)
@@ -307,7 +314,7 @@ class ModelRunner:
         Yields the results after each part.
         """
         ranks = self._set_uniform_counts(inputs)
-        batch = self._resolve(inputs.batch)
+        batch = self._resolve(inputs)
         logits = self.model(batch, self.caches)
         verified: Verified | None = None
         if self.world.is_leader:
@@ -318,7 +325,7 @@ class ModelRunner:
         else:
             token_ids = newest = self._unknown_ids(inputs, ranks)
         self._accept_states(inputs, batch, verified)
-        self._store_last_ids(inputs, newest, ranks)
+        self._store_last_ids(inputs, newest, ranks, verified)
         drafts = self.draft_runner.buffer(newest) if self.draft_runner is not None else None
         num_parts = 2 + self.draft_runner.drafter.num_parts if self.draft_runner is not None else 1
         result = PlainStep(token_ids if verified is None else verified, drafts, num_parts)
@@ -351,14 +358,20 @@ class ModelRunner:
         tokens = (inputs.starts[:-1][rows] + accepted[rows]).clamp(max=batch.num_tokens)
         self.states.accept(tokens, inputs.sequence_rows[rows])
 
-    def _resolve(self, batch: ForwardBatch) -> ForwardBatch:
-        """The batch with the ids that only the device has. On a CPU these are drafts of a drafter only, because steps do not overlap."""
-        if self.device.type == "cpu" and self.draft_runner is None:
+    def _resolve(self, inputs: StepInputs) -> ForwardBatch:
+        """The batch with the positions and ids that only the device has. On a CPU, where steps do not overlap, these are drafts of a
+        drafter."""
+        batch = inputs.batch
+        if self.tracker is not None:
+            self.tracker.correct(inputs)
+        elif self.device.type == "cpu" and self.draft_runner is None:
             return batch
         return dataclasses.replace(batch, token_ids=ops.resolve(batch.token_ids, self.last_ids))
 
-    def _store_last_ids(self, inputs: StepInputs, token_ids: Tensor, ranks: RankCounts | None) -> None:
+    def _store_last_ids(self, inputs: StepInputs, token_ids: Tensor, ranks: RankCounts | None, verified: Verified | None = None) -> None:
         """Store the sampled ids of all data-parallel ranks for the next step, on every rank that needs them."""
+        if self.tracker is not None:
+            self.tracker.append(inputs, token_ids, verified)
         if self._broadcasts_ids:
             token_ids = (self.world.tensor if ranks is None else self.world.everyone).broadcast(token_ids)
         if ranks is not None:

@@ -32,6 +32,7 @@ from stoker.runtime.worker.memory import (
     num_verified_slots,
 )
 from stoker.runtime.worker.model_runner import ModelRunner, StepPublisher
+from stoker.runtime.worker.row_tracker import make_tracker
 
 log = get_logger(__name__)
 
@@ -231,6 +232,16 @@ class LoadedRank:
             publisher=publisher,
             grammars=grammars,
             states=states,
+            tracker=make_tracker(
+                self.config,
+                config.model,
+                self.draft_source,
+                world_size=self.world.size,
+                num_rows=capacity.max_num_sequences,
+                max_seq_len=max_seq_len,
+                block_size=size,
+                device=self.device,
+            ),
         )
 
 

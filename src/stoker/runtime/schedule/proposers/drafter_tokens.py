@@ -22,3 +22,6 @@ class DrafterTokens(Proposer):
 
     def propose(self, seq: Sequence, limit: int) -> Seq[int]:
         return NO_DRAFTS if seq.proposal is None else [draft & _TOKEN_BITS for draft in seq.proposal[:limit]]
+
+    def num_ahead(self, seq: Sequence, limit: int) -> int:
+        return min(limit, seq.num_drafted)

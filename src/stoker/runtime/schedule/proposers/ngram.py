@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import cast
 
-from stoker.base.config import MAX_DRAFT_TOKENS
+from stoker.base.config import LOOKUP_SIZES, MAX_DRAFT_TOKENS
 from stoker.runtime.request import Sequence
 from stoker.runtime.schedule.proposers.proposer import Proposer
-from stoker.runtime.schedule.proposers.token_index import SIZES, TokenIndex
+from stoker.runtime.schedule.proposers.token_index import TokenIndex
 
 MAX_PROMPT = 1 << 15  # newest tokens of a prompt that are indexed: about 10 MB and 15 ms
 
@@ -25,6 +25,10 @@ class NgramProposer(Proposer):
     def propose(self, seq: Sequence, limit: int) -> Seq[int]:
         return self._index(seq).repetition(limit)
 
+    def num_ahead(self, seq: Sequence, limit: int) -> int:
+        """As many as follow the newest known token: while a passage is copied, the pending tokens are part of it."""
+        return len(self._index(seq).repetition(limit))
+
     def _index(self, seq: Sequence) -> TokenIndex:
         """The index of the sequence, which includes its newest known token."""
         supplied, tokens = seq.request.draft_ids, seq.tokens
@@ -36,5 +40,5 @@ class NgramProposer(Proposer):
         if num_known < len(tokens) or num_known == seq.num_prompt:
             new = tokens[num_known:]
             index.append(new)
-            index.follow(new, tokens[-max(SIZES) :])
+            index.follow(new, tokens[-max(LOOKUP_SIZES) :])
         return cast("TokenIndex", index)

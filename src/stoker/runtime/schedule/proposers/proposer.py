@@ -13,7 +13,8 @@ class Proposer(ABC):
 
     max_drafts: the largest number of drafts per row; 0: the planner never calls `propose`.
     reads_token_ids: drafts are a function of token ids that the host knows, so `propose` is called only for sequences without a pending
-        id. A proposer that runs on the device sets False and returns -1 for each draft.
+        id, except where the device can look up or has computed drafts (`num_ahead`). A proposer that runs on the device sets False and
+        returns -1 for each draft.
 
     runs_on_device: drafts are computed in the step before, so that a plan says how many the next step can verify (`StepPlan.num_wanted`).
 
@@ -31,6 +32,10 @@ class Proposer(ABC):
         previous one runs.
         """
         return True
+
+    def num_ahead(self, seq: Sequence, limit: int) -> int:
+        """How many drafts, at most `limit`, the device proposes after the pending ids of `seq`. Called only if `Sequence.drafts_ahead`."""
+        return 0
 
     @abstractmethod
     def propose(self, seq: Sequence, limit: int) -> Seq[int]:

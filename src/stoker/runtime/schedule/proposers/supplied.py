@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from stoker.base.config import MAX_DRAFT_TOKENS
+from stoker.base.config import LOOKUP_SIZES, MAX_DRAFT_TOKENS
 from stoker.runtime.request import Sequence
 from stoker.runtime.schedule.plan import NO_DRAFTS
 from stoker.runtime.schedule.proposers.proposer import Proposer
-from stoker.runtime.schedule.proposers.token_index import SIZES, TokenIndex
+from stoker.runtime.schedule.proposers.token_index import TokenIndex
 
 
 class SuppliedDrafts(Proposer):
@@ -28,6 +28,6 @@ class SuppliedDrafts(Proposer):
         index: TokenIndex = seq.proposal[0]
         num_followed: int = seq.proposal[1]
         if num_followed < len(seq.tokens):
-            index.follow(seq.tokens[num_followed:], seq.tokens[max(len(seq.tokens) - max(SIZES), seq.num_prompt) :])
+            index.follow(seq.tokens[num_followed:], seq.tokens[max(len(seq.tokens) - max(LOOKUP_SIZES), seq.num_prompt) :])
             seq.proposal = index, len(seq.tokens)
         return index.continuation(limit)

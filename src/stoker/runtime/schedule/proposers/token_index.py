@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import count
 
-SIZES = (5, 3, 2)  # numbers of tokens that must agree; longer agreements are tried first
+from stoker.base.config import LOOKUP_SIZES
+
 TRUSTED = 5  # equal tokens after which a continuation is returned without a limit
 LONGEST = 1 << 10
 
@@ -13,16 +14,16 @@ LONGEST = 1 << 10
 class TokenIndex:
     """Finds the continuation of the newest tokens in a text that grows.
 
-    Each run of SIZES tokens is in a hash table with the position after its last occurrence. While the tokens that follow agree with a
-    continuation, it is continued without a search, so that a copied passage is not lost where its words occur several times. The more
-    tokens agree, the more tokens of the continuation are returned, because short agreements are often accidents.
+    Each run of LOOKUP_SIZES tokens is in a hash table with the position after its last occurrence. While the tokens that follow agree
+    with a continuation, it is continued without a search, so that a copied passage is not lost where its words occur several times. The
+    more tokens agree, the more tokens of the continuation are returned, because short agreements are often accidents.
     """
 
     def __init__(self, text: Iterable[int] = (), *, start: int = -1) -> None:
         """`start`: the position of the text at which the first token is expected; -1: nowhere."""
         self.text: list[int] = []
-        self._tables: list[dict[tuple[int, ...], int]] = [{} for _ in SIZES]
-        self._num_indexed = [0] * len(SIZES)  # ends of the runs in each table
+        self._tables: list[dict[tuple[int, ...], int]] = [{} for _ in LOOKUP_SIZES]
+        self._num_indexed = [0] * len(LOOKUP_SIZES)  # ends of the runs in each table
         self.append(text)
         self._next = start
         self._num_equal = TRUSTED if start >= 0 else 0  # tokens before the continuation that agree with the newest ones
@@ -31,7 +32,7 @@ class TokenIndex:
         """Add tokens to the end of the text."""
         self.text += token_ids
         text = self.text
-        for i, (size, table) in enumerate(zip(SIZES, self._tables, strict=True)):
+        for i, (size, table) in enumerate(zip(LOOKUP_SIZES, self._tables, strict=True)):
             # A run is indexed when a token follows it.
             first = max(self._num_indexed[i], size)
             if first < len(text):
@@ -40,7 +41,7 @@ class TokenIndex:
                 self._num_indexed[i] = len(text)
 
     def follow(self, token_ids: Sequence[int], newest: Sequence[int]) -> None:
-        """Set the continuation after `token_ids` were generated. `newest` are the last tokens up to them, at least max(SIZES) if there are.
+        """Set the continuation after `token_ids` were generated. `newest` are at least the last max(LOOKUP_SIZES) tokens, if there are.
 
         The text may contain `token_ids` already.
         """
@@ -72,7 +73,7 @@ class TokenIndex:
     def _find(self, newest: Sequence[int]) -> None:
         """Continue after the last occurrence of the newest tokens."""
         self._next, self._num_equal = -1, 0
-        for size, table in zip(SIZES, self._tables, strict=True):
+        for size, table in zip(LOOKUP_SIZES, self._tables, strict=True):
             if len(newest) >= size and (found := table.get(tuple(newest[-size:]))) is not None:
                 self._next, self._num_equal = found, size
                 return
