@@ -14,6 +14,7 @@ from stoker.kernels import ops
 from stoker.kernels.routing import RoutingParams
 from stoker.quant.format import Format
 from stoker.quant.formats.block_fp8 import BlockFp8
+from stoker.quant.formats.fp4 import Fp4
 from stoker.quant.formats.fp8 import Fp8
 from stoker.quant.formats.int4 import Int4
 from stoker.quant.formats.int8 import Int8
@@ -28,6 +29,8 @@ FORMATS: dict[str, Format] = {
     "int4, offsets": Int4(group_size=32, zero="float", clip=False),
     "int4, small groups": Int4(group_size=16, zero="float", clip=False),
     "int4, with a column order": Int4(group_size=128, zero="int", clip=False, reorder=True),
+    "MXFP4": Fp4(),
+    "NVFP4": Fp4(group_size=16, scale="e4m3"),
     "int8 in groups": GroupedInt8(group_size=32, shifted=True),
     "int8 in small groups": GroupedInt8(group_size=16),
     "blocks": BlockFp8(),
@@ -48,6 +51,16 @@ def step(
     return run
 
 
+def random_fp4(weight_format: Fp4, spec: LinearSpec) -> dict[str, torch.Tensor]:
+    """Random bits, with scales of 2 ** -9 to 2 ** -5, or below 2 × 2 ** -7."""
+    shapes = {suffix: layout.shape for suffix, layout in weight_format.layout(spec, torch.bfloat16).items()}
+    stored = {"weight": torch.randint(0, 256, shapes["weight"], dtype=torch.uint8)}
+    if weight_format.scale == "e8m0":
+        return stored | {"scale": torch.randint(118, 122, shapes["scale"], dtype=torch.uint8)}
+    scale = torch.randint(0, 64, shapes["scale"], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return stored | {"scale": scale, "row_scale": (1 + torch.rand(shapes["row_scale"])) / 128}
+
+
 def inputs(rows: int) -> list[torch.Tensor]:
     return [torch.randn(rows, IN).bfloat16(), torch.randn(2 * rows, IN).bfloat16(), torch.randn(rows, EXPERTS)]
 
@@ -58,7 +71,10 @@ def test_a_graph_is_replayed_for_another_routing(name: str, rows: int) -> None:
     torch.manual_seed(rows)
     weight_format = FORMATS[name]
     spec = LinearSpec(name="experts", in_features=IN, parts=(OUT,), num_experts=EXPERTS)
-    stored = weight_format.quantize(torch.randn(EXPERTS, OUT, IN) / IN**0.5, spec)
+    if isinstance(weight_format, Fp4):
+        stored = random_fp4(weight_format, spec)
+    else:
+        stored = weight_format.quantize(torch.randn(EXPERTS, OUT, IN) / IN**0.5, spec)
     if getattr(weight_format, "reorder", False):
         stored["order"] = torch.stack([torch.randperm(IN) for _ in range(EXPERTS)]).int()
     captured = [t.to("cuda") for t in inputs(rows)]

@@ -83,12 +83,17 @@ def int4(rows: int, k: int, zero: str, group: int, bias: Tensor | None) -> Packe
     zeros = torch.randint(0, 16, (rows, groups), dtype=torch.uint8) if zero == "int" else None
     if zero == "float":
         zeros = (-torch.rand(rows, groups) / k**0.5).half()
-    return PackedWeight("int4", torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8), scale, zeros, group, bias=bias)
+    values = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8)
+    if zero == "e2m1":
+        return PackedWeight("int4", values, torch.randint(-9, -5, (rows, groups)).float().exp2(), None, group, bias=bias, is_fp4=True)
+    return PackedWeight("int4", values, scale, zeros, group, bias=bias)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("m", "parts"), [(1, "nbgr"), (3, "br"), (8, "ng")])
-@pytest.mark.parametrize(("zero", "group"), [("none", 64), ("int", 128), ("float", 64), ("int", 64), ("int", 32), ("float", 32)])
+@pytest.mark.parametrize(
+    ("zero", "group"), [("none", 64), ("int", 128), ("float", 64), ("int", 64), ("int", 32), ("float", 32), ("e2m1", 32)]
+)
 def test_int4(zero: str, group: int, m: int, parts: str, shape: tuple[int, int]) -> None:
     from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 
@@ -101,7 +106,9 @@ def test_int4(zero: str, group: int, m: int, parts: str, shape: tuple[int, int])
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("m", "parts"), [(12, "nbgr"), (32, "br"), (64, "ng")])
-@pytest.mark.parametrize(("zero", "group"), [("none", 128), ("int", 128), ("int", 64), ("none", 32), ("float", 32), ("float", 16)])
+@pytest.mark.parametrize(
+    ("zero", "group"), [("none", 128), ("int", 128), ("int", 64), ("none", 32), ("float", 32), ("float", 16), ("e2m1", 16), ("e2m1", 32)]
+)
 def test_int4_of_12_to_64_rows(zero: str, group: int, m: int, parts: str, shape: tuple[int, int]) -> None:
     from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 

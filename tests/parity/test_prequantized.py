@@ -17,8 +17,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from stoker.base.errors import CheckpointError
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
-from stoker.builder.prequantized.fp4 import FP4_VALUES
-from stoker.builder.prequantized.mxfp4 import dequantize_mxfp4
+from stoker.builder.prequantized.dequantize import dequantize
+from stoker.builder.prequantized.fp4 import mxfp4_tensors
+from stoker.engine.reader import Engine
+from stoker.quant.formats.fp4 import Fp4
 
 PROMPT = list(range(3, 40))
 BLOCK = (16, 8)  # the sizes of the tiny model are not multiples of it
@@ -67,7 +69,8 @@ def test_fp8_blocks_are_dequantized_without_quantization(tmp_path: Path, tokeniz
     assert (found - hf_logits(model)(PROMPT, 0)).abs().max() > 1e-3, "the rounding changes the logits, so the dequantized weights were used"
 
 
-def test_mxfp4_experts_are_dequantized(tmp_path: Path, tokenizer: Path) -> None:
+@pytest.mark.parametrize("quantization", [None, "NO_QUANT"])
+def test_mxfp4_experts(tmp_path: Path, tokenizer: Path, quantization: str | None) -> None:
     sizes = GROUPED | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 8}
     model = hf_model("GptOss", **sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=9)
     model.save_pretrained(tmp_path)
@@ -87,15 +90,19 @@ def test_mxfp4_experts_are_dequantized(tmp_path: Path, tokenizer: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-    assert (logits(tmp_path, tokenizer) - hf_logits(model)(PROMPT, 0)).abs().max() < 2e-4
+    assert (logits(tmp_path, tokenizer, quantization) - hf_logits(model)(PROMPT, 0)).abs().max() < 2e-4
+    stored = Engine.open(tmp_path / "engine").config.recipe.default
+    assert (stored == Fp4()) == (quantization is None)
 
 
-def test_every_fp4_value_is_dequantized() -> None:
-    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 1, 16)
-    scales = torch.full((1, 16, 1), 130, dtype=torch.uint8)
-    found = dequantize_mxfp4(blocks, scales)[0].T.flatten()
-    expected = [8 * FP4_VALUES[nibble] for byte in range(256) for nibble in (byte & 15, byte >> 4)]
-    assert found.tolist() == expected
+def test_every_fp4_value_and_every_scale_is_exact() -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).repeat(16, 1).view(256, 1, 16)
+    scales = torch.arange(256, dtype=torch.uint8)[:, None].clamp(max=250)  # 6 × 2 ** 124 is the largest value that transformers can store
+    found = dequantize(Fp4(), mxfp4_tensors("weight", blocks.flatten(1), scales))
+    expected = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0].T  # [in, out] in a checkpoint
+    assert torch.equal(found, expected)
+    with pytest.raises(CheckpointError, match="weight has a scale that is NaN"):
+        mxfp4_tensors("weight", blocks.flatten(1), torch.full((256, 1), 255, dtype=torch.uint8))
 
 
 def test_missing_and_misshapen_scales_are_refused(tmp_path: Path, tokenizer: Path) -> None:

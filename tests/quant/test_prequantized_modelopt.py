@@ -22,10 +22,10 @@ from stoker.builder.prepare import prepare
 from stoker.engine.layerwise import LayerwiseModel, split_windows
 from stoker.quant.format import Format
 from stoker.quant.formats.block_fp8 import BlockFp8
+from stoker.quant.formats.fp4 import Fp4
 from stoker.quant.formats.fp8 import Fp8
 from stoker.quant.formats.int4 import Int4
 from stoker.quant.formats.int8 import Int8
-from stoker.quant.formats.int8_grouped import GroupedInt8
 from stoker.quant.formats.smoothquant import SmoothQuant
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -98,8 +98,8 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed], Format | None
     "AWQ": ({"quant_algo": "W4A16_AWQ", "group_size": 32}, lambda w: signed_int4(w, 32, True), INT4_32),
     "W4A8": ({"quant_algo": "W4A8_AWQ", "group_size": 32}, lambda w: signed_int4(w, 32), INT4_32),
     "AWQ with factors": ({"quant_algo": "W4A16_AWQ", "group_size": 32}, with_input_factors(lambda w: signed_int4(w, 32, True)), None),
-    "NVFP4": ({"quant_algo": "NVFP4", "group_size": 16}, lambda w: fp4(w, 16), GroupedInt8(group_size=16)),
-    "MXFP4": ({"quant_algo": "W4A8_MXFP4_FP8", "group_size": 32}, lambda w: fp4(w, 32, True), GroupedInt8(group_size=32)),
+    "NVFP4": ({"quant_algo": "NVFP4", "group_size": 16}, lambda w: fp4(w, 16), Fp4(group_size=16, scale="e4m3")),
+    "MXFP4": ({"quant_algo": "W4A8_MXFP4_FP8", "group_size": 32}, lambda w: fp4(w, 32, True), Fp4()),
 }  # fmt: skip
 
 

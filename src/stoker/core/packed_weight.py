@@ -20,7 +20,8 @@ class PackedWeight:
         int8    real = values × scale (+ zero)                      int8 [N, K]
         fp8     real = values × scale                               float8_e4m3fn [N, K]
         int4    real = (values − zero) × scale, or values × scale + zero, as `zero_kind` says; two values per byte, uint8 [N, K / 2]:
-                feature 2i in the low four bits of byte i, feature 2i + 1 in the high four bits
+                feature 2i in the low four bits of byte i, feature 2i + 1 in the high four bits. With `is_fp4` the four bits are
+                FP4 values (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), and real = values × scale
 
     One scale covers `block_rows` rows × `group_size` input features; a group_size of 0 stands for all features of a row. Scales are
     [N] without groups and [ceil(N / block_rows), ceil(K / group_size)] with groups; the last group of a row may be shorter. `zero` has the
@@ -49,6 +50,7 @@ class PackedWeight:
     input_scale: Tensor | None = None  # float32 [1]
     column_order: Tensor | None = None  # int32 [(E,) K]: the input feature that each column multiplies; None: column i multiplies feature i
     layout: str = "stored"
+    is_fp4: bool = False  # int4 only: the stored values are e2m1, and there is no `zero`
     device_data: Any = None  # further tensors for the device's kernel, made by `ops.prepare_weight`
 
     @property
@@ -73,7 +75,9 @@ class PackedWeight:
 
     @property
     def zero_kind(self) -> str:
-        """The kind of `zero`: none (int4 values are then around 8), int (a zero point) or float (an offset)."""
+        """How values become real: none (no `zero`; int4 around 8), int (a zero point), float (an offset) or e2m1 (FP4 × scale)."""
+        if self.is_fp4:
+            return "e2m1"
         return "none" if self.zero is None else "float" if self.zero.is_floating_point() else "int"
 
     @property

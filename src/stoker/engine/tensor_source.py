@@ -68,7 +68,10 @@ class DummyTensorSource(TensorSource):
         self.device = device
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Random values: integers over their full range, small positive scales, norm weights near 1, and others near 0."""
+        """Random values: integers over their full range, small positive scales, norm weights near 1, and others near 0.
+
+        Scales that are bytes are exponents of e8m0, here from 2 ** -17 to 2 ** -7.
+        """
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
         generator = torch.Generator(self.device).manual_seed(seed)
         if dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -76,6 +79,8 @@ class DummyTensorSource(TensorSource):
             bits = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8, device=self.device)
             return bits.bitwise_and_(0xBF).view(dtype)
         out = torch.empty(shape, dtype=dtype, device=self.device)
+        if "scale" in name.rsplit(".", 1)[-1] and dtype == torch.uint8:
+            return out.random_(110, 121, generator=generator)
         if not dtype.is_floating_point:
             limits = torch.iinfo(dtype)
             return out.random_(limits.min, limits.max, generator=generator)

@@ -26,14 +26,15 @@ class Transformed:
     modules `partners`, which are made of the same sources, and returns all sources. One of several partners has a `restore`. An engine of
     an architecture with an entry that has neither cannot be exported.
 
-    `moves` is "rows" or "columns" if `transform` only moves or selects these, in which case quantized weights keep their stored bits.
+    `moves` is "rows" or "columns" if `transform` only moves or selects these, in which case quantized weights keep their stored bits, and
+    "expert_rows" if it transposes stacked experts [experts, in, out] and moves their rows in the same way.
     """
 
     sources: tuple[str, ...]
     transform: Callable[[list[Tensor], ModelConfig], Tensor]
     restore: Callable[[list[Tensor], ModelConfig], tuple[Tensor, ...]] | None = None
     partners: tuple[str, ...] = ()
-    moves: Literal["rows", "columns"] | None = None
+    moves: Literal["rows", "columns", "expert_rows"] | None = None
 
 
 # Maps engine names to checkpoint names. Both are module names: ".weight" and ".bias" are appended on both sides. "{i}" stands for the

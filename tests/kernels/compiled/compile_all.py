@@ -177,6 +177,9 @@ def quantized(kind: str, rows: int, gated: bool = False, n: int = 4096, k: int =
         activations = "token" if kind == "w8a8" else "none"
         weight = PackedWeight("int8", meta(n, k, dtype=torch.int8), meta(n, dtype=FP32), activations=activations)
         quant_int8.packed_linear(x, weight, fusion)
+    elif kind == "fp4":
+        weight = PackedWeight("int4", meta(n, k // 2, dtype=torch.uint8), meta(n, k // group), None, group, is_fp4=True)
+        quant_int4.packed_linear(x, quant_int4.prepare_weight(weight), fusion)
     else:
         grid = meta(n, k // group, dtype=torch.float16)
         weight = PackedWeight("int4", meta(n, k // 2, dtype=torch.uint8), grid, meta(*grid.shape, dtype=torch.uint8), group)
@@ -203,9 +206,9 @@ def int4_experts(rows: int, group: int, zero: str, count: int = 8, top_k: int = 
     """The launches of an up and a down projection; with `zero` \"int\" each expert has a column order of its own."""
     routing = Routing(meta(rows, top_k, dtype=FP32), index(rows * top_k), index(count + 1))
     grid = meta(count, n, k // group, dtype=torch.float16)
-    zeros = {"none": None, "int": meta(*grid.shape, dtype=torch.uint8), "float": grid}[zero]
-    order = index(count, k) if zero == "int" else None
-    weight = PackedWeight("int4", meta(count, n, k // 2, dtype=torch.uint8), grid, zeros, group, column_order=order)
+    zeros = {"none": None, "int": meta(*grid.shape, dtype=torch.uint8), "float": grid, "e2m1": None}[zero]
+    order, is_fp4 = index(count, k) if zero == "int" else None, zero == "e2m1"
+    weight = PackedWeight("int4", meta(count, n, k // 2, dtype=torch.uint8), grid, zeros, group, column_order=order, is_fp4=is_fp4)
     weight = quant_int4.prepare_weight(weight)
     moe.expert_up(meta(rows, k), weight, routing)
     moe.expert_down(meta(rows * top_k, k), weight, routing)
@@ -414,6 +417,10 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "quant int4 in groups of 32, 1 row": lambda: quantized("int4", 1, True, group=32),
     "quant int4 in groups of 32, 64 rows": lambda: quantized("int4", 64, True, group=32),
     "quant int4 in groups of 32, 256 rows": lambda: quantized("int4", 256, True, group=32),
+    "quant fp4, 1 row": lambda: quantized("fp4", 1, True, group=32),
+    "quant fp4 in groups of 16, 64 rows of float16": lambda: quantized("fp4", 64, group=16, dtype=torch.float16),
+    "quant fp4, 64 rows of float32": lambda: quantized("fp4", 64, group=32, dtype=FP32),
+    "quant fp4, 256 rows": lambda: quantized("fp4", 256, True, group=32),
     **{
         f"experts {dtype}, {rows} rows": (
             lambda rows=rows, dtype=dtype: experts(rows, dtype, "token" if dtype == FP8 else "none")  # type: ignore[misc]
@@ -426,7 +433,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         f"experts int4 in groups of {group}, {zero}, {rows} rows": (
             lambda rows=rows, group=group, zero=zero: int4_experts(rows, group, zero)  # type: ignore[misc]
         )
-        for group, zero in ((128, "int"), (32, "float"), (16, "none"), (64, "float"))
+        for group, zero in ((128, "int"), (32, "float"), (16, "none"), (64, "float"), (32, "e2m1"))
         for rows in (1, 64, 2048)
     },
     **{

@@ -17,6 +17,7 @@ import triton.language as tl
 from emulated.products import Register, multiply_accumulate
 from triton.runtime.interpreter import TensorHandle
 
+from stoker.kernels.reference.quant_int4 import FP4_VALUES
 from stoker.kernels.triton.gemm.skinny import chunk_products, fragments, launch
 from stoker.kernels.triton.gemm.skinny_int4 import kernel as int4_kernel
 
@@ -78,11 +79,11 @@ def _dequantize_int4(
     for word in words:
         nibbles = torch.from_numpy(word.handle.data.view(np.uint8).reshape(-1, 4).astype(np.int32)) >> (4 * side) & 15
         for byte_pair in ([0, 2], [1, 3]):
-            values = nibbles[:, byte_pair].to(dtype)
+            values = (torch.tensor(FP4_VALUES)[nibbles[:, byte_pair]] if zero_kind == "e2m1" else nibbles[:, byte_pair]).to(dtype)
             offset = torch.zeros(len(values), 1)
             if zero_kind == "float":
                 offset = zero[0]
-            else:
+            elif zero_kind != "e2m1":
                 values = values - (torch.full((1, 1), 8.0) if zero_kind == "none" else zero[0]).to(dtype)
             exact = values.float() * scale.to(dtype).float() + offset.to(dtype).float()
             result.append(_tensor(exact.to(dtype).view(torch.int32).numpy().ravel(), tl.int32))

@@ -255,12 +255,25 @@ def int4_weight(rows: int, k: int, group: int, zero: str, bias: Tensor | None = 
     zeros = torch.randint(0, 16, (rows, groups), dtype=torch.uint8) if zero == "int" else None
     if zero == "float":
         zeros = (-torch.rand(rows, groups) / k**0.5).half()
+    if zero == "e2m1":
+        return PackedWeight(
+            "int4", values, torch.randint(-7, -3, scale.shape).float().exp2().bfloat16(), None, group, bias=bias, is_fp4=True
+        )
     return PackedWeight("int4", values, scale.half(), zeros, group, bias=bias)
 
 
 @pytest.mark.parametrize(
     ("zero", "group", "k"),
-    [("none", 16, 96), ("int", 48, 96), ("int", 32, 200), ("none", 32, 128), ("float", 64, 256), ("int", 128, 300), ("float", 256, 520)],
+    [
+        ("none", 16, 96),
+        ("int", 48, 96),
+        ("int", 32, 200),
+        ("none", 32, 128),
+        ("float", 64, 256),
+        ("int", 128, 300),
+        ("float", 256, 520),
+        ("e2m1", 32, 200),
+    ],
 )
 @pytest.mark.parametrize(("m", "parts"), [(1, "n"), (3, "bgr"), (34, "ngr")])
 def test_int4(m: int, parts: str, group: int, k: int, zero: str) -> None:
@@ -289,7 +302,7 @@ def test_int4_tiles(zero: str) -> None:
 
 
 @pytest.mark.parametrize(("m", "group", "parts"), [(9, 32, "ng"), (33, 32, "br"), (17, 64, "br"), (35, 128, "ng")])
-@pytest.mark.parametrize("zero", ["none", "int", "float"])
+@pytest.mark.parametrize("zero", ["none", "int", "float", "e2m1"])
 def test_int4_dequantized_in_registers(parts: str, zero: str, m: int, group: int) -> None:
     x, bias, around, rows = problem(m, 72, 648, torch.bfloat16, parts)
     assert not quant_tuning.digits_are_faster(m, group)

@@ -47,7 +47,9 @@ def int4(n: int, k: int, group: int, zero: str, ordered: bool = False) -> tuple[
     zeros = torch.randint(0, 16, scale.shape, dtype=torch.uint8) if zero == "int" else None
     if zero == "float":
         zeros = (-torch.rand(scale.shape) / k**0.5).half()
-    stored = PackedWeight("int4", codes, scale, zeros, group)
+    if zero == "e2m1":
+        scale = torch.randint(-7, -3, scale.shape).float().exp2().bfloat16()
+    stored = PackedWeight("int4", codes, scale, zeros, group, is_fp4=zero == "e2m1")
     real = torch.stack([dequantize_int4(stored.expert(e), torch.float64) for e in range(EXPERTS)])
     order = torch.stack([torch.randperm(k) for _ in range(EXPERTS)])
     if ordered:
@@ -105,7 +107,7 @@ def check(
 @pytest.mark.parametrize(
     ("routed", "zero", "group", "k"),
     [
-        ("one", "none", 32, 192), ("one", "float", 64, 130), ("all", "int", 64, 130), ("all", "float", 32, 64),
+        ("one", "none", 32, 192), ("one", "e2m1", 32, 192), ("rank", "e2m1", 16, 66), ("one", "float", 64, 130), ("all", "int", 64, 130), ("all", "float", 32, 64),
         ("rank", "int", 128, 300), ("rank", "float", 64, 192), ("rank", "none", 256, 300), ("other ranks", "int", 32, 64),
     ],
 )  # fmt: skip

@@ -60,7 +60,9 @@ INT4_CASES = [(5, "nbgr", SkinnyInt4Tile(2, 1, 2, 1)), (19, "br", SkinnyInt4Tile
 
 
 @pytest.mark.parametrize(("m", "parts", "tile"), INT4_CASES)
-@pytest.mark.parametrize(("group", "zero"), [(16, "int"), (32, "float"), (32, "none"), (64, "int"), (64, "none")])
+@pytest.mark.parametrize(
+    ("group", "zero"), [(16, "int"), (32, "float"), (32, "none"), (64, "int"), (64, "none"), (16, "e2m1"), (64, "e2m1")]
+)
 def test_int4_dequantized(group: int, zero: str, m: int, parts: str, tile: SkinnyInt4Tile) -> None:
     x, bias, around, rows = problem(m, 40, 640, torch.float16 if group == 64 else torch.bfloat16, parts)
     weight = int4_weight(rows, 640, group, zero, bias)

@@ -87,4 +87,10 @@ def _dequantized(weight: PrequantizedWeight | DequantizedWeight) -> DequantizedW
     if isinstance(weight, DequantizedWeight):
         return weight
     info = TensorInfo(weight.shape, torch.float32)
-    return DequantizedWeight(weight.sources, info, lambda tensors: dequantize(weight.format, weight.repack(tensors)))
+
+    def widen(tensors: list[Tensor]) -> Tensor:
+        """The plain weight from the tensors of `weight.sources`."""
+        plain = dequantize(weight.format, weight.repack(tensors))
+        return plain.transpose(-1, -2) if weight.is_transposed else plain
+
+    return DequantizedWeight(weight.sources, info, widen)

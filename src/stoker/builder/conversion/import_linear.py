@@ -19,8 +19,10 @@ from stoker.builder.conversion.moved_parts import moved_indices
 from stoker.builder.conversion.tensor_plan import TensorPlan
 from stoker.core.model_config import ModelConfig
 from stoker.core.specs import LinearSpec
+from stoker.kernels.reference.quant_int4 import fp4_as_int8
 from stoker.quant.format import Format
 from stoker.quant.formats.block_fp8 import BlockFp8
+from stoker.quant.formats.fp4 import Fp4
 from stoker.quant.formats.int4 import Int4
 from stoker.quant.formats.int8 import Int8
 from stoker.quant.formats.int8_grouped import GroupedInt8
@@ -50,7 +52,7 @@ def _common_format(spec: LinearSpec, plan: TensorPlan, weights: CheckpointWeight
     formats = {weights.prequantized.get(source) for source in sources}
     found = formats.pop() if len(formats) == 1 else _common_groups(formats)
     if spec.name == "embed" and not isinstance(found, (Int8, GroupedInt8)):
-        return None  # only these formats have a row lookup
+        return _common_groups({found}) if isinstance(found, Fp4) else None  # only these formats have a row lookup
     if spec.name == LAYER_INPUTS and not isinstance(found, (Int8, GroupedInt8)):
         return _common_groups({found})
     if isinstance(found, BlockFp8):
@@ -67,10 +69,12 @@ def is_widened(spec: LinearSpec, found: Format | None, plans: Mapping[str, Tenso
 
 def _common_groups(formats: set[Format | None]) -> GroupedInt8 | None:
     """The format of int8 in groups that can store the values of all `formats` unchanged; None if there is no such format."""
-    groups = [found for found in formats if isinstance(found, GroupedInt8) or (isinstance(found, Int4) and _is_wideable(found))]
+    groups = [found for found in formats if isinstance(found, (GroupedInt8, Fp4)) or (isinstance(found, Int4) and _is_wideable(found))]
     if len(groups) < len(formats):
         return None
-    shifted = any(found.shifted if isinstance(found, GroupedInt8) else found.zero == "float" for found in groups)
+    shifted = any(
+        found.shifted if isinstance(found, GroupedInt8) else isinstance(found, Int4) and found.zero == "float" for found in groups
+    )
     return GroupedInt8(group_size=min(found.group_size for found in groups), shifted=shifted)
 
 
@@ -117,13 +121,13 @@ def _split_scales(tensors: dict[str, Tensor], stored: Format, chosen: Format, sh
     """The tensors with scales repeated, so that each group or block of `chosen`, which divides those of `stored`, has its own scale."""
     if stored == chosen:
         return tensors
-    if isinstance(chosen, GroupedInt8) and isinstance(stored, (Int4, GroupedInt8)):
+    if isinstance(chosen, GroupedInt8) and isinstance(stored, (Int4, GroupedInt8, Fp4)):
         tensors, stored = _widened(tensors, stored, chosen)
     row_repeats = column_repeats = columns = 1
     if isinstance(stored, BlockFp8) and isinstance(chosen, BlockFp8):
         row_repeats, column_repeats = stored.rows // chosen.rows, stored.columns // chosen.columns
         columns, num_rows = chosen.columns, -(-shape[0] // chosen.rows)
-    elif isinstance(stored, (Int4, GroupedInt8)) and isinstance(chosen, (Int4, GroupedInt8)):
+    elif isinstance(stored, (Int4, GroupedInt8, Fp4)) and isinstance(chosen, (Int4, GroupedInt8, Fp4)):
         column_repeats = stored.group_size // chosen.group_size
         columns, num_rows = chosen.group_size, shape[0]
     else:
@@ -132,13 +136,19 @@ def _split_scales(tensors: dict[str, Tensor], stored: Format, chosen: Format, sh
 
     def repeat(t: Tensor) -> Tensor:
         """A tensor of scales with repeated rows and columns, cut to its new shape."""
-        return t.repeat_interleave(row_repeats, 0)[:num_rows].repeat_interleave(column_repeats, 1)[:, :num_columns].contiguous()
+        if column_repeats > 1:
+            t = t.repeat_interleave(column_repeats, -1)[..., :num_columns]
+        return (t if row_repeats == 1 else t.repeat_interleave(row_repeats, 0)[:num_rows]).contiguous()
 
     return {suffix: repeat(tensor) if suffix in _PER_GROUP_SUFFIXES else tensor for suffix, tensor in tensors.items()}
 
 
-def _widened(tensors: dict[str, Tensor], stored: Int4 | GroupedInt8, chosen: GroupedInt8) -> tuple[dict[str, Tensor], GroupedInt8]:
+def _widened(tensors: dict[str, Tensor], stored: Int4 | GroupedInt8 | Fp4, chosen: GroupedInt8) -> tuple[dict[str, Tensor], GroupedInt8]:
     """The tensors of a weight as int8, with scales and offsets as `chosen` has them and the groups of `stored`, and their format."""
+    if isinstance(stored, Fp4):
+        widened_fp4 = fp4_as_int8(stored.pack(dict(tensors), None))
+        assert widened_fp4.scale is not None
+        tensors = {"weight": widened_fp4.values, "scale": widened_fp4.scale}
     weight = tensors["weight"]
     if isinstance(stored, Int4):
         weight = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(-2).to(torch.int8)

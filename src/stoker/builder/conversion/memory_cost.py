@@ -47,7 +47,10 @@ def _describe(chosen: Format, dtype: torch.dtype) -> str:
 
 def _stored_bytes(chosen: Format, shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """The bytes of a weight in the engine."""
-    if len(shape) != 2:  # experts, which the checkpoint stores as one tensor
+    if isinstance(chosen, Dense):
         return math.prod(shape) * dtype.itemsize
-    spec = LinearSpec(name="weight", in_features=shape[1], parts=(shape[0],))
+    if len(shape) == 3:  # experts, which the checkpoint stores as one tensor [experts, in, out]
+        spec = LinearSpec(name="weight", in_features=shape[1], parts=(shape[2],), num_experts=shape[0])
+    else:
+        spec = LinearSpec(name="weight", in_features=shape[1], parts=(shape[0],))
     return sum(math.prod(layout.shape) * layout.dtype.itemsize for layout in chosen.layout(spec, dtype).values())

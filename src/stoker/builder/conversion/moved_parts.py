@@ -22,7 +22,7 @@ def moved_indices(
     assert plan.transformed is not None
     if plan.transformed.moves is None or plan.stacked or (plan.transformed.moves == "columns" and getattr(chosen, "reorder", False)):
         return None
-    by_rows = plan.transformed.moves == "rows"
+    by_rows = plan.transformed.moves in ("rows", "expert_rows")
     index = _source_indices(plan, weights, model)
     moved: dict[str, tuple[int, Tensor]] = {}
     for suffix, layout in chosen.layout(spec, torch.float32).items():
@@ -41,6 +41,8 @@ def _source_indices(plan: TensorPlan, weights: CheckpointWeights, model: ModelCo
     shapes = [weights.tensors[source].shape for source in plan.sources[0]]
     if plan.transformed.moves == "columns":
         return plan.transformed.transform([torch.arange(shapes[0][1])[None]], model)[0]
+    if plan.transformed.moves == "expert_rows":
+        return plan.transformed.transform([torch.arange(shapes[0][2])[None, None]], model)[0, :, 0]
     rows = [shape[0] for shape in shapes]
     return plan.transformed.transform([*torch.arange(sum(rows))[:, None].split(rows)], model)[:, 0]
 

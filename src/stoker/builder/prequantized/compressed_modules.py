@@ -21,12 +21,13 @@ from stoker.builder.checkpoint.weights import CheckpointWeights, TensorInfo
 from stoker.builder.prequantized.checks import FLOATS, check_scales, check_tensor, dtype_name, matrix_shape
 from stoker.builder.prequantized.compressed_scheme import Scheme
 from stoker.builder.prequantized.dequantize import dequantize
-from stoker.builder.prequantized.fp4 import E8M0, doubled_fp4, e8m0_values, unpack_nibbles
+from stoker.builder.prequantized.fp4 import E8M0, e8m0_values, mxfp4_tensors, nvfp4_tensors
 from stoker.builder.prequantized.fp8 import block_size, repack_row_scales
 from stoker.builder.prequantized.packed_int32 import feature_order, int4_tensors, split_groups, supported_group, unpack_padded
 from stoker.builder.prequantized.weight import DequantizedWeight, PrequantizedWeight
 from stoker.quant.format import Format
 from stoker.quant.formats.block_fp8 import BlockFp8
+from stoker.quant.formats.fp4 import Fp4
 from stoker.quant.formats.fp8 import Fp8
 from stoker.quant.formats.int4 import Int4
 from stoker.quant.formats.int8 import Int8
@@ -103,7 +104,7 @@ def _read_fp8_blocks(found: _Tensors) -> PrequantizedWeight | DequantizedWeight:
 
 
 def _read_fp4(found: _Tensors) -> PrequantizedWeight:
-    """e2m1 as int8 in groups, which holds twice each value: NVFP4 with e4m3 scales and a global scale, or MXFP4."""
+    """e2m1: NVFP4 with e4m3 scales and a global scale by which they are divided, or MXFP4."""
     rows, num_bytes = matrix_shape(found.tensors, found.require("weight_packed"))
     columns, scale, size = 2 * num_bytes, found.require("weight_scale"), found.scheme.group
     assert size is not None
@@ -116,11 +117,11 @@ def _read_fp4(found: _Tensors) -> PrequantizedWeight:
             raise CheckpointError(f"{name} has shape {list(found.tensors[name].shape)}, and one number is expected.", cure=DOWNLOAD_AGAIN)
 
     def repack(parts: list[Tensor]) -> dict[str, Tensor]:
-        """The stored tensors of `GroupedInt8`."""
-        scales = parts[1].float() / parts[2].float().reshape(-1)[0] if has_global else e8m0_values(parts[1])
-        return {"weight": doubled_fp4(unpack_nibbles(parts[0])), "scale": scales / 2}
+        """The stored tensors of `Fp4`."""
+        return nvfp4_tensors(parts[0], parts[1], 1 / parts[2].float()) if has_global else mxfp4_tensors(found.values, parts[0], parts[1])
 
-    return PrequantizedWeight(found.sources(found.values, scale, *global_scale), (rows, columns), GroupedInt8(group_size=size), repack)
+    chosen = Fp4(group_size=size, scale="e4m3" if has_global else "e8m0")
+    return PrequantizedWeight(found.sources(found.values, scale, *global_scale), (rows, columns), chosen, repack)
 
 
 def _read_integers(found: _Tensors) -> PrequantizedWeight:

@@ -11,16 +11,19 @@ from stoker.kernels.reference.quant_int8 import widen_groups
 from stoker.quant.format import Format
 from stoker.quant.formats.block_fp8 import BlockFp8
 from stoker.quant.formats.dense import Dense
+from stoker.quant.formats.fp4 import Fp4
 from stoker.quant.formats.int4 import Int4
 from stoker.quant.formats.int8_grouped import GroupedInt8, in_feature_order
 
 
 def dequantize(chosen: Format, tensors: dict[str, Tensor]) -> Tensor:
-    """The dequantized weight, float32 [out, in], from its stored tensors by suffix."""
+    """The dequantized weight, float32 [out, in], from its stored tensors by suffix; [experts, out, in] for stacked experts in FP4."""
     if isinstance(chosen, Int4):
         weight = chosen.pack(dict(tensors), None)
         values = dequantize_int4(weight)
         return in_feature_order(values, weight.column_order)
+    if isinstance(chosen, Fp4):
+        return dequantize_int4(chosen.pack(dict(tensors), None))
     if isinstance(chosen, GroupedInt8):
         grouped = PackedWeight("int8", tensors["weight"], tensors["scale"], tensors.get("offset"), chosen.group_size)
         return in_feature_order(widen_groups(grouped), tensors.get("order"))

@@ -1,23 +1,33 @@
-"""FP4 values (e2m1) and their scales that are powers of two (e8m0), as NVFP4 and MXFP4 store them."""
+"""FP4 values (e2m1) and their scales that are powers of two (e8m0), as NVFP4 and MXFP4 checkpoints store them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# The values of FP4 e2m1 by their four bits (OCP Microscaling Formats 1.0, table 5).
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+from stoker.base.errors import CheckpointError
+from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
+from stoker.quant.formats.fp4 import GROUP_SIZES
+
 E8M0 = (torch.uint8, torch.float8_e8m0fnu)  # dtypes in which scales that are powers of two are stored
+FP4_GROUPS = GROUP_SIZES
 
 
-def unpack_nibbles(stored: Tensor) -> Tensor:
-    """uint8 [..., 2 × n] from bytes [..., n]: the low four bits of a byte come first."""
-    return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)
+def mxfp4_tensors(name: str, values: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    """The stored tensors of `Fp4` with e8m0 scales, from bytes [..., in / 2] whose low four bits come first, and scales [..., groups].
+
+    Raises CheckpointError for a scale that is NaN; `name` is that of the weight.
+    """
+    exponents = scales.view(torch.uint8)
+    if bool((exponents == 255).any()):
+        raise CheckpointError(f"{name} has a scale that is NaN (e8m0 255).", cure=DOWNLOAD_AGAIN)
+    return {"weight": values.view(torch.uint8).contiguous(), "scale": exponents.contiguous()}
 
 
-def doubled_fp4(nibbles: Tensor) -> Tensor:
-    """int8: twice the value of each four-bit pattern, which is a whole number within ± 12."""
-    return torch.tensor([int(2 * value) for value in FP4_VALUES], dtype=torch.int8)[nibbles.long()]
+def nvfp4_tensors(values: Tensor, scales: Tensor, tensor_scale: Tensor) -> dict[str, Tensor]:
+    """The stored tensors of `Fp4` with e4m3 scales [out, groups], from bytes [out, in / 2] and one float32 scale of the whole weight."""
+    row_scale = tensor_scale.float().reshape(1).expand(values.shape[0]).contiguous()
+    return {"weight": values.view(torch.uint8).contiguous(), "scale": scales.contiguous(), "row_scale": row_scale}
 
 
 def e8m0_values(scales: Tensor) -> Tensor:

@@ -29,18 +29,17 @@ from stoker.builder.prequantized.checks import (
     read_section,
 )
 from stoker.builder.prequantized.dequantize import dequantize
-from stoker.builder.prequantized.fp4 import E8M0, doubled_fp4, e8m0_values, unpack_nibbles
+from stoker.builder.prequantized.fp4 import E8M0, FP4_GROUPS, e8m0_values, mxfp4_tensors, nvfp4_tensors
 from stoker.builder.prequantized.fp8 import repack_row_scales
 from stoker.builder.prequantized.weight import DequantizedWeight, PrequantizedWeight, ReadWeights
 from stoker.quant import groups
 from stoker.quant.format import Format
 from stoker.quant.formats.block_fp8 import BlockFp8
+from stoker.quant.formats.fp4 import Fp4
 from stoker.quant.formats.fp8 import Fp8
 from stoker.quant.formats.int4 import GROUP_SIZES as INT4_GROUPS
 from stoker.quant.formats.int4 import Int4
 from stoker.quant.formats.int8 import Int8
-from stoker.quant.formats.int8_grouped import GROUP_SIZES as INT8_GROUPS
-from stoker.quant.formats.int8_grouped import GroupedInt8
 from stoker.quant.formats.smoothquant import SmoothQuant
 
 Tensors = Mapping[str, TensorInfo]
@@ -226,39 +225,35 @@ def _read_int4(module: _Module) -> PrequantizedWeight:
 
 
 def _read_nvfp4(module: _Module) -> PrequantizedWeight:
-    """NVFP4 (e2m1 in groups of 16, e4m3 scales, and one `weight_scale_2`) as int8 in groups, which holds twice each value.
+    """NVFP4: e2m1 in groups of 16, e4m3 scales, and one `weight_scale_2`.
 
     Activations are not rounded to four bits, and `input_scale` is not used.
     """
-    size = module.group_size(16, INT8_GROUPS)
+    size = module.group_size(16, FP4_GROUPS)
     second = f"{module.name}.weight_scale_2"
     if second not in module.tensors:
         raise CheckpointError(f"{second} is missing, and {module.name}.weight_scale needs it.", cure=DOWNLOAD_AGAIN)
     if math.prod(module.tensors[second].shape) != 1 or module.tensors[second].dtype not in FLOATS:
         raise CheckpointError(f"{second} has shape {list(module.tensors[second].shape)}, and one number is expected.", cure=DOWNLOAD_AGAIN)
-    return _read_fp4(module, size, (torch.float8_e4m3fn,), lambda parts: parts[1].float() * parts[2].float().reshape(-1)[0])
+    return _read_fp4(module, Fp4(group_size=size, scale="e4m3"), (torch.float8_e4m3fn,), lambda parts: nvfp4_tensors(*parts[:3]))
 
 
 def _read_mxfp4(module: _Module) -> PrequantizedWeight:
-    """W4A8_MXFP4_FP8: e2m1 in groups of 32 with the powers of two 2 ** (scale - 127), as int8 in groups."""
-    return _read_fp4(module, module.group_size(32, INT8_GROUPS), E8M0, lambda parts: e8m0_values(parts[1]))
+    """W4A8_MXFP4_FP8: e2m1 in groups of 32 with the powers of two 2 ** (scale - 127). Activations are not rounded to e4m3."""
+    chosen, name = Fp4(group_size=module.group_size(32, FP4_GROUPS)), f"{module.name}.weight"
+    return _read_fp4(module, chosen, E8M0, lambda parts: mxfp4_tensors(name, parts[0], parts[1]))
 
 
 def _read_fp4(
-    module: _Module, size: int, scale_dtypes: tuple[torch.dtype, ...], scale_of: Callable[[list[Tensor]], Tensor]
+    module: _Module, chosen: Fp4, scale_dtypes: tuple[torch.dtype, ...], repack: Callable[[list[Tensor]], dict[str, Tensor]]
 ) -> PrequantizedWeight:
-    """e2m1 [out, in / 2], the even feature in the low four bits, with scales [out, groups] that `scale_of` computes from the tensors."""
+    """e2m1 [out, in / 2], the even feature in the low four bits, with scales [out, groups]. `repack` returns the tensors of `chosen`."""
     rows, num_bytes = matrix_shape(module.tensors, f"{module.name}.weight")
     columns = 2 * num_bytes
     check_tensor(module.tensors, f"{module.name}.weight", (rows, num_bytes), torch.uint8)
-    check_tensor(module.tensors, f"{module.name}.weight_scale", (rows, -(-columns // size)), *scale_dtypes)
-
-    def repack(parts: list[Tensor]) -> dict[str, Tensor]:
-        """The stored tensors of `GroupedInt8`."""
-        return {"weight": doubled_fp4(unpack_nibbles(parts[0])), "scale": scale_of(parts) / 2}
-
+    check_tensor(module.tensors, f"{module.name}.weight_scale", (rows, -(-columns // chosen.group_size)), *scale_dtypes)
     sources = module.sources("weight", "weight_scale", "weight_scale_2", "input_scale")
-    return PrequantizedWeight(sources, (rows, columns), GroupedInt8(group_size=size), repack)
+    return PrequantizedWeight(sources, (rows, columns), chosen, repack)
 
 
 _ALGORITHMS: dict[str, Callable[[_Module], PrequantizedWeight]] = {

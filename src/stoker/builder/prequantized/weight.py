@@ -13,12 +13,13 @@ from stoker.quant.format import Format
 
 @dataclass(frozen=True, slots=True)
 class PrequantizedWeight:
-    """A weight [out, in] that a format can store unchanged."""
+    """A weight [out, in], or [experts, out, in], that a format can store unchanged."""
 
     sources: tuple[str, ...]  # the checkpoint tensors that it consists of
-    shape: tuple[int, int]
+    shape: tuple[int, ...]  # of the plain weight
     format: Format
     repack: Callable[[list[Tensor]], dict[str, Tensor]]  # tensors of `sources` → the stored tensors of `format`, by suffix
+    is_transposed: bool = False  # the plain weight is [experts, in, out], though the stored tensors are [experts, out, …]
 
 
 @dataclass(frozen=True, slots=True)

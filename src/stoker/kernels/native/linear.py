@@ -118,10 +118,12 @@ def grouped_int8_weight(weight: PackedWeight) -> NativeWeight | None:
 
 
 def int4_weight(weight: PackedWeight) -> NativeWeight | None:
-    """The kernel argument for an int4 weight, or None if the kernel does not support it.
+    """The kernel argument for an int4 weight, or None if the kernel does not support it, as it does not FP4.
 
     The weight is uint8 [n, k / 2], with scales and, optionally, either zeros or offsets, each [n, ceil(k / group)].
     """
+    if weight.is_fp4:
+        return None
     native = _grouped_weight(weight)
     return native if native.values.dtype == UINT8 and _has_group_scales(native, 2) else None
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.native.library import kernels
-from stoker.kernels.native.linear import grouped_product, int4_weight
+from stoker.kernels.native.linear import grouped_int8_weight, grouped_product, int4_weight
 from stoker.kernels.reference import quant_int4 as reference
 from stoker.kernels.types import PLAIN, Fusion
 
@@ -20,6 +20,10 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
 def prepare_weight(weight: PackedWeight) -> PackedWeight:
     """Prepare a weight at load (`ops.prepare_weight`).
 
-    Unchanged when the C kernel supports it, because PyTorch's packed copy would double it.
+    Unchanged when the C kernel supports it, because PyTorch's packed copy would double it. FP4 becomes int8 in groups, which the C kernel
+    for them multiplies; rows of more groups than it supports are dequantized in every call.
     """
+    if weight.is_fp4:
+        widened = reference.fp4_as_int8(weight)
+        return weight if grouped_int8_weight(widened) is None else widened
     return reference.prepare_weight(weight) if isinstance(kernels(), str) or weight.group_size % 32 else weight

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference.linear import around
+from stoker.kernels.reference.quant_int8 import widen_groups
 from stoker.kernels.types import PLAIN, Fusion
 
 # Activation rows up to which the packed kernel is faster: with a weight [3072, 576], 128 rows need 7 ms in it; widening the weight needs
@@ -17,6 +18,8 @@ from stoker.kernels.types import PLAIN, Fusion
 _MAX_PACKED_ROWS = 96
 _PACKED_GROUPS = (128, 64, 32)
 _PACKED_BLOCK = 64  # weight rows per block of the packed format
+# The values of FP4 e2m1 by their four bits (OCP Microscaling Formats 1.0, table 5).
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Tensor:
@@ -38,13 +41,13 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
 
 
 def prepare_weight(weight: PackedWeight) -> PackedWeight:
-    """Add the tensors of PyTorch's CPU kernel as `device_data` (`ops.prepare_weight`).
+    """Add the tensors of PyTorch's CPU kernel as `device_data` (`ops.prepare_weight`). FP4 weights, which it lacks, are unchanged.
 
     These are the values in PyTorch's own order, and bfloat16 [groups, N, 2]: the scale, and the real value of the stored value 8.
     """
     rows, size = weight.out_features, weight.in_features
     group = next((g for g in _PACKED_GROUPS if size % g == 0 and weight.group_size % g == 0), None)
-    if weight.values.device.type != "cpu" or group is None:
+    if weight.values.device.type != "cpu" or group is None or weight.is_fp4:
         return weight
     more = -rows % _PACKED_BLOCK
     packed = torch.empty(rows + more, size // 2, dtype=torch.uint8)
@@ -60,7 +63,7 @@ def prepare_weight(weight: PackedWeight) -> PackedWeight:
 
 
 def affine(weight: PackedWeight) -> tuple[Tensor, Tensor]:
-    """(scale, low), both float32 [N, groups]. The real value of a stored value q is q × scale + low."""
+    """(scale, low) of integers, both float32 [N, groups]. The real value of a stored value q is q × scale + low."""
     assert weight.scale is not None
     scale = weight.scale.float()
     if weight.zero is None:
@@ -69,15 +72,25 @@ def affine(weight: PackedWeight) -> tuple[Tensor, Tensor]:
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """uint8 [N, K]: the 4-bit values of `packed` [N, K / 2].
+    """uint8 [..., K]: the 4-bit values of `packed` [..., K / 2].
 
     The low half of a byte is an even feature, the high half the odd one after it.
     """
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
+def fp4_as_int8(weight: PackedWeight) -> PackedWeight:
+    """An FP4 weight with the layout `stored` as int8 in groups of float32 scales: twice each value is a whole number within ± 12."""
+    assert weight.is_fp4 and weight.scale is not None
+    doubled = torch.tensor([int(2 * value) for value in FP4_VALUES], dtype=torch.int8)
+    values = doubled.to(weight.values.device)[unpack(weight.values).int()]
+    return replace(weight, format="int8", values=values, scale=weight.scale.float() / 2, is_fp4=False)
+
+
 def dequantize_int4(weight: PackedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The dequantized weight [N, K] in `dtype`. The weight must have the layout `stored`."""
+    """The dequantized weight [N, K] in `dtype`, [E, N, K] for stacked experts in FP4. The weight must have the layout `stored`."""
+    if weight.is_fp4:
+        return widen_groups(fp4_as_int8(weight)).to(dtype)
     values, (scale, low) = unpack(weight.values), affine(weight)
     rows, size = values.shape
     ragged = -size % weight.group_size

@@ -45,9 +45,13 @@ def gpt_oss_names(config: ModelConfig) -> TensorNames:
     return llama_names(config) | {
         "layers.{i}.attention.sinks": f"{layer}.self_attn.sinks",
         "layers.{i}.mlp.router": f"{layer}.mlp.router",
-        "layers.{i}.mlp.experts.up.weight": Transformed((f"{experts}.gate_up_proj",), _gates_then_ups, _gates_and_ups_in_turn),
+        "layers.{i}.mlp.experts.up.weight": Transformed(
+            (f"{experts}.gate_up_proj",), _gates_then_ups, _gates_and_ups_in_turn, moves="expert_rows"
+        ),
         "layers.{i}.mlp.experts.up.bias": Transformed((f"{experts}.gate_up_proj_bias",), _gates_then_ups, _gates_and_ups_in_turn),
-        "layers.{i}.mlp.experts.down.weight": Transformed((f"{experts}.down_proj",), in_features_last, in_features_first),
+        "layers.{i}.mlp.experts.down.weight": Transformed(
+            (f"{experts}.down_proj",), in_features_last, in_features_first, moves="expert_rows"
+        ),
         "layers.{i}.mlp.experts.down.bias": f"{experts}.down_proj_bias",
     }
 

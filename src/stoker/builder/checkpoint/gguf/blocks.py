@@ -18,6 +18,7 @@ from torch import Tensor
 from stoker.builder.checkpoint.gguf.low_bit_blocks import SCALES, as_int4, as_int8, dequantize_blocks
 from stoker.quant import groups
 from stoker.quant.format import Format
+from stoker.quant.formats.fp4 import Fp4
 from stoker.quant.formats.int4 import Int4
 from stoker.quant.formats.int8_grouped import GroupedInt8
 
@@ -129,10 +130,27 @@ def _q6_k(raw: Tensor) -> dict[str, Tensor]:
     return {"weight": values, "scale": (_float16(d).float()[..., None] * scales.contiguous().view(torch.int8)).flatten(-2)}
 
 
+def _mxfp4(raw: Tensor) -> dict[str, Tensor]:
+    """Stored tensors of MXFP4: 32 values of FP4 with a scale that is a power of two."""
+    e, qs = _split_fields(raw, 1, 16)
+    return {"weight": groups.pack(_nibbles(qs).flatten(-2)), "scale": e.squeeze(-1).contiguous()}
+
+
+def _nvfp4(raw: Tensor) -> dict[str, Tensor]:
+    """Stored tensors of NVFP4: 4 groups of 16 values of FP4 with e4m3 scales, in which bytes without a number (0x7f) stand for 0."""
+    d, qs = _split_fields(raw, 4, 32)
+    scale = (d & 0x7F).flatten(-2)
+    scale = torch.where(scale == 0x7F, 0, scale).to(torch.uint8).view(torch.float8_e4m3fn)
+    values = _nibbles(qs.unflatten(-1, (4, 8))).flatten(-3)
+    return {"weight": groups.pack(values), "scale": scale, "row_scale": torch.ones(len(raw))}
+
+
 # Types whose values fit into four bits, if they are stored as integers; the others of `SCALES` need eight.
 _IN_FOUR_BITS = (Kind.Q3_K, Kind.TQ1_0, Kind.TQ2_0)
 
 PREQUANTIZED_BLOCKS: dict[Kind, BlockFormat] = {
+    Kind.MXFP4: BlockFormat(Fp4(), _mxfp4),
+    Kind.NVFP4: BlockFormat(Fp4(group_size=16, scale="e4m3"), _nvfp4),
     Kind.Q2_K: BlockFormat(Int4(group_size=16, zero="float", scale_dtype="float32", clip=False), _q2_k),
     Kind.Q4_0: BlockFormat(Int4(group_size=32, zero="none", clip=False), _q4_0),
     Kind.Q4_1: BlockFormat(Int4(group_size=32, zero="float", clip=False), _q4_1),

@@ -101,18 +101,6 @@ def _iq4_xs(raw: Array) -> Any:
     return _float16(d) * (_nibbles(low) + 16 * high_bits.astype(np.float32) - 32)
 
 
-def _mxfp4(raw: Array) -> Any:
-    """Scales of MXFP4: one group of 32. The exponent is that of half the scale, because the values of the table are doubled."""
-    exponents = _fields(raw, 1, 16)[0].astype(np.int32)
-    return np.ldexp(np.float32(1), exponents - 128).astype(np.float32)
-
-
-def _nvfp4(raw: Array) -> Any:
-    """Scales of NVFP4: 4 groups of 16 with scales of FP8 (e4m3 without a sign). The values of the table are doubled."""
-    scales: Array = gguf.quants.NVFP4.ue4m3_to_fp32(_fields(raw, 4, 32)[0]).astype(np.float32)
-    return scales
-
-
 def _q8_k(raw: Array) -> Any:
     """Scales of Q8_K: one group of 256."""
     return _fields(raw, 4, 256, 32)[0].view(np.float32)
@@ -132,8 +120,7 @@ def _tq2_0(raw: Array) -> Any:
 SCALES: dict[Kind, tuple[Callable[[Array], Array], int]] = {
     Kind.Q3_K: (_q3_k, 16), Kind.Q8_K: (_q8_k, 256), Kind.IQ1_S: (_iq1_s, 32), Kind.IQ1_M: (_iq1_m, 16), Kind.IQ2_XXS: (_iq2_xxs, 32),
     Kind.IQ2_XS: (_iq2_xs, 16), Kind.IQ2_S: (_iq2_s, 16), Kind.IQ3_XXS: (_iq3_xxs, 32), Kind.IQ3_S: (_iq3_s, 32),
-    Kind.IQ4_NL: (_iq4_nl, 32), Kind.IQ4_XS: (_iq4_xs, 32), Kind.MXFP4: (_mxfp4, 32), Kind.NVFP4: (_nvfp4, 16),
-    Kind.TQ1_0: (_tq1_0, 256), Kind.TQ2_0: (_tq2_0, 256),
+    Kind.IQ4_NL: (_iq4_nl, 32), Kind.IQ4_XS: (_iq4_xs, 32), Kind.TQ1_0: (_tq1_0, 256), Kind.TQ2_0: (_tq2_0, 256),
 }  # fmt: skip
 
 

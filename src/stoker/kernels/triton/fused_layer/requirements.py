@@ -32,7 +32,7 @@ def kernel_format(weight: PackedWeight) -> str | None:
     """The kernels' constant FORMAT for a weight, or None for weights that the kernels do not multiply.
 
     Not multiplied are FP8 other than with a scale per row and per token, int8 with activation quantization or groups, and int4 with
-    permuted columns or groups below MIN_GROUP_SIZE.
+    permuted columns, FP4 values or groups below MIN_GROUP_SIZE.
     """
     activations, group = weight.activations, weight.group_size
     if weight.format == "dense":
@@ -41,7 +41,7 @@ def kernel_format(weight: PackedWeight) -> str | None:
         return "fp8" if activations == "token" and not group else None
     if weight.format == "int8":
         return "bytes" if activations == "none" and not group else None
-    return "int4" if weight.layout == "paired" and weight.column_order is None and group >= MIN_GROUP_SIZE else None
+    return "int4" if weight.layout == "paired" and not weight.is_fp4 and weight.column_order is None and group >= MIN_GROUP_SIZE else None
 
 
 def first_weight(layer: FusedLayer) -> PackedWeight:

@@ -79,8 +79,8 @@ def dequantize_int4(words, scale_zero, SIDE: tl.constexpr, XTYPE: tl.constexpr, 
     """Eight registers of two XTYPE values each, from the low (SIDE 0) or high (SIDE 1) nibbles of four registers.
 
     Register 2i + j of the result holds the nibbles of bytes j and j + 2 of words[i].
-    scale_zero: (scale,), or (scale, zero) unless ZERO is "none". Values are (q - 8) × scale ("none"), (q - zero) × scale ("int", a whole
-    number) or q × scale + zero ("float").
+    scale_zero: (scale,), or (scale, zero) if ZERO is "int" or "float". Values are (q - 8) × scale ("none"), (q - zero) × scale ("int", a
+    whole number), q × scale + zero ("float") or the FP4 value of q × scale ("e2m1", see `unpack.unpack_fp4`).
 
     A nibble is or-ed into the lowest fraction bits of 128 (bfloat16) or 1024 (float16), which gives exactly 128 + q or 1024 + q. The
     subtraction that follows is exact too, so a value is rounded once, by the multiplication.
@@ -88,7 +88,9 @@ def dequantize_int4(words, scale_zero, SIDE: tl.constexpr, XTYPE: tl.constexpr, 
     DTYPE: tl.constexpr = tl.bfloat16 if XTYPE == "bfloat16" else tl.float16
     BIAS: tl.constexpr = 128 if XTYPE == "bfloat16" else 1024
     scale = pack_twice(scale_zero[0].to(DTYPE))
-    if ZERO == "int":
+    if ZERO == "e2m1":
+        zero = pack_twice(tl.full(scale.shape, 2.0**126 if XTYPE == "bfloat16" else 2.0**14, tl.float32).to(DTYPE))
+    elif ZERO == "int":
         zero = pack_twice((scale_zero[1].to(tl.int32) + BIAS).to(tl.float32).to(DTYPE))
     else:
         zero = pack_twice(tl.full(scale.shape, BIAS + (8 if ZERO == "none" else 0), tl.float32).to(DTYPE))
@@ -96,7 +98,7 @@ def dequantize_int4(words, scale_zero, SIDE: tl.constexpr, XTYPE: tl.constexpr, 
     if ZERO == "float":
         offset = pack_twice(scale_zero[1].to(DTYPE))
     types: tl.constexpr = int32_registers(8)
-    code: tl.constexpr = _dequantize_int4(SIDE, XTYPE, ZERO == "float", has_bf16x2_arithmetic())
+    code: tl.constexpr = _dequantize_int4(SIDE, XTYPE, ZERO, has_bf16x2_arithmetic())
     return tl.inline_asm_elementwise(
         code,
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r",
@@ -185,8 +187,13 @@ def _load_fragment(offset):
 
 
 @triton.constexpr_function
-def _dequantize_int4(side, xtype, is_float, is_native):
-    """PTX of `dequantize_int4`. Results $0 … $7; words $8 … $11; scale $12, zero + bias $13, offset $14, each twice in its register."""
+def _dequantize_int4(side, xtype, zero, is_native):
+    """PTX of `dequantize_int4`. Results $0 … $7; words $8 … $11; scale $12, zero + bias $13, offset $14, each twice in its register.
+
+    For e2m1, $13 is the power of two that corrects the exponent.
+    """
+    if zero == "e2m1":
+        return _dequantize_fp4(side, xtype, is_native)
     bias, pair = ("0x43004300", "bf16x2") if xtype == "bfloat16" else ("0x64006400", "f16x2")  # 128 and 1024, twice
     lines = ["{ .reg .b32 t;"]
     for word in range(4):
@@ -197,11 +204,34 @@ def _dequantize_int4(side, xtype, is_float, is_native):
                 source = "t"
             lines.append(f"lop3.b32 t, {source}, 0x000f000f, {bias}, 0xea;")  # (source & mask) | bias: bias + q, twice
             lines.append(subtract(pair, "t", "t", "$13", is_native))  # q - zero, exact
-            if is_float:
+            if zero == "float":
                 lines.append(f"fma.rn.{pair} {result}, t, $12, $14;")  # q × scale + offset
             else:
                 lines.append(multiply(pair, result, "t", "$12", is_native))  # (q - zero) × scale
     return "\n".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def _dequantize_fp4(side, xtype, is_native):
+    """PTX of `dequantize_int4` for e2m1, with the operands of `_dequantize_int4`."""
+    place, mask, pair = (6, "0x01c001c0", "bf16x2") if xtype == "bfloat16" else (9, "0x0e000e00", "f16x2")
+    lines = ["{ .reg .b32 t, u;"]
+    for word in range(4):
+        for odd in range(2):
+            result, source, first_bit = f"${2 * word + odd}", f"${8 + word}", 4 * side + 8 * odd  # of the nibble in its half
+            lines.append(_shift_left("t", source, place - first_bit))
+            lines.append(_shift_left("u", source, 12 - first_bit))
+            lines.append(f"and.b32 t, t, {mask};")  # exponent and fraction
+            lines.append("lop3.b32 t, u, 0x80008000, t, 0xea;")  # the sign
+            lines.append(multiply(pair, "t", "t", "$13", is_native))  # the e2m1 value, exact
+            lines.append(multiply(pair, result, "t", "$12", is_native))  # value × scale
+    return "\n".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def _shift_left(result, source, bits):
+    """PTX of result = source << bits, or source >> -bits."""
+    return f"shl.b32 {result}, {source}, {bits};" if bits >= 0 else f"shr.b32 {result}, {source}, {-bits};"
 
 
 @triton.constexpr_function

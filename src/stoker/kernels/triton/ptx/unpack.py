@@ -48,6 +48,42 @@ def unpack_int4_biased(packed, DTYPE: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def unpack_fp4(packed, DTYPE: tl.constexpr, PACKED: tl.constexpr):
+    """(low, high): the nibbles of each byte of `packed` as FP4 values (e2m1: one sign, two exponent and one fraction bit) in DTYPE. Exact.
+
+    With PACKED the exponent and the fraction become the lowest exponent bits and the highest fraction bit of a 16-bit number, whose
+    exponent is too small by the difference of the biases: 126 for bfloat16, 14 for float16. A product with that power of two corrects it,
+    and turns the subnormal value 0.5 into a normal one.
+    """
+    if PACKED and tl.bfloat16 == DTYPE:
+        bf16_code: tl.constexpr = _unpack_fp4("bf16x2", has_bf16x2_arithmetic())
+        low, high = tl.inline_asm_elementwise(bf16_code, "=&r,=&r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
+        return low, high
+    elif PACKED and tl.float16 == DTYPE:
+        f16_code: tl.constexpr = _unpack_fp4("f16x2", True)
+        low, high = tl.inline_asm_elementwise(f16_code, "=&r,=&r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+        return low, high
+    else:
+        return _fp4_value(packed & 15).to(DTYPE), _fp4_value(packed >> 4).to(DTYPE)
+
+
+@triton.jit
+def _fp4_value(nibble):
+    """float32: the e2m1 value of `nibble`, 0 … 15. Twice the value is a whole number: m, or (2 + fraction) << (exponent - 1)."""
+    m = (nibble & 7).to(tl.int32)
+    doubled = tl.where(m < 2, m, (2 + (m & 1)) << tl.maximum((m >> 1) - 1, 0))
+    return tl.where(nibble > 7, -doubled, doubled).to(tl.float32) * 0.5
+
+
+@triton.jit
+def multiply_16bit(values, scale):
+    """values × scale on two 16-bit numbers per register. Triton would widen them to 32 bits."""
+    PAIR: tl.constexpr = "bf16x2" if values.dtype == tl.bfloat16 else "f16x2"
+    code: tl.constexpr = _multiply_16bit(PAIR, has_bf16x2_arithmetic())
+    return tl.inline_asm_elementwise(code, "=r,r,r", [values, scale], dtype=values.dtype, is_pure=True, pack=2)
+
+
+@triton.jit
 def dequantize_16bit(values, zero, scale, offset):
     """(values - zero) × scale, plus `offset` unless it is None, on two 16-bit numbers per register. Triton would widen them to 32 bits."""
     PAIR: tl.constexpr = "bf16x2" if values.dtype == tl.bfloat16 else "f16x2"
@@ -114,6 +150,28 @@ _INT8_TO_F16 = ptx(
     "sub.rn.f16x2 $0, t, c;",
     "sub.rn.f16x2 $1, u, c; }",
 )
+
+
+@triton.constexpr_function
+def _unpack_fp4(pair, is_native):
+    """PTX of `unpack_fp4`."""
+    place, mask, power = (6, "0x01c001c0", "0x7e807e80") if pair == "bf16x2" else (9, "0x0e000e00", "0x74007400")  # 2 ** 126, 2 ** 14
+    lines = ["{ .reg .b32 t, u, p;", f"mov.b32 p, {power};", "prmt.b32 t, $2, 0, 0x4140;"]  # byte 0 to the lower half, byte 1 to the upper
+    for result, first_bit in (("$0", 0), ("$1", 4)):
+        lines += [
+            f"shl.b32 {result}, t, {place - first_bit};",
+            f"and.b32 {result}, {result}, {mask};",  # exponent and fraction
+            f"shl.b32 u, t, {12 - first_bit};",
+            f"lop3.b32 {result}, u, 0x80008000, {result}, 0xea;",  # the sign
+            multiply(pair, result, result, "p", is_native),
+        ]
+    return ptx_text(*lines, "}")
+
+
+@triton.constexpr_function
+def _multiply_16bit(pair, is_native):
+    """PTX of `multiply_16bit`."""
+    return ptx_text(multiply(pair, "$0", "$1", "$2", is_native))
 
 
 @triton.constexpr_function

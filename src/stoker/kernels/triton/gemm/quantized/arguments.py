@@ -71,7 +71,7 @@ class QuantizedWeightFormat(NamedTuple):
     has_row_scale: bool  # direct and upcast: the sums of a row are multiplied by scale [n]
     group: int  # input features that share a scale; 1: none do
     block_rows: int  # block_fp8: rows that share a scale
-    zero: str  # zero kind of groups: "none", "int" or "float"; see `group_scales`
+    zero: str  # zero kind of groups: "none", "int", "float" or "e2m1"; see `group_scales`
 
 
 class GemmTile(NamedTuple):

@@ -36,7 +36,7 @@ from stoker.kernels.triton.gemm.quantized.tiles import MAX_SKINNY_ROWS, MIN_INT8
 from stoker.kernels.triton.gemm.skinny.launch import skinny_linear, supports_skinny
 from stoker.kernels.triton.gemm.skinny_int4.launch import skinny_int4_linear, supports_skinny_int4
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
-from stoker.kernels.triton.ptx.unpack import unpack_int4
+from stoker.kernels.triton.ptx.unpack import unpack_fp4, unpack_int4
 from stoker.kernels.types import PLAIN, Fusion
 
 MAX_GROUP = 128  # larger groups, and sizes such as 48, are split into power-of-2 groups with the same scale
@@ -79,8 +79,8 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
     """A linear with an int4 weight (`ops.packed_linear`). The method depends on the number of rows, from low to high:
 
     digits against the stored integers (`gemm.skinny`, `quantized_activation_linear`), weights dequantized in registers (`gemm.skinny_int4`,
-    `plain_activation_linear`), weights dequantized in memory (`dequantized_linear`). A weight that `prepare_weight` left unchanged is
-    dequantized by the reference in every call.
+    `plain_activation_linear`), weights dequantized in memory (`dequantized_linear`). Digits are integers, so FP4 values are dequantized.
+    A weight that `prepare_weight` left unchanged is dequantized by the reference in every call.
     """
     if weight.layout == "stored":
         return reference.packed_linear(x, weight, fusion)
@@ -90,7 +90,8 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
     if supports_skinny_int4(x, weight):
         return skinny_int4_linear(x, weight, fusion)
     if rows <= MAX_SKINNY_ROWS:
-        if digits_are_faster(rows, group) or (x.dtype == torch.float32 and group >= MIN_INT8_GROUP):
+        by_digits = digits_are_faster(rows, group) or (x.dtype == torch.float32 and group >= MIN_INT8_GROUP)
+        if by_digits and not weight.is_fp4:
             return quantized_activation_linear(x, weight, "digits", f"int4/{group}", fusion)
         return plain_activation_linear(x, weight, fusion)
     x, fusion = apply_input_gate(x, fusion)
@@ -128,7 +129,10 @@ def dequantize_kernel(
     weight_row = tl.minimum(first + row, last - 1)
     byte = tl.arange(0, GROUP)[None, :]
     packed = tl.load(packed_ptr + weight_row.to(tl.int64)[:, None] * stride_packed + pair * GROUP + byte)
-    low, high = unpack_int4(packed, PACKED)  # [BLOCK_N, GROUP]
+    if ZERO == "e2m1":
+        low, high = unpack_fp4(packed, tl.float32, PACKED)  # [BLOCK_N, GROUP]
+    else:
+        low, high = unpack_int4(packed, PACKED)
     target_ptr = out_ptr + row.to(tl.int64)[:, None] * size + pair * (2 * GROUP) + byte
     inside = (first + row < last)[:, None]
     for half in tl.static_range(2):
@@ -137,6 +141,8 @@ def dequantize_kernel(
         value = (low if half == 0 else high).to(tl.float32)
         if ZERO == "none":
             value = (value - 8.0) * scale[:, None]
+        elif ZERO == "e2m1":
+            value *= scale[:, None]
         elif ZERO == "int":
             value = (value - tl.load(zero_ptr + offset).to(tl.float32)[:, None]) * scale[:, None]
         else:

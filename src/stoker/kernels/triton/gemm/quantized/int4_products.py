@@ -14,9 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stoker.kernels.triton.gemm.quantized.group_scales import load_pair_scales, scale_and_offset
+from stoker.kernels.triton.gemm.quantized.group_scales import group_tensors, load_pair_scales, scale_and_offset
 from stoker.kernels.triton.gemm.quantized.operand_tiles import combine_digits, load_tile, weight_rows, x_columns
-from stoker.kernels.triton.ptx.unpack import dequantize_16bit, int4_bias, unpack_int4, unpack_int4_biased
+from stoker.kernels.triton.ptx.unpack import dequantize_16bit, int4_bias, multiply_16bit, unpack_fp4, unpack_int4, unpack_int4_biased
 
 # int4 × 16-bit activations: the sums of groups of at least SCALED_SUMS_MIN_GROUP are scaled instead of the values, for at most
 # SCALED_SUMS_MAX_TOKENS tokens. Llama-3.1-8B's gate and up on an H200: 42.7 -> 38.7 µs for 32 rows, 54.0 -> 60.5 for 64 (registers).
@@ -50,7 +50,7 @@ def multiply_int4(
     BLOCK_K: tl.constexpr = TILE.block_k
     PAIRS: tl.constexpr = TILE.groups
     TOKENS: tl.constexpr = TILE.tokens
-    PAIR_TENSORS: tl.constexpr = 2 if ZERO == "none" else 4  # scales and zeros of a pair of groups
+    PAIR_TENSORS: tl.constexpr = 2 * group_tensors(ZERO)  # scales and zeros of a pair of groups
     PREFETCH: tl.constexpr = PRODUCT.digits == 2
     acc = tl.zeros([BLOCK_N, TOKENS], tl.float32)
     acc_up = acc
@@ -106,8 +106,11 @@ def add_int4_pair(acc, packed, low_x, high_x, group_sums, scales, ZERO: tl.const
         high_product = combine_digits(tl.dot(high, high_x, out_dtype=tl.int32)).to(tl.float32)
         acc = (acc + b[:, None] * group_sums[1][None, :]) + high_product * s[:, None]
     else:
-        low, high = unpack_int4_biased(packed, low_x.dtype, PACKED)
-        if ZERO != "float" and packed.shape[1] >= SCALED_SUMS_MIN_GROUP and acc.shape[1] <= SCALED_SUMS_MAX_TOKENS:
+        if ZERO == "e2m1":
+            low, high = unpack_fp4(packed, low_x.dtype, PACKED)
+        else:
+            low, high = unpack_int4_biased(packed, low_x.dtype, PACKED)
+        if (ZERO == "none" or ZERO == "int") and packed.shape[1] >= SCALED_SUMS_MIN_GROUP and acc.shape[1] <= SCALED_SUMS_MAX_TOKENS:
             low_product = tl.dot(subtract_zero(low, low_scale, ZERO, PACKED), low_x, input_precision="ieee")
             acc += low_product * low_scale[0].to(tl.float32)[:, None]
             high_product = tl.dot(subtract_zero(high, high_scale, ZERO, PACKED), high_x, input_precision="ieee")
@@ -138,10 +141,17 @@ def subtract_zero(nibbles, scale, ZERO: tl.constexpr, PACKED: tl.constexpr):
 def dequantize_nibbles(nibbles, scale, ZERO: tl.constexpr, PACKED: tl.constexpr):
     """The real values of `nibbles` from `unpack_int4_biased`, in their dtype: (w - zero) × scale, or w × scale + offset.
 
+    For e2m1, `nibbles` are values from `unpack_fp4`, which are multiplied by the scale.
+
     The only rounding is that of the product (and of the sum with an offset). `scale` is a result of `load_scale_and_zero`.
     """
     BIAS: tl.constexpr = int4_bias(nibbles.dtype)
     s = scale[0].to(nibbles.dtype)[:, None]
+    if ZERO == "e2m1":
+        if PACKED and nibbles.dtype.primitive_bitwidth == 16:
+            return multiply_16bit(nibbles, s)
+        else:
+            return (nibbles.to(tl.float32) * s.to(tl.float32)).to(nibbles.dtype)
     if ZERO == "none":
         zero = BIAS + 8.0
     elif ZERO == "int":

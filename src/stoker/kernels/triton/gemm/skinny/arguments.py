@@ -49,7 +49,7 @@ class WeightFormat(NamedTuple):
     """Constants: how weights are stored."""
 
     form: str  # "int4", "int8" or "fp8" (e4m3)
-    zero: str  # int4: (q - 8) × scale "none", (q - zero) × scale "int", q × scale + zero "float"
+    zero: str  # int4: (q - 8) × scale "none", (q - zero) × scale "int", q × scale + zero "float", FP4 × scale "e2m1"
     group: int  # int4: features that share a scale; else 1
 
 

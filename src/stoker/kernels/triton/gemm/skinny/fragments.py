@@ -20,6 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stoker.kernels.triton.gemm.quantized.group_scales import group_tensors
 from stoker.kernels.triton.ptx.mma import load_weight_fragment
 
 
@@ -67,6 +68,6 @@ def load_scales(weight, rows, group, is_valid, ZERO: tl.constexpr, COUNT: tl.con
         offset = (group + i).to(tl.int64) * weight.stride_group
         for row in tl.static_range(COUNT):
             scales_zeros = scales_zeros + (tl.load(weight.scale_ptr + offset + rows[row], mask=is_valid, other=0, volatile=True),)
-            if ZERO != "none":
+            if group_tensors(ZERO) == 2:
                 scales_zeros = scales_zeros + (tl.load(weight.zero_ptr + offset + rows[row], mask=is_valid, other=0, volatile=True),)
     return scales_zeros

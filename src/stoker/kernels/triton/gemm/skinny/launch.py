@@ -23,8 +23,10 @@ MIN_GROUP = 32  # of int4: the 16 bytes of a lane belong to one pair of groups
 
 
 def supports_skinny(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether `skinny_linear` supports these activations and weight: at most MAX_TOKENS tokens, and rows of whole chunks."""
+    """Whether `skinny_linear` supports these activations and weight: at most MAX_TOKENS tokens, rows of whole chunks, no FP4."""
     max_tokens = MAX_TOKENS
+    if weight.is_fp4:
+        return False
     if weight.format == "int4":
         group = weight.group_size
         max_tokens = 0 if group < MIN_GROUP else MAX_TOKENS_SMALL_GROUPS if group < CHUNK_BYTES else MAX_TOKENS

@@ -4,7 +4,7 @@
     out[t, r] = act(Σ_k x[t, k] × w[r, k]) × Σ_k x[t, k] × w[n + r, k]  (gated)            + bias, + residual
 
     x     [m, k] bfloat16 or float16, arranged as B fragments (`arrange`)
-    w     [rows, k] int4, two values per byte; a scale and a zero point per row and group
+    w     [rows, k] int4 or FP4, two values per byte; a scale and, for some int4, a zero point per row and group
 
 Grid: (tiles of 16 × row_tiles × num_warps weight rows, splits of the reduction dimension). Each warp has 16 × row_tiles rows of its own and
 multiplies them by all tokens over the split's chunks of 64 bytes per row:
@@ -40,6 +40,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stoker.kernels.triton.gemm.quantized.group_scales import group_tensors
 from stoker.kernels.triton.gemm.skinny.epilogue import is_last_split, store_outputs
 from stoker.kernels.triton.gemm.skinny.fragments import lane_rows, load_scales, load_weights, row_addresses
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
@@ -65,7 +66,7 @@ def add_chunk(
 
     `scales_zeros`: from `fragments.load_scales`; `token_address` (int64): the lane's first B fragment of the chunk.
     """
-    STEP: tl.constexpr = 1 if ZERO == "none" else 2  # scale, or scale and zero
+    STEP: tl.constexpr = group_tensors(ZERO)  # scale, or scale and zero
     for side in tl.static_range(2):  # low nibbles, high nibbles
         tokens = ()  # 8 registers per token tile
         for i in tl.static_range(2 * TOKEN_TILES):
@@ -128,7 +129,7 @@ def skinny_int4_gemm_kernel(
     OUT_TILES: tl.constexpr = ROW_TILES // 2 if GATED else ROW_TILES  # 16-row tiles of outputs per warp
     ROWS: tl.constexpr = 2 * ROW_TILES  # rows of a lane
     WORDS: tl.constexpr = 4 * ROWS  # registers of a chunk
-    SCALES: tl.constexpr = 2 * ROWS * (1 if ZERO == "none" else 2)
+    SCALES: tl.constexpr = 2 * ROWS * group_tensors(ZERO)
     SUMS: tl.constexpr = 4 * ROW_TILES * TOKEN_TILES
     PAIRS: tl.constexpr = CHUNK_BYTES // GROUP  # pairs of groups in a chunk
     thread = tl.arange(0, 32 * WARPS)

@@ -1,0 +1,182 @@
+"""Measures linears and experts with FP4 weights (MXFP4) on one CUDA device, next to the other formats that can hold the same values.
+
+    python benchmarks/kernels/fp4.py --json results.json
+
+Linears have the shapes of Llama-3.1-8B, experts those of gpt-oss-20b and Qwen3-30B-A3B. A time is the median of replays of a CUDA graph,
+whose calls read different weights (linears) or different experts, so that weights come from memory. `floor` is the time of reading the
+weights and scales of all used experts at READ_RATE. Results are compared with the float64 product of the dequantized weights first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+
+import torch
+import triton
+from torch import Tensor
+
+from stoker.core.packed_weight import PackedWeight
+from stoker.kernels import ops
+from stoker.kernels.reference.quant_int4 import dequantize_int4, fp4_as_int8
+from stoker.kernels.routing import Routing, RoutingParams
+from stoker.kernels.triton.moe import launch as moe
+from stoker.kernels.tuning.tiles import QuantTile
+from stoker.kernels.types import PLAIN, Fusion
+
+READ_RATE = 4.3e6  # bytes per µs of an H200
+LINEARS = {"qkv": (6144, 4096, False), "out": (4096, 4096, False), "up": (14336, 4096, True), "down": (4096, 14336, False)}
+EXPERTS = {"gpt-oss-20b": (32, 4, 2880, 2880), "qwen3-30b-a3b": (128, 8, 2048, 768)}  # experts, chosen, hidden, size of an expert
+FORMS = ("bf16", "int8/32", "fp4")
+MIN_BYTES = 160 << 20  # that the calls of a graph read together: more than the L2 cache holds
+
+
+def fp4(*shape: int) -> PackedWeight:
+    """Random FP4 values [..., n, k] in groups of 32, as stored."""
+    values = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device="cuda")
+    scale = torch.randint(-9, -5, (*shape[:-1], shape[-1] // 32), device="cuda").float().exp2().bfloat16()
+    return PackedWeight("int4", values, scale, None, 32, is_fp4=True)
+
+
+def in_form(stored: PackedWeight, form: str) -> PackedWeight:
+    """The same weight as the kernels read it in another form."""
+    if form == "fp4":
+        return ops.prepare_weight(stored)
+    if form == "bf16":
+        return PackedWeight("dense", dequantize_int4(stored, torch.bfloat16))
+    return fp4_as_int8(stored)
+
+
+def microseconds(calls: list[Callable[[], Tensor]]) -> float:
+    """The time of one of `calls`, which run one after another in a graph."""
+    for call in calls[:2]:
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(15):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def error_of(found: Tensor, exact: Tensor) -> float:
+    """The largest difference relative to the largest exact value."""
+    return float((found.double() - exact).abs().max() / exact.abs().max())
+
+
+def measure_linear(name: str, rows: int) -> Iterator[dict[str, object]]:
+    n, k, gated = LINEARS[name]
+    fusion = Fusion(gate="silu") if gated else PLAIN
+    x, stored = torch.randn(rows, k, device="cuda").bfloat16(), fp4(n * (2 if gated else 1), k)
+    y = x.double() @ dequantize_int4(stored, torch.float64).T
+    exact = torch.nn.functional.silu(y[:, :n]) * y[:, n:] if gated else y
+    for form in FORMS:
+        if form == "int8/32":
+            continue  # an engine on a GPU widens such linears to bfloat16
+        weight = in_form(stored, form)
+        num_bytes = weight.num_bytes
+        copies = [replace(weight, values=weight.values.clone()) for _ in range(1 + MIN_BYTES // num_bytes)]
+        error = error_of(ops.packed_linear(x, weight, fusion), exact)
+        us = microseconds([lambda w=w: ops.packed_linear(x, w, fusion) for w in copies])  # type: ignore[misc]
+        yield result(name, form, rows, us, num_bytes, error)
+
+
+def routings(rows: int, experts: int, top_k: int) -> list[Routing]:
+    """Routings that choose different experts where a step does not need all."""
+    count = max(1, min(8, experts // (rows * top_k)))
+    found = []
+    for i in range(count):
+        logits = torch.randn(rows, experts, device="cuda")
+        if count > 1:
+            first = i * (experts // count)
+            logits[:, first : first + experts // count] += 100
+        found.append(moe.route(logits, None, RoutingParams(top_k)))
+    return found
+
+
+def expert_tiles(rows: int, k: int) -> list[QuantTile | None]:
+    """Tiles to compare with the one that the launcher chooses, which is None."""
+    blocks = [b for b in (64, 128, 192, 256, 320) if k % b == 0]
+    if rows > 256:
+        shapes = [(128, b, 1, warps, stages) for b in blocks[:2] for warps in (4, 8) for stages in (3, 4)]
+    else:
+        splits = (1, 2, 3, 4) if rows <= 8 else (1, 2)
+        shapes = [(bn, b, s, 4, stages) for bn in (32, 64) for b in blocks for s in splits for stages in (3, 4)]
+    return [None, *(QuantTile(*shape) for shape in shapes)]
+
+
+def measure_experts(name: str, rows: int, down: bool, sweep: bool) -> Iterator[dict[str, object]]:
+    experts, top_k, hidden, size = EXPERTS[name]
+    n, k = (hidden, size) if down else (2 * size, hidden)
+    torch.manual_seed(rows)
+    stored = fp4(experts, n, k)
+    x, routed = torch.randn(rows * (top_k if down else 1), k, device="cuda").bfloat16(), routings(rows, experts, top_k)
+    used = sum(int((r.offsets.diff() > 0).sum()) for r in routed) / len(routed)
+    project = moe.expert_down if down else moe.expert_up
+    plain = in_form(stored, "bf16")
+    exact = project(x, plain, routed[0])
+    for form in FORMS:
+        weight = plain if form == "bf16" else in_form(stored, form)
+        for tile in expert_tiles(rows, k) if sweep and form == "fp4" else [None]:
+            try:
+                error = error_of(project(x, weight, routed[0], tile), exact.double())
+                us = microseconds([lambda r=r, w=weight, t=tile: project(x, w, r, t) for r in routed])  # type: ignore[misc]
+            except triton.runtime.errors.OutOfResources:
+                continue
+            yield result(f"{name} {'down' if down else 'up'}", form, rows, us, used * weight.num_bytes / experts, error, used, str(tile))
+
+
+def result(
+    what: str, form: str, rows: int, us: float, num_bytes: float, error: float, used: float = 0, tile: str = ""
+) -> dict[str, object]:
+    floor = num_bytes / READ_RATE
+    return {"what": what, "form": form, "rows": rows, "us": us, "floor": floor, "error": error, "experts": used, "tile": tile}
+
+
+def jobs(sweep: bool) -> list[tuple[object, ...]]:
+    linears = [("linear", name, rows) for name in LINEARS for rows in (1, 8, 32, 64, 2048)]
+    return [*[("experts", m, r, down, sweep) for m in EXPERTS for r in (1, 8, 64, 2048) for down in (False, True)], *linears]
+
+
+def run(job: tuple[object, ...]) -> list[dict[str, object]]:
+    kind, *arguments = job
+    return list((measure_linear if kind == "linear" else measure_experts)(*arguments))  # type: ignore[operator]
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--json", help="write the results to this file")
+    options.add_argument("--sweep", action="store_true", help="compare tiles of experts")
+    options.add_argument("--kind", default="", help="only linear or experts")
+    options.add_argument("--workers", type=int, default=12, help="processes that compile the kernels first")
+    chosen = options.parse_args()
+    todo = [job for job in jobs(chosen.sweep) if str(job[0]).startswith(chosen.kind)]
+    with ProcessPoolExecutor(chosen.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(run, todo))
+    results: list[dict[str, object]] = []
+    for job in todo:
+        for found in run(job):
+            results.append(found)
+            print(
+                "{what:20} {form:8} {rows:5} rows {us:8.1f} us, floor {floor:7.1f}  error {error:.1e}  {tile}".format(**found), flush=True
+            )
+        if chosen.json:
+            record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "results": results}
+            with open(chosen.json, "w", encoding="utf-8") as file:
+                json.dump(record, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
