@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -28,6 +29,9 @@ from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton.moe import launch as moe
 from stoker.kernels.tuning.tiles import QuantTile
 from stoker.kernels.types import PLAIN, Fusion
+
+Result = dict[str, Any]
+Job = tuple[Any, ...]
 
 READ_RATE = 4.3e6  # bytes per µs of an H200
 LINEARS = {"qkv": (6144, 4096, False), "out": (4096, 4096, False), "up": (14336, 4096, True), "down": (4096, 14336, False)}
@@ -76,7 +80,7 @@ def error_of(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).abs().max() / exact.abs().max())
 
 
-def measure_linear(name: str, rows: int) -> Iterator[dict[str, object]]:
+def measure_linear(name: str, rows: int) -> Iterator[Result]:
     n, k, gated = LINEARS[name]
     fusion = Fusion(gate="silu") if gated else PLAIN
     x, stored = torch.randn(rows, k, device="cuda").bfloat16(), fp4(n * (2 if gated else 1), k)
@@ -108,16 +112,16 @@ def routings(rows: int, experts: int, top_k: int) -> list[Routing]:
 
 def expert_tiles(rows: int, k: int) -> list[QuantTile | None]:
     """Tiles to compare with the one that the launcher chooses, which is None."""
-    blocks = [b for b in (64, 128, 192, 256, 320) if k % b == 0]
+    blocks = [b for b in (64, 128, 192, 320) if k % b == 0]
     if rows > 256:
-        shapes = [(128, b, 1, warps, stages) for b in blocks[:2] for warps in (4, 8) for stages in (3, 4)]
+        shapes = [(128, b, 1, warps, stages) for b in blocks[:2] for warps, stages in ((4, 4), (8, 3), (8, 4))]
     else:
-        splits = (1, 2, 3, 4) if rows <= 8 else (1, 2)
-        shapes = [(bn, b, s, 4, stages) for bn in (32, 64) for b in blocks for s in splits for stages in (3, 4)]
+        shapes = [(64, b, splits, 4, 4) for b in blocks for splits in ((1, 2, 4) if rows <= 8 else (1, 2))]
+        shapes += [(32, blocks[-1], 1, 4, 4), (32, blocks[-1], 2, 4, 4), (128, blocks[-2], 1, 4, 4), (64, blocks[-2], 2, 8, 3)]
     return [None, *(QuantTile(*shape) for shape in shapes)]
 
 
-def measure_experts(name: str, rows: int, down: bool, sweep: bool) -> Iterator[dict[str, object]]:
+def measure_experts(name: str, rows: int, down: bool, sweep: bool) -> Iterator[Result]:
     experts, top_k, hidden, size = EXPERTS[name]
     n, k = (hidden, size) if down else (2 * size, hidden)
     torch.manual_seed(rows)
@@ -138,21 +142,19 @@ def measure_experts(name: str, rows: int, down: bool, sweep: bool) -> Iterator[d
             yield result(f"{name} {'down' if down else 'up'}", form, rows, us, used * weight.num_bytes / experts, error, used, str(tile))
 
 
-def result(
-    what: str, form: str, rows: int, us: float, num_bytes: float, error: float, used: float = 0, tile: str = ""
-) -> dict[str, object]:
+def result(what: str, form: str, rows: int, us: float, num_bytes: float, error: float, used: float = 0, tile: str = "") -> Result:
     floor = num_bytes / READ_RATE
     return {"what": what, "form": form, "rows": rows, "us": us, "floor": floor, "error": error, "experts": used, "tile": tile}
 
 
-def jobs(sweep: bool) -> list[tuple[object, ...]]:
+def jobs(sweep: bool) -> list[Job]:
     linears = [("linear", name, rows) for name in LINEARS for rows in (1, 8, 32, 64, 2048)]
     return [*[("experts", m, r, down, sweep) for m in EXPERTS for r in (1, 8, 64, 2048) for down in (False, True)], *linears]
 
 
-def run(job: tuple[object, ...]) -> list[dict[str, object]]:
+def run(job: Job) -> list[Result]:
     kind, *arguments = job
-    return list((measure_linear if kind == "linear" else measure_experts)(*arguments))  # type: ignore[operator]
+    return list((measure_linear if kind == "linear" else measure_experts)(*arguments))
 
 
 def main() -> None:
@@ -165,12 +167,12 @@ def main() -> None:
     todo = [job for job in jobs(chosen.sweep) if str(job[0]).startswith(chosen.kind)]
     with ProcessPoolExecutor(chosen.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(run, todo))
-    results: list[dict[str, object]] = []
+    results: list[Result] = []
     for job in todo:
         for found in run(job):
             results.append(found)
             print(
-                "{what:20} {form:8} {rows:5} rows {us:8.1f} us, floor {floor:7.1f}  error {error:.1e}  {tile}".format(**found), flush=True
+                "{what:20} {form:8} {rows:5} rows {us:8.1f} us (floor {floor:.1f})  error {error:.0e}  {tile}".format(**found), flush=True
             )
         if chosen.json:
             record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "results": results}

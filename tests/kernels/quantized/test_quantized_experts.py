@@ -107,7 +107,8 @@ def check(
 @pytest.mark.parametrize(
     ("routed", "zero", "group", "k"),
     [
-        ("one", "none", 32, 192), ("one", "e2m1", 32, 192), ("rank", "e2m1", 16, 66), ("one", "float", 64, 130), ("all", "int", 64, 130), ("all", "float", 32, 64),
+        ("one", "none", 32, 192), ("one", "e2m1", 32, 192), ("rank", "e2m1", 16, 66),
+        ("one", "float", 64, 130), ("all", "int", 64, 130), ("all", "float", 32, 64),
         ("rank", "int", 128, 300), ("rank", "float", 64, 192), ("rank", "none", 256, 300), ("other ranks", "int", 32, 64),
     ],
 )  # fmt: skip
