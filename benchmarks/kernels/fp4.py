@@ -162,11 +162,14 @@ def main() -> None:
     options.add_argument("--json", help="write the results to this file")
     options.add_argument("--sweep", action="store_true", help="compare tiles of experts")
     options.add_argument("--kind", default="", help="only linear or experts")
-    options.add_argument("--workers", type=int, default=12, help="processes that compile the kernels first")
+    options.add_argument("--compile-only", action="store_true", help="only compile the kernels, for a later run, in several processes")
+    options.add_argument("--workers", type=int, default=8, help="processes that compile")
     chosen = options.parse_args()
     todo = [job for job in jobs(chosen.sweep) if str(job[0]).startswith(chosen.kind)]
-    with ProcessPoolExecutor(chosen.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(run, todo))
+    if chosen.compile_only:
+        with ProcessPoolExecutor(chosen.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(run, todo))
+        return
     results: list[Result] = []
     for job in todo:
         for found in run(job):
