@@ -20,6 +20,7 @@ from stoker.builder.estimate import estimate
 from stoker.builder.prepare import prepare
 from stoker.cli.commands.build import build as build_command
 from stoker.cli.commands.inspect import inspect as inspect_command
+from stoker.quant.formats.fp4 import Fp4
 
 APP = typer.Typer()
 APP.command("build")(build_command)
@@ -92,7 +93,9 @@ def test_the_dtype_of_a_config_that_names_none(quantized: bool, dtype: str, tmp_
     if quantized:
         config["quantization_config"] = {"quant_method": "mxfp4"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert prepare(tmp_path, BuildConfig(dummy_weights=True, device="cuda")).config.dtype == dtype
+    found = prepare(tmp_path, BuildConfig(dummy_weights=True, device="cuda")).config
+    assert found.dtype == dtype
+    assert (found.recipe.default == Fp4()) == quantized
 
 
 def test_methods_that_need_the_weights_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -28,6 +28,7 @@ from stoker.models import Architecture
 from stoker.quant.format import Format
 from stoker.quant.formats.block_fp8 import BlockFp8
 from stoker.quant.formats.dense import Dense
+from stoker.quant.formats.fp4 import Fp4
 from stoker.quant.formats.fp8 import Fp8
 from stoker.quant.formats.int8_grouped import GroupedInt8
 from stoker.quant.named_recipes import NARROW_HIDDEN_SIZE, canonical_recipe_name, find_recipe
@@ -135,14 +136,19 @@ def _stored_recipe(config: EngineConfig, plans: dict[str, TensorPlan], checkpoin
 
 
 def _described_recipe(config: EngineConfig, checkpoint: Checkpoint, architecture: Architecture) -> Recipe | None:
-    """The recipe that quantization_config describes, for a build without weights. Only block-scaled FP8 can be determined without tensors.
+    """The recipe that quantization_config describes, for a build without weights.
 
-    Logs a warning for other methods, because sizes and speed are then those of unquantized weights.
+    Only block-scaled FP8, and MXFP4 of gpt-oss, which has all experts in it, can be determined without tensors. Logs a warning for other
+    methods, because sizes and speed are then those of unquantized weights.
     """
     quantization = checkpoint.setting("quantization_config")
     if quantization is None:
         return None
     block = quantization.get("weight_block_size")
+    linears = [spec for spec in declare(config.model).values() if isinstance(spec, LinearSpec) and spec.quantize]
+    if quantization.get("quant_method") == "mxfp4":
+        plain: dict[str, Format] = {spec.name: Dense() for spec in linears if not spec.num_experts}
+        return Recipe(default=Fp4(), overrides=plain, name=AS_STORED)
     if quantization.get("quant_method") != "fp8" or not isinstance(block, list):
         log.warning(
             "%s: the quantization_config (%s) is not used without weights. Name a quantization instead, such as FP8 or AWQ.",
@@ -153,12 +159,11 @@ def _described_recipe(config: EngineConfig, checkpoint: Checkpoint, architecture
     rows, columns = block_size(block)
     names = architecture.tensor_names(config.model)
     overrides: dict[str, Format] = {}
-    for spec in declare(config.model).values():
-        if isinstance(spec, LinearSpec) and spec.quantize:
-            if is_computed(f"{spec.name}.weight", names):
-                overrides[spec.name] = Dense()
-            elif (common := math.gcd(rows, *spec.parts)) != rows and len(spec.parts) > 1:
-                overrides[spec.name] = BlockFp8(rows=common, columns=columns)
+    for spec in linears:
+        if is_computed(f"{spec.name}.weight", names):
+            overrides[spec.name] = Dense()
+        elif (common := math.gcd(rows, *spec.parts)) != rows and len(spec.parts) > 1:
+            overrides[spec.name] = BlockFp8(rows=common, columns=columns)
     return Recipe(default=BlockFp8(rows=rows, columns=columns), overrides=overrides, name=AS_STORED)
 
 

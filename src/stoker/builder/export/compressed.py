@@ -11,6 +11,7 @@ from stoker.builder.prequantized.dequantize import dequantize
 from stoker.quant.format import Format
 from stoker.quant.formats.block_fp8 import BlockFp8
 from stoker.quant.formats.dense import Dense
+from stoker.quant.formats.fp4 import Fp4
 from stoker.quant.formats.fp8 import Fp8
 from stoker.quant.formats.int4 import Int4
 from stoker.quant.formats.int8 import Int8
@@ -23,8 +24,8 @@ PER_WORD = 8  # int4 values of an int32 word
 def scheme_of(chosen: Format, stored: dict[str, Tensor]) -> dict[str, Any] | None:
     """The settings of a module in `config_groups`, without its targets. `stored` are its stored tensors by suffix.
 
-    None for a format that compressed-tensors lacks: values with an offset that is no multiple of their scale, and zero points that do not
-    fit into the bits of a value (GPTQ has them up to 16).
+    None for a format that compressed-tensors lacks: values with an offset that is no multiple of their scale, zero points that do not
+    fit into the bits of a value (GPTQ has them up to 16), and FP4 in groups of another size.
     """
     if isinstance(chosen, Fp8):
         return _scheme("float-quantized", _weights(8, "float", "channel"), _activations("float", chosen.activations))
@@ -38,6 +39,16 @@ def scheme_of(chosen: Format, stored: dict[str, Tensor]) -> dict[str, Any] | Non
         return _scheme("int-quantized", _weights(8, "int", "channel"), _activations("int", "token" if chosen.per_token else "static"))
     if isinstance(chosen, (GroupedInt8, Int4)):
         return _grouped_scheme(chosen, stored)
+    return _fp4_scheme(chosen, stored) if isinstance(chosen, Fp4) else None
+
+
+def _fp4_scheme(chosen: Fp4, stored: dict[str, Tensor]) -> dict[str, Any] | None:
+    """The settings of MXFP4 or NVFP4; None for other groups than theirs, and for rows with different scales."""
+    if chosen == Fp4(group_size=32):
+        settings = _weights(4, "float", "group", group_size=32, scale_dtype="torch.uint8")
+        return _scheme("mxfp4-pack-quantized", settings, None)
+    if chosen == Fp4(group_size=16, scale="e4m3") and bool((stored["row_scale"] == stored["row_scale"][0]).all()):
+        return _scheme("nvfp4-pack-quantized", _weights(4, "float", "tensor_group", group_size=16), None)
     return None
 
 
@@ -60,6 +71,9 @@ def module_tensors(chosen: Format, stored: dict[str, Tensor], dtype: torch.dtype
         return {"weight": dequantize(chosen, stored).to(dtype)}
     if isinstance(chosen, (GroupedInt8, Int4)):
         return _grouped_tensors(chosen, stored)
+    if isinstance(chosen, Fp4):
+        tensors = {"weight_packed": stored["weight"], "weight_scale": stored["scale"]}
+        return tensors | ({"weight_global_scale": 1 / stored["row_scale"][:1]} if "row_scale" in stored else {})
     scale = stored["scale"].float()
     tensors = {"weight": stored["weight"], "weight_scale": scale if scale.dim() == 2 else scale[:, None]}
     return tensors | ({"input_scale": stored["input_scale"]} if "input_scale" in stored else {})
