@@ -19,6 +19,7 @@ from stoker.quant.format import FORMATS, Format
 from stoker.quant.formats.awq import AWQ
 from stoker.quant.formats.block_fp8 import BlockFp8
 from stoker.quant.formats.dense import Dense
+from stoker.quant.formats.fp4 import Fp4
 from stoker.quant.formats.fp8 import Fp8
 from stoker.quant.formats.gptq import GPTQ
 from stoker.quant.formats.int4 import Int4
@@ -48,6 +49,8 @@ CASES: dict[str, tuple[Format, float]] = {
     "fp8": (Fp8(activations="none"), E4M3),
     "fp8 one scale": (Fp8(weights="tensor", activations="static"), E4M3),
     "block_fp8": (BlockFp8(rows=16, columns=32), E4M3),
+    "mxfp4": (Fp4(), 0.21),  # half a step of the largest values, relative to a largest magnitude of 5
+    "nvfp4": (Fp4(group_size=16, scale="e4m3"), 0.21),
 }
 SIZES = {"even": (96, 128, 0), "ragged": (96, 144, 0), "experts": (32, 64, 3)}
 

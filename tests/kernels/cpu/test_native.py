@@ -87,6 +87,16 @@ def int4(rows: int, columns: int, group: int, zero: str, dtype: torch.dtype = to
     return lambda x, bias, fusion: quant_int4.packed_linear(x, replace(weight, bias=bias), fusion), real
 
 
+def fp4(rows: int, columns: int, group: int) -> tuple[Callable, Tensor]:
+    """FP4, which is multiplied as int8 in groups."""
+    scale = torch.randint(-6, -3, (rows, -(-columns // group))).float().exp2().bfloat16()
+    stored = replace(int4_weight(rows, columns, group, "none"), scale=scale, is_fp4=True)
+    weight = quant_int4.prepare_weight(stored)
+    assert weight.format == "int8"
+    real = int4_reference.dequantize_int4(stored, torch.float64)
+    return lambda x, bias, fusion: quant_int8.packed_linear(x, replace(weight, bias=bias), fusion), real
+
+
 def expected(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion) -> Tensor:
     """The linear in float64, by the reference."""
     wide = {name: value.double() for name in ("norm_weight", "norm_bias", "residual") if (value := getattr(fusion, name)) is not None}
@@ -142,6 +152,7 @@ def test_every_fusion(parts: str, dtype: torch.dtype) -> None:
         int8(48, 96),
         int4(48, 96, 64, "float"),
         grouped(48, 96, 64, True),
+        fp4(48, 96, 32),
     ):
         check(case, 3, parts, dtype)
 

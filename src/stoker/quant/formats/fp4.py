@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, Literal
 
 import msgspec
@@ -12,6 +13,7 @@ from stoker.base.config import check_choice
 from stoker.base.errors import ConfigError
 from stoker.core.packed_weight import PackedWeight
 from stoker.core.specs import LinearSpec
+from stoker.kernels.reference.quant_int4 import FP4_VALUES
 from stoker.quant import groups
 from stoker.quant.format import FORMATS, Format, Layout
 
@@ -57,13 +59,20 @@ class Fp4(Format, frozen=True, kw_only=True, tag="fp4"):
         return stored
 
     def quantize(self, weight: Tensor, spec: LinearSpec, stats: Any = None) -> dict[str, Tensor]:
-        """Refused, because values that are rounded to e2m1 without calibration lose too much: the format stores what checkpoints contain.
-
-        Raises ConfigError.
-        """
-        raise ConfigError(
-            f"{spec.name}: FP4 is imported from checkpoints, and not quantized by a build.", cure="Use AWQ or WEIGHTS_ONLY_INT4."
-        )
+        """The stored tensors of `weight`, as `Format.quantize` requires: values are rounded to the nearest, and no group is clipped."""
+        split = groups.split(weight, self.group_size)
+        needed = split.abs().amax(-1).clamp(min=2.0**-100) / FP4_VALUES[7]  # the smallest scale with which the largest value fits
+        if self.scale == "e8m0":
+            stored = {"scale": (needed.log2().ceil() + 127).to(torch.uint8)}
+            real = powers_of_two(stored["scale"]).float()
+        else:
+            row_scale = needed.amax(-1) / torch.finfo(torch.float8_e4m3fn).max
+            stored = {"scale": (needed / row_scale[..., None]).clamp(min=2.0**-9).to(torch.float8_e4m3fn), "row_scale": row_scale}
+            real = stored["scale"].float() * row_scale[..., None]
+        scaled = split / real[..., None]
+        midpoints = torch.tensor([(low + high) / 2 for low, high in pairwise(FP4_VALUES[:8])], device=weight.device)
+        values = torch.bucketize(scaled.abs(), midpoints) + 8 * (scaled < 0)
+        return {"weight": groups.pack(groups.join(values, weight.shape[-1])), **stored}
 
     def pack(self, tensors: dict[str, Tensor], bias: Tensor | None) -> PackedWeight:
         """The packed weight for the kernels, as `Format.pack` requires. Powers of two become bfloat16, which holds them exactly."""
