@@ -5,6 +5,7 @@ Triton is imported inside functions: tests/kernels, collected after this folder,
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,10 +84,14 @@ def int4(rows: int, k: int, zero: str, group: int, bias: Tensor | None) -> Packe
     zeros = torch.randint(0, 16, (rows, groups), dtype=torch.uint8) if zero == "int" else None
     if zero == "float":
         zeros = (-torch.rand(rows, groups) / k**0.5).half()
-    values = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8)
-    if zero == "e2m1":
-        return PackedWeight("int4", values, torch.randint(-9, -5, (rows, groups)).float().exp2(), None, group, bias=bias, is_fp4=True)
-    return PackedWeight("int4", values, scale, zeros, group, bias=bias)
+    return PackedWeight("int4", torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8), scale, zeros, group, bias=bias)
+
+
+def fp4(rows: int, k: int, group: int) -> PackedWeight:
+    """As NVFP4 has it: e4m3 scales of groups and a factor of each row."""
+    scale = (torch.rand(rows, -(-k // group)) + 0.1).to(torch.float8_e4m3fn).bfloat16()
+    values, row_scale = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8), (torch.rand(rows) + 0.5) / k**0.5 / 4
+    return PackedWeight("int4", values, scale, None, group, is_fp4=True, row_scale=row_scale)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -104,18 +109,27 @@ def test_int4(zero: str, group: int, m: int, parts: str, shape: tuple[int, int])
     check(quant_int4.prepare_weight(weight), x, fusion, expected_y, 1e-2)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("m", "parts"), [(12, "nbgr"), (32, "br"), (64, "ng")])
-@pytest.mark.parametrize(
-    ("zero", "group"), [("none", 128), ("int", 128), ("int", 64), ("none", 32), ("float", 32), ("float", 16), ("e2m1", 16), ("e2m1", 32)]
-)
-def test_int4_of_12_to_64_rows(zero: str, group: int, m: int, parts: str, shape: tuple[int, int]) -> None:
+def check_launcher(weight: PackedWeight, m: int, parts: str, shape: tuple[int, int]) -> None:
+    """Compare the results of the kernel that the launcher chooses with the product of the dequantized weight."""
     from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 
-    (n, k) = shape
-    x, bias, fusion, rows = problem(m, n, k, parts)
-    weight = int4(rows, k, zero, group, bias)
+    x, bias, fusion, _ = problem(m, *shape, parts)
+    weight = replace(weight, bias=bias)
     expected_y = expected(x, dequantize_int4(weight, torch.float64), bias, fusion)
     packed = quant_int4.prepare_weight(weight_on_device(weight))
     fusion_on_device = Fusion(*(to_cuda(getattr(fusion, name)) for name in Fusion.__slots__))
     assert relative_error(quant_int4.packed_linear(x.cuda(), packed, fusion_on_device).cpu(), expected_y) < 1e-2
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("m", "parts"), [(12, "nbgr"), (32, "br"), (64, "ng")])
+@pytest.mark.parametrize(("zero", "group"), [("none", 128), ("int", 128), ("int", 64), ("none", 32), ("float", 32), ("float", 16)])
+def test_int4_of_12_to_64_rows(zero: str, group: int, m: int, parts: str, shape: tuple[int, int]) -> None:
+    check_launcher(int4(shape[0] * (2 if "g" in parts else 1), shape[1], zero, group, None), m, parts, shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("m", "parts"), [(1, "nbgr"), (8, "br"), (64, "ng"), (200, "ng")])
+@pytest.mark.parametrize("group", [16, 32])
+def test_fp4(group: int, m: int, parts: str, shape: tuple[int, int]) -> None:
+    check_launcher(fp4(shape[0] * (2 if "g" in parts else 1), shape[1], group), m, parts, shape)

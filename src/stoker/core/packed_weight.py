@@ -21,7 +21,7 @@ class PackedWeight:
         fp8     real = values × scale                               float8_e4m3fn [N, K]
         int4    real = (values − zero) × scale, or values × scale + zero, as `zero_kind` says; two values per byte, uint8 [N, K / 2]:
                 feature 2i in the low four bits of byte i, feature 2i + 1 in the high four bits. With `is_fp4` the four bits are
-                FP4 values (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), and real = values × scale
+                FP4 values (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), and real = values × scale (× `row_scale`)
 
     One scale covers `block_rows` rows × `group_size` input features; a group_size of 0 stands for all features of a row. Scales are
     [N] without groups and [ceil(N / block_rows), ceil(K / group_size)] with groups; the last group of a row may be shorter. `zero` has the
@@ -51,6 +51,7 @@ class PackedWeight:
     column_order: Tensor | None = None  # int32 [(E,) K]: the input feature that each column multiplies; None: column i multiplies feature i
     layout: str = "stored"
     is_fp4: bool = False  # int4 only: the stored values are e2m1, and there is no `zero`
+    row_scale: Tensor | None = None  # FP4 only: float32 [(E,) N], a further factor of each row
     device_data: Any = None  # further tensors for the device's kernel, made by `ops.prepare_weight`
 
     @property
@@ -83,7 +84,7 @@ class PackedWeight:
     @property
     def num_bytes(self) -> int:
         """The size in bytes of all tensors that a product reads, without the bias and `device_data`."""
-        tensors = (self.values, self.scale, self.zero, self.input_scale, self.column_order)
+        tensors = (self.values, self.scale, self.zero, self.row_scale, self.input_scale, self.column_order)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
     def expert(self, index: int) -> PackedWeight:
@@ -92,4 +93,4 @@ class PackedWeight:
         return replace(self, **{name: tensor[index] for name, tensor in stacked.items()})
 
 
-_STACKED = ("values", "scale", "zero", "bias", "column_order")  # fields that have an axis of experts
+_STACKED = ("values", "scale", "zero", "row_scale", "bias", "column_order")  # fields that have an axis of experts

@@ -179,6 +179,8 @@ def quantized(kind: str, rows: int, gated: bool = False, n: int = 4096, k: int =
         quant_int8.packed_linear(x, weight, fusion)
     elif kind == "fp4":
         weight = PackedWeight("int4", meta(n, k // 2, dtype=torch.uint8), meta(n, k // group), None, group, is_fp4=True)
+        if group == 16:
+            weight = dataclasses.replace(weight, row_scale=meta(n, dtype=FP32))
         quant_int4.packed_linear(x, quant_int4.prepare_weight(weight), fusion)
     else:
         grid = meta(n, k // group, dtype=torch.float16)

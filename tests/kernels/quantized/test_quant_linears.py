@@ -257,7 +257,14 @@ def int4_weight(rows: int, k: int, group: int, zero: str, bias: Tensor | None = 
         zeros = (-torch.rand(rows, groups) / k**0.5).half()
     if zero == "e2m1":
         return PackedWeight(
-            "int4", values, torch.randint(-7, -3, scale.shape).float().exp2().bfloat16(), None, group, bias=bias, is_fp4=True
+            "int4",
+            values,
+            (torch.rand(scale.shape) + 0.1).to(torch.float8_e4m3fn).bfloat16(),
+            None,
+            group,
+            bias=bias,
+            is_fp4=True,
+            row_scale=(torch.rand(rows) + 0.5) / k**0.5,
         )
     return PackedWeight("int4", values, scale.half(), zeros, group, bias=bias)
 

@@ -49,7 +49,8 @@ def int4(n: int, k: int, group: int, zero: str, ordered: bool = False) -> tuple[
         zeros = (-torch.rand(scale.shape) / k**0.5).half()
     if zero == "e2m1":
         scale = torch.randint(-7, -3, scale.shape).float().exp2().bfloat16()
-    stored = PackedWeight("int4", codes, scale, zeros, group, is_fp4=zero == "e2m1")
+    row_scale = torch.rand(EXPERTS, n) + 0.5 if zero == "e2m1" and group == 16 else None
+    stored = PackedWeight("int4", codes, scale, zeros, group, is_fp4=zero == "e2m1", row_scale=row_scale)
     real = torch.stack([dequantize_int4(stored.expert(e), torch.float64) for e in range(EXPERTS)])
     order = torch.stack([torch.randperm(k) for _ in range(EXPERTS)])
     if ordered:

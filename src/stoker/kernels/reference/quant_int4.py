@@ -84,7 +84,8 @@ def fp4_as_int8(weight: PackedWeight) -> PackedWeight:
     assert weight.is_fp4 and weight.scale is not None
     doubled = torch.tensor([int(2 * value) for value in FP4_VALUES], dtype=torch.int8)
     values = doubled.to(weight.values.device)[unpack(weight.values).int()]
-    return replace(weight, format="int8", values=values, scale=weight.scale.float() / 2, is_fp4=False)
+    scale = weight.scale.float() if weight.row_scale is None else weight.scale.float() * weight.row_scale[..., None]
+    return replace(weight, format="int8", values=values, scale=scale / 2, is_fp4=False, row_scale=None)
 
 
 def dequantize_int4(weight: PackedWeight, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -75,13 +75,13 @@ class Fp4(Format, frozen=True, kw_only=True, tag="fp4"):
         return {"weight": groups.pack(groups.join(values, weight.shape[-1])), **stored}
 
     def pack(self, tensors: dict[str, Tensor], bias: Tensor | None) -> PackedWeight:
-        """The packed weight for the kernels, as `Format.pack` requires. Powers of two become bfloat16, which holds them exactly."""
+        """The packed weight for the kernels, as `Format.pack` requires.
+
+        Scales become bfloat16, which holds them exactly, and also their products with the values: six significant bits at most.
+        """
         values, scale = tensors.pop("weight"), tensors.pop("scale")
-        if self.scale == "e8m0":
-            real = powers_of_two(scale)
-        else:
-            real = scale.float().mul_(tensors.pop("row_scale")[..., None])
-        return PackedWeight("int4", values, real, None, self.group_size, bias=bias, is_fp4=True)
+        real = powers_of_two(scale) if self.scale == "e8m0" else scale.bfloat16()
+        return PackedWeight("int4", values, real, None, self.group_size, bias=bias, is_fp4=True, row_scale=tensors.pop("row_scale", None))
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:

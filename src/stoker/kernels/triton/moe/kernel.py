@@ -152,7 +152,10 @@ def expert_linear_kernel(
         scale_ptr += expert_scale_offset(expert, n, k, FORMAT)
     if zero_ptr is not None:
         zero_ptr += expert_scale_offset(expert, n, k, FORMAT)
-    expert_weight = WeightPointers(values_ptr, scale_ptr, zero_ptr)
+    row_scale_ptr = weight.row_scale_ptr
+    if row_scale_ptr is not None:
+        row_scale_ptr += expert * n
+    expert_weight = WeightPointers(values_ptr, scale_ptr, zero_ptr, row_scale_ptr)
     bias_ptr = output.bias_ptr
     if bias_ptr is not None:
         bias_ptr += expert * n
@@ -170,7 +173,7 @@ def expert_linear_kernel(
         tile_idx,
         split,
         split_k,
-        scale_ptr,
+        row_scale_ptr,
         x_scale,
         OutputPointers(bias_ptr, None, output.out_ptr),
         tokens,

@@ -29,6 +29,9 @@ class WeightPointers(NamedTuple):
     values_ptr: Tensor  # [(experts,) n, stride_weight]; see `QuantizedWeightFormat.form`
     scale_ptr: Tensor | None
     zero_ptr: Tensor | None  # zero points or offsets of groups, in the layout of the scales
+    row_scale_ptr: (
+        Tensor | None
+    )  # float32 [(experts,) n] where `QuantizedWeightFormat.has_row_scale`: the sums of a row are multiplied by it
 
 
 class OutputPointers(NamedTuple):
@@ -68,7 +71,7 @@ class QuantizedWeightFormat(NamedTuple):
     """
 
     form: str
-    has_row_scale: bool  # direct and upcast: the sums of a row are multiplied by scale [n]
+    has_row_scale: bool  # of direct and upcast, whose scale it is, and of FP4 with a further one
     group: int  # input features that share a scale; 1: none do
     block_rows: int  # block_fp8: rows that share a scale
     zero: str  # zero kind of groups: "none", "int", "float" or "e2m1"; see `group_scales`

@@ -25,7 +25,7 @@ def store_or_combine(
     tile_idx,
     split,
     split_k,  # SplitKPointers
-    scale_ptr,  # float32 [n] of the weight (HAS_ROW_SCALE)
+    row_scale_ptr,  # float32 [n] of the weight (HAS_ROW_SCALE)
     x_scale,  # float32 [TOKENS] or None
     output,  # OutputPointers
     tokens,  # TokenTile
@@ -44,7 +44,7 @@ def store_or_combine(
     TOKENS: tl.constexpr = TILE.tokens
     SPLITS: tl.constexpr = TILE.splits
     if SPLITS == 1:
-        store_outputs(acc, acc_up, scale_ptr, x_scale, output, tokens, rows, sizes, HAS_ROW_SCALE, GATED, ACTIVATION)
+        store_outputs(acc, acc_up, row_scale_ptr, x_scale, output, tokens, rows, sizes, HAS_ROW_SCALE, GATED, ACTIVATION)
     else:
         SLICE_SIZE: tl.constexpr = (2 if GATED else 1) * BLOCK_N * TOKENS
         element = tl.arange(0, BLOCK_N)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
@@ -62,14 +62,14 @@ def store_or_combine(
                 total += tl.load(other_ptr + element)
                 if GATED:
                     total_up += tl.load(other_ptr + BLOCK_N * TOKENS + element)
-            store_outputs(total, total_up, scale_ptr, x_scale, output, tokens, rows, sizes, HAS_ROW_SCALE, GATED, ACTIVATION)
+            store_outputs(total, total_up, row_scale_ptr, x_scale, output, tokens, rows, sizes, HAS_ROW_SCALE, GATED, ACTIVATION)
 
 
 @triton.jit
 def store_outputs(
     y,  # float32 [BLOCK_N, TOKENS]: sums over all features
     up,  # likewise of the up rows
-    scale_ptr,
+    row_scale_ptr,
     x_scale,
     output,
     tokens,
@@ -85,9 +85,9 @@ def store_outputs(
     if GATED and x_scale is not None:
         up = up * x_scale[None, :]
     if HAS_ROW_SCALE:
-        y = y * tl.load(scale_ptr + rows.row, mask=rows.inside, other=0.0)[:, None]
+        y = y * tl.load(row_scale_ptr + rows.row, mask=rows.inside, other=0.0)[:, None]
         if GATED:
-            up = up * tl.load(scale_ptr + sizes.n + rows.row, mask=rows.inside, other=0.0)[:, None]
+            up = up * tl.load(row_scale_ptr + sizes.n + rows.row, mask=rows.inside, other=0.0)[:, None]
     if output.bias_ptr is not None:
         y += tl.load(output.bias_ptr + rows.row, mask=rows.inside, other=0.0).to(tl.float32)[:, None]
         if GATED:

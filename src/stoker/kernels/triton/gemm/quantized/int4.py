@@ -104,6 +104,7 @@ def dequantize_kernel(
     packed_ptr,  # uint8 [n, stride_packed]
     scale_ptr,  # [groups, n]
     zero_ptr,  # [groups, n] or None
+    row_scale_ptr,  # float32 [n] or None
     out_ptr,  # [last - first, size]
     # Sizes
     first,  # rows first : last of the weight
@@ -143,6 +144,8 @@ def dequantize_kernel(
             value = (value - 8.0) * scale[:, None]
         elif ZERO == "e2m1":
             value *= scale[:, None]
+            if row_scale_ptr is not None:
+                value *= tl.load(row_scale_ptr + weight_row)[:, None]
         elif ZERO == "int":
             value = (value - tl.load(zero_ptr + offset).to(tl.float32)[:, None]) * scale[:, None]
         else:
@@ -159,6 +162,7 @@ def dequantize_int4(weight: PackedWeight, first: int, last: int, in_features: in
         weight.values,
         weight.scale,
         weight.zero,
+        weight.row_scale,
         out,
         first,
         last,

@@ -149,7 +149,7 @@ def quantized_linear_kernel(
         tile_idx,
         split,
         split_k,
-        weight.scale_ptr,
+        weight.row_scale_ptr,
         x_scale,
         output,
         tokens,

@@ -152,7 +152,7 @@ def launch(
         options = QuantizeOptions(norm_weight is not None, limit, min(_CHUNK, max(triton.next_power_of_2(k), 128)))
     quantized_linear_kernel[(num_tiles, tile_shape.splits)](
         operand,
-        WeightPointers(weight.values, weight.scale, weight.zero),
+        weight_pointers(weight, weight_format),
         OutputPointers(weight.bias, fusion.residual, out),
         split_k_pointers(num_tiles, tile_shape, gated, x.device),
         row,
@@ -181,8 +181,14 @@ def launch(
 def quantized_weight_format(values: Tensor, weight: PackedWeight) -> QuantizedWeightFormat:
     """The constants FORMAT for a weight that is multiplied by the activations `values`."""
     form = _weight_form(values, weight)
-    has_row_scale = form in ("direct", "upcast") and weight.scale is not None
+    has_row_scale = weight.row_scale is not None or (form in ("direct", "upcast") and weight.scale is not None)
     return QuantizedWeightFormat(form, has_row_scale, max(1, weight.group_size), weight.block_rows, weight.zero_kind)
+
+
+def weight_pointers(weight: PackedWeight, weight_format: QuantizedWeightFormat) -> WeightPointers:
+    """The pointers of a weight with the constants `weight_format`."""
+    row_scale = (weight.row_scale if weight.is_fp4 else weight.scale) if weight_format.has_row_scale else None
+    return WeightPointers(weight.values, weight.scale, weight.zero, row_scale)
 
 
 def _weight_form(values: Tensor, weight: PackedWeight) -> str:

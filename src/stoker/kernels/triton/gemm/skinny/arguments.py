@@ -28,6 +28,7 @@ class QuantizedWeight(NamedTuple):
     zero_ptr: Tensor | None  # int4: uint8 or 16 bits [groups, rows], by `WeightFormat.zero`
     stride_row: int  # bytes
     stride_group: int  # elements of scale and zero from one group to the next
+    row_scale_ptr: Tensor | None = None  # FP4: float32 [rows], a further factor of the sums of a row
 
 
 class Epilogue(NamedTuple):

@@ -194,4 +194,4 @@ def skinny_int4_gemm_kernel(
                 token = column * 8 + lane % 4 * 2 + i % 2
                 y = sums[4 * (TOKEN_TILES * tile_of_warp + column) + i]
                 up = sums[4 * (TOKEN_TILES * (tile_of_warp + OUT_TILES if GATED else tile_of_warp) + column) + i]
-                store_outputs(y, up, row, token, m, n, None, None, epilogue, GATED, ACTIVATION)
+                store_outputs(y, up, row, token, m, n, weight.row_scale_ptr, None, epilogue, GATED, ACTIVATION)

@@ -55,7 +55,7 @@ def skinny_int4_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: Sk
         scratch = SplitKScratch(partial, split_counters(x.device))
     skinny_int4_gemm_kernel[grid](
         tokens,
-        QuantizedWeight(weight.values, weight.scale, weight.zero, weight.values.stride(0), weight.out_features),
+        QuantizedWeight(weight.values, weight.scale, weight.zero, weight.values.stride(0), weight.out_features, weight.row_scale),
         Epilogue(weight.bias, fusion.residual, out),
         scratch,
         m,
