@@ -72,8 +72,8 @@ _NOTES = """
   [gMASK] before [MASK], GLM the first mask token of any kind.
 - `rope_ratio` divides positions in ChatGLM 2 and multiplies the rotary base in ChatGLM 3 and GLM-4. No other field of config.json
   distinguishes them; `chatglm_model_version` or `_name_or_path` does.
-- Checkpoints in FP8 blocks (DeepSeek V3) are imported without a change unless another quantization is requested. MXFP4 checkpoints
-  (gpt-oss) are dequantized as they are read, and the build chooses the format of the engine.
+- Checkpoints in FP8 blocks (DeepSeek V3) are imported without a change unless another quantization is requested. So are MXFP4
+  checkpoints (gpt-oss).
 - Falcon's ALiBi is exact. transformers rounds it to bfloat16, which changes results from position 256 on, or where the number of heads is
   not a power of two.
 - Phi-3.5-MoE beyond its original context has the long frequencies of its publisher's code. transformers 5 uses the short ones there.
