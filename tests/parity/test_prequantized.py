@@ -12,11 +12,14 @@ from cases import GROUPED, MLA
 from harness import Harness, prefill_logits
 from oracles import hf_logits, hf_model
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from stoker.base.config import Mapping
 from stoker.base.errors import CheckpointError
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
+from stoker.builder.export.hugging_face import export_hugging_face
 from stoker.builder.prequantized.dequantize import dequantize
 from stoker.builder.prequantized.fp4 import mxfp4_tensors
 from stoker.engine.reader import Engine
@@ -69,12 +72,12 @@ def test_fp8_blocks_are_dequantized_without_quantization(tmp_path: Path, tokeniz
     assert (found - hf_logits(model)(PROMPT, 0)).abs().max() > 1e-3, "the rounding changes the logits, so the dequantized weights were used"
 
 
-@pytest.mark.parametrize("quantization", [None, "NO_QUANT"])
-def test_mxfp4_experts(tmp_path: Path, tokenizer: Path, quantization: str | None) -> None:
+def mxfp4_experts(path: Path) -> PreTrainedModel:
+    """Save a checkpoint of gpt-oss with random MXFP4 experts. Returns the model with their values."""
     sizes = GROUPED | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 8}
     model = hf_model("GptOss", **sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=9)
-    model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
+    model.save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
     generator = torch.Generator().manual_seed(5)
     for i, layer in enumerate(model.model.layers):
         for name in ("gate_up_proj", "down_proj"):
@@ -87,12 +90,31 @@ def test_mxfp4_experts(tmp_path: Path, tokenizer: Path, quantization: str | None
             stem = f"model.layers.{i}.mlp.experts.{name}"
             del tensors[stem]
             tensors |= {f"{stem}_blocks": blocks, f"{stem}_scales": scales}
-    save_file(tensors, tmp_path / "model.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    save_file(tensors, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return model
+
+
+@pytest.mark.parametrize("quantization", [None, "NO_QUANT"])
+def test_mxfp4_experts(tmp_path: Path, tokenizer: Path, quantization: str | None) -> None:
+    model = mxfp4_experts(tmp_path)
     assert (logits(tmp_path, tokenizer, quantization) - hf_logits(model)(PROMPT, 0)).abs().max() < 2e-4
     stored = Engine.open(tmp_path / "engine").config.recipe.default
     assert (stored == Fp4()) == (quantization is None)
+
+
+def test_shards_of_mxfp4_experts(tmp_path: Path, tokenizer: Path) -> None:
+    """Ranks have two and one of the three groups of 96 features of an expert. The export merges them."""
+    model = mxfp4_experts(tmp_path)
+    settings = BuildConfig(tokenizer=str(tokenizer), device="cpu", dtype="float32", mapping=Mapping(tensor_parallel=2))
+    engine = build(tmp_path, tmp_path / "engine", settings, verify="none")
+    assert engine.config.recipe.default == Fp4() and engine.world_size == 2
+    export_hugging_face(engine.path, tmp_path / "exported")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    for i, layer in enumerate(model.model.layers):
+        for name in ("gate_up_proj", "down_proj"):
+            assert torch.equal(exported[f"model.layers.{i}.mlp.experts.{name}"], getattr(layer.mlp.experts, name))
 
 
 def test_every_fp4_value_and_every_scale_is_exact() -> None:
