@@ -48,7 +48,8 @@ def write_gguf(
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, f"{arch} has no name for {name}"
         data = tensor.float().contiguous().numpy()
-        if kind is not None and data.ndim > 1 and data.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0:
+        is_matrix = data.ndim > 1 and not found.endswith(".bias")  # biases of experts are matrices, too
+        if kind is not None and is_matrix and data.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0:
             writer.add_tensor(found, gguf.quants.quantize(data, kind), raw_dtype=kind)
         else:
             writer.add_tensor(found, data)

@@ -9,7 +9,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from cases import GEMMA3N, QWEN3_5, QWEN3_NEXT, native
+from cases import GEMMA3N, GROUPED, QWEN3_5, QWEN3_NEXT, native
 from gguf_cases import GGUF_CASES
 from gguf_writer import write_gguf
 from harness import Harness, prefill_logits
@@ -28,6 +28,8 @@ from stoker.builder.prepare import read_model
 from stoker.core.specs import LinearSpec
 from stoker.layers.decoder import declare
 from stoker.quant.formats.dense import Dense
+from stoker.quant.formats.fp4 import Fp4
+from stoker.quant.formats.int8_grouped import GroupedInt8
 
 TOLERANCE = 1e-4
 LIMITS = Limits(max_input_len=128, max_output_len=128, max_num_tokens=512, max_batch_size=8, tokens_per_block=16)
@@ -76,6 +78,25 @@ def test_the_quantized_table_of_layer_inputs_keeps_its_values(tmp_path: Path, to
     assert formats["layer_inputs.embed"] == "GroupedInt8" and type(engine.config.recipe.default).__name__ == "Int4"
     greedy = engine.config.checks["greedy"]
     assert greedy["equal"] == greedy["tokens"] == 32, "those of transformers with the dequantized weights"
+
+
+def test_mxfp4_of_gpt_oss_keeps_its_bits(tmp_path: Path, tokenizer: Path) -> None:
+    """Experts too. The table of embeddings is int8 in groups. The oracle is the gguf library, which dequantizes for the other engine."""
+    sizes = GROUPED | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+    native("GptOss", **sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=9).save(tmp_path / "hf")
+    case = GGUF_CASES["gpt-oss"]
+    source = write_gguf(tmp_path / "m.gguf", tmp_path / "hf", case.arch, case.change, case.describe, gguf.GGMLQuantizationType.MXFP4)
+    logits = []
+    for quantization in ("NO_QUANT", None):
+        settings = BuildConfig(tokenizer=str(tokenizer), device="cpu", dtype="float32", limits=LIMITS, quantization=quantization)
+        engine = build(source, tmp_path / str(quantization), settings, verify="none")
+        logits.append(prefill_logits(Harness(engine.path, 256), list(range(3, 36))))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    linears = {
+        spec.name: engine.config.recipe.format_for(spec) for spec in declare(engine.config.model).values() if isinstance(spec, LinearSpec)
+    }
+    assert linears["layers.0.mlp.experts.up"] == linears["layers.1.mlp.experts.down"] == linears["layers.0.attention.qkv"] == Fp4()
+    assert isinstance(linears["embed"], GroupedInt8)
 
 
 _WIDE = {
