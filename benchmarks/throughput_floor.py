@@ -1,0 +1,172 @@
+"""The shortest time of a throughput run of `benchmarks/gpu.py`, from its steps: what each part of them takes at a given rate.
+
+    PYTHONPATH=src python benchmarks/throughput_floor.py --config benchmarks/models/llama-3.1-8b --run 2048/128:640 --run 1000/1000:640
+
+The steps are those that the scheduler plans for requests that arrive together, so the script needs no device. For a dense model with one
+kind of attention and gated linears it adds up, without overlap:
+
+linears            multiply-adds of every token at `--linear-tflops`, or the bytes of the weights, whichever takes longer in a step
+head               the same for the rows of a step that sample
+prompt attention   multiply-adds of the causal half at `--attention-tflops`
+decode attention   bytes of the keys and values that decode rows read
+
+Nothing else is included: norms, quantization, rotation, sampling, the loop. The defaults are of one H200 with FP8 weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import msgspec
+
+from stoker.profiling.batch_run import random_requests
+from stoker.runtime.kv.events.log import BlockEventLog
+from stoker.runtime.request import Sequence
+from stoker.runtime.schedule.group_scheduler import GroupPlan, GroupScheduler
+
+BLOCK = 64  # tokens of a block of the cache
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """Operations and bytes per second, and bytes per stored value."""
+
+    linear_tflops: float
+    attention_tflops: float
+    memory_tbs: float
+    weight_bytes: float
+    cache_bytes: float
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes in a config.json that determine the work of a token."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+
+    @property
+    def linear_weights(self) -> int:
+        """Weights of the linears of all layers."""
+        heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
+        return self.num_hidden_layers * self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
+
+    @property
+    def head_weights(self) -> int:
+        """Weights of the output projection."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def cached_values(self) -> int:
+        """Values in the cache per token."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
+
+    @property
+    def pair_operations(self) -> int:
+        """Operations of attention for one query token and one key: two products of each query head."""
+        return 4 * self.num_hidden_layers * self.num_attention_heads * self.head_dim
+
+
+class Floor(msgspec.Struct, kw_only=True):
+    """The steps of one run, and the seconds of their parts."""
+
+    isl: int
+    osl: int
+    requests: int
+    steps_with_prompts: int = 0
+    full_steps: int = 0  # of which have max_num_tokens tokens
+    decode_steps: int = 0
+    decode_rows_beside_prompts: float = 0.0  # per step with prompts
+    linears_s: float = 0.0
+    head_s: float = 0.0
+    prompt_attention_s: float = 0.0
+    decode_attention_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all parts."""
+        return self.linears_s + self.head_s + self.prompt_attention_s + self.decode_attention_s
+
+    def add(self, plan: GroupPlan, model: Model, rates: Rates, max_num_tokens: int) -> None:
+        """Add the planned steps."""
+        count, tokens = plan.num_equal_steps, plan.num_decodes + plan.num_prefill_tokens
+        if plan.sequences:
+            self.steps_with_prompts += 1
+            self.full_steps += tokens == max_num_tokens
+            self.decode_rows_beside_prompts += plan.num_decodes
+        else:
+            self.decode_steps += count
+        self.linears_s += count * _product_s(tokens, model.linear_weights, rates)
+        self.head_s += count * _product_s(plan.num_decodes + sum(plan.samples[-len(plan.sequences) :]), model.head_weights, rates)
+        pairs = sum(new * start + new * (new + 1) // 2 for start, new in zip(plan.starts, plan.num_new, strict=True))
+        self.prompt_attention_s += pairs * model.pair_operations / (1e12 * rates.attention_tflops)
+        keys = count * (plan.num_context_tokens - sum(plan.starts)) + plan.num_decodes * count * (count - 1) // 2
+        self.decode_attention_s += keys * model.cached_values * rates.cache_bytes / (1e12 * rates.memory_tbs)
+
+
+def _product_s(rows: int, weights: int, rates: Rates) -> float:
+    """Seconds of `rows` tokens times `weights` weights."""
+    return max(2 * rows * weights / (1e12 * rates.linear_tflops), weights * rates.weight_bytes / (1e12 * rates.memory_tbs)) if rows else 0.0
+
+
+def floor_of(isl: int, osl: int, count: int, model: Model, rates: Rates, kv_cache_tokens: int, max_num_tokens: int) -> Floor:
+    """The floor of `count` requests that arrive together."""
+    scheduler = GroupScheduler(
+        num_blocks=kv_cache_tokens // BLOCK,
+        tokens_per_block=BLOCK,
+        max_batch_size=min(1024, max_num_tokens),
+        max_num_tokens=max_num_tokens,
+        max_seq_len=isl + osl,
+        target_itl_s=None,
+        target_ttft_s=None,
+        prefix_reuse=False,
+        event_log=BlockEventLog(),
+    )
+    for number, request in enumerate(random_requests(count, isl, osl, vocab_size=1000)):
+        scheduler.add(Sequence(number, request, 0, 0.0))
+    floor, unfinished = Floor(isl=isl, osl=osl, requests=count), count
+    while unfinished:
+        plan = scheduler.plan_steps(0.0)
+        floor.add(plan, model, rates, max_num_tokens)
+        unfinished -= len(scheduler.commit_steps(plan, plan.num_equal_steps).finished)
+    floor.decode_rows_beside_prompts /= floor.steps_with_prompts
+    return floor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, type=Path)
+    parser.add_argument("--run", action="append", required=True, help="such as 2048/128:640 (prompt/output tokens : requests)")
+    parser.add_argument("--linear-tflops", type=float, default=1350.0)
+    parser.add_argument("--attention-tflops", type=float, default=420.0, help="of prompts of this length")
+    parser.add_argument("--memory-tbs", type=float, default=4.3)
+    parser.add_argument("--weight-bytes", type=float, default=1.0, help="bytes per weight")
+    parser.add_argument("--cache-bytes", type=float, default=2.0, help="bytes per key or value")
+    parser.add_argument("--kv-cache-gb", type=float, default=125.0, help="an H200 with FP8 weights; 118 with 16 bits")
+    parser.add_argument("--max-num-tokens", type=int, default=8192)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    model = msgspec.json.decode((args.config / "config.json").read_bytes(), type=Model)
+    rates = msgspec.convert({name: getattr(args, name) for name in Rates.__struct_fields__}, Rates)
+    kv_cache_tokens = int(1e9 * args.kv_cache_gb / (model.cached_values * rates.cache_bytes))
+    rows = []
+    for run in args.run:
+        lengths, count = run.split(":")
+        floor = floor_of(*map(int, lengths.split("/")), int(count), model, rates, kv_cache_tokens, args.max_num_tokens)
+        rows.append(
+            msgspec.to_builtins(floor)
+            | {"total_s": floor.total_s, "output_tokens_per_s": floor.requests * floor.osl / floor.total_s}
+        )  # fmt: skip
+        print({name: round(value, 2) for name, value in rows[-1].items()})
+    if args.json:
+        result = {"config": str(args.config), "rates": msgspec.to_builtins(rates), "kv_cache_gb": args.kv_cache_gb, "runs": rows}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
