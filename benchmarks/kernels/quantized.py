@@ -1,9 +1,10 @@
 """Measures quantized linears and experts on one CUDA device with several tiles, compared with float64 and with the read bandwidth.
 
     PYTHONPATH=src python benchmarks/kernels/quantized.py [--formats fp8,int8,w8a8,int4/128,int4/32,block,moe] [--rows 1,16]
+    PYTHONPATH=src python benchmarks/kernels/quantized.py --formats fp8 --model llama-3.1-70b --ranks 2 --rows 16,64
 
-Shapes are those of Llama-3.1-8B and of three mixtures of experts. Times are medians of CUDA graph replays over rotating weights. A line
-prints the best tile for a row of `kernels/tuning/<device>.json`, and the time of the default tile.
+Shapes are those of Llama-3.1-8B, or of one rank of another model, and of three mixtures of experts. Times are medians of CUDA graph
+replays over rotating weights. A line prints the best tile for a row of `kernels/tuning/<device>.json`, and the time of the default tile.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ CODES = {
     **{f"int4/{group}": "digits" for group in (128, 64, 32)},
     **{f"int4/{group}{WIDENED}": "" for group in (128, 64, 32)},
 }
-LINEARS = {
-    "qkv": (6144, 4096, "n"),
-    "out": (4096, 4096, "r"),
-    "up": (14336, 4096, "ng"),
-    "down": (4096, 14336, "r"),
-    "head": (128256, 4096, "n"),
+MODELS = {  # hidden size, features of q, k and v, features of all heads, intermediate size, vocabulary
+    "llama-3.1-8b": (4096, 6144, 4096, 14336, 128256),
+    "llama-3.1-70b": (8192, 10240, 8192, 28672, 128256),
+    "llama-3.2-1b": (2048, 3072, 2048, 8192, 128256),
+    "qwen2.5-7b": (3584, 4608, 3584, 18944, 152064),
 }
+LINEARS = ("qkv", "out", "up", "down", "head")
 LAYERS = 32
 EXPERTS = {  # experts, chosen, hidden, size of an expert
     "mixtral-8x7b": (8, 2, 4096, 14336),
@@ -74,20 +75,34 @@ class Case:
     """A linear of a model, quantized."""
 
     form: str  # a key of CODES, or block
-    linear: str
+    linear: str  # one of LINEARS
     rows: int
+    model: str = "llama-3.1-8b"  # a key of MODELS
+    ranks: int = 1
+
+    @property
+    def shape(self) -> tuple[int, int, str]:
+        """(outputs, input features, parts: n with a norm, r with a residual, g with a gate) of a rank's share of the weight."""
+        hidden, qkv, heads, inner, vocab = MODELS[self.model]
+        return {
+            "qkv": (qkv // self.ranks, hidden, "n"),
+            "out": (hidden, heads // self.ranks, "r"),
+            "up": (inner // self.ranks, hidden, "ng"),
+            "down": (hidden, inner // self.ranks, "r"),
+            "head": (vocab // self.ranks, hidden, "n"),
+        }[self.linear]
 
     @property
     def n(self) -> int:
-        return LINEARS[self.linear][0]
+        return self.shape[0]
 
     @property
     def k(self) -> int:
-        return LINEARS[self.linear][1]
+        return self.shape[1]
 
     @property
     def gated(self) -> bool:
-        return "g" in LINEARS[self.linear][2]
+        return "g" in self.shape[2]
 
     @property
     def group(self) -> int:
@@ -99,7 +114,7 @@ class Case:
         return weights // 2 + weights // self.group * 2 if self.group else weights
 
     def fusion(self, device: str) -> Fusion:
-        parts = LINEARS[self.linear][2]
+        parts = self.shape[2]
         return Fusion(
             "rms" if "n" in parts else None,
             make(device, self.k) if "n" in parts else None,
@@ -187,7 +202,7 @@ def compile_one(job: tuple[Case, QuantTile]) -> str | None:
 
 def signature(case: Case, tile: QuantTile) -> tuple[object, ...]:
     """The properties that select a compiled kernel."""
-    return case.form, LINEARS[case.linear][2], tile, case.rows
+    return case.form, case.shape[2], tile, case.rows
 
 
 def precompile(work: list[tuple[Case, QuantTile]]) -> None:
@@ -428,6 +443,8 @@ def main() -> None:
     options.add_argument("--formats", default="fp8,int8,w8a8,int4/128,int4/32,block,moe")
     options.add_argument("--rows", default="1,16,32,64")
     options.add_argument("--linears", default=",".join(LINEARS))
+    options.add_argument("--model", default="llama-3.1-8b", choices=list(MODELS))
+    options.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks, of which the shapes are one's")
     options.add_argument("--expert-rows", help="rows to measure with --formats moe")
     options.add_argument("--json", help="write the results to this file")
     chosen = options.parse_args()
@@ -436,7 +453,7 @@ def main() -> None:
     torch.manual_seed(0)
     began = time.monotonic()
     cases = [
-        Case(form, linear, rows)
+        Case(form, linear, rows, chosen.model, chosen.ranks)
         for form in forms
         if form != "moe"
         for linear in chosen.linears.split(",")
@@ -451,16 +468,17 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: compiled in {time.monotonic() - began:.0f} s", flush=True)
     results = [measure(case) for case in cases]
     for form in forms:
-        if form != "moe" and not form.endswith(WIDENED) and "up" in chosen.linears:
+        if form != "moe" and not form.endswith(WIDENED) and "up" in chosen.linears and (chosen.model, chosen.ranks) == ("llama-3.1-8b", 1):
             results += compare_methods(form)
     if "moe" in forms:
         for job in expert_jobs:
             results += measure_experts(*job)
     for form, rows in itertools.product(forms, counts):
         step = {str(r["what"]): float(r["us"]) for r in results if r["form"] == form and r["rows"] == rows and r["what"] in LINEARS}  # type: ignore[arg-type]
-        if len(step) == len(LINEARS):
+        if len(step) == len(LINEARS) and chosen.model == "llama-3.1-8b":
             total = LAYERS * sum(us for what, us in step.items() if what != "head") + step["head"]
-            floor = sum(Case(form, what, rows).num_bytes * (1 if what == "head" else LAYERS) for what in LINEARS) / READ_TB_S / 1e9
+            weights = {what: Case(form, what, rows, chosen.model, chosen.ranks).num_bytes for what in LINEARS}
+            floor = sum(count * (1 if what == "head" else LAYERS) for what, count in weights.items()) / READ_TB_S / 1e9
             print(f"{form:9} all linears of a step, M={rows}: {total / 1e3:.3f} ms, floor {floor / 1e3:.3f}", flush=True)
     print(f"total {time.monotonic() - began:.0f} s; the defaults are those of {quant_tile.__name__}")
     if chosen.json:
