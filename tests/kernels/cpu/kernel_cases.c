@@ -54,15 +54,16 @@ static struct linear weight_of(int64_t in, int64_t out, int dtype, int group, in
     int64_t groups = group ? (in + group - 1) / group : 1;
     l.weight = array(dtype, dtype == UINT8 ? in * out / 2 : in * out, 1);
     if (dtype == INT8 || dtype == UINT8 || dtype == E4M3) l.scale = array(scale_dtype, out * groups, 1.0f / 64);
+    l.fp4 = zero_kind == 3;
     if (zero_kind == 1) l.zero = array(UINT8, out * groups, 1);
     if (zero_kind == 2 || (dtype == INT8 && group)) l.offset = array(scale_dtype, out * groups, 0.5f);
     return l;
 }
 
 static void run_linears(void) {
-    static const int kinds[][4] = { /* dtype, group, scale dtype, zero point (1) or offset (2) */
+    static const int kinds[][4] = { /* dtype, group, scale dtype, zero point (1), offset (2) or FP4 (3) */
         {FLOAT32, 0, FLOAT32, 0}, {BFLOAT16, 0, FLOAT32, 0}, {INT8, 0, FLOAT32, 0}, {INT8, 32, BFLOAT16, 2},
-        {UINT8, 32, FLOAT16, 0}, {UINT8, 64, FLOAT16, 1}, {UINT8, 32, BFLOAT16, 2},
+        {UINT8, 32, FLOAT16, 0}, {UINT8, 64, FLOAT16, 1}, {UINT8, 32, BFLOAT16, 2}, {UINT8, 32, BFLOAT16, 3},
         {E4M3, 0, FLOAT32, 0},
     };
     static const int64_t rows[] = {1, 2, 3, 7, 16}, ins[] = {64, 100, 288};

@@ -88,13 +88,14 @@ def int4(rows: int, columns: int, group: int, zero: str, dtype: torch.dtype = to
 
 
 def fp4(rows: int, columns: int, group: int) -> tuple[Callable, Tensor]:
-    """FP4, which is multiplied as int8 in groups."""
+    """FP4, which is multiplied as int8 in groups if these have 16 features."""
     scale = torch.randint(-6, -3, (rows, -(-columns // group))).float().exp2().bfloat16()
-    stored = replace(int4_weight(rows, columns, group, "none"), scale=scale, is_fp4=True)
+    stored = replace(int4_weight(rows, columns, group, "none"), scale=scale, is_fp4=True, row_scale=torch.rand(rows) + 0.5)
     weight = quant_int4.prepare_weight(stored)
-    assert weight.format == "int8"
+    assert weight.format == ("int8" if group == 16 else "int4")
+    module = quant_int8 if group == 16 else quant_int4
     real = int4_reference.dequantize_int4(stored, torch.float64)
-    return lambda x, bias, fusion: quant_int8.packed_linear(x, replace(weight, bias=bias), fusion), real
+    return lambda x, bias, fusion: module.packed_linear(x, replace(weight, bias=bias), fusion), real
 
 
 def expected(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion) -> Tensor:
@@ -152,6 +153,7 @@ def test_every_fusion(parts: str, dtype: torch.dtype) -> None:
         int8(48, 96),
         int4(48, 96, 64, "float"),
         grouped(48, 96, 64, True),
+        fp4(48, 96, 16),
         fp4(48, 96, 32),
     ):
         check(case, 3, parts, dtype)
@@ -187,6 +189,7 @@ def test_int4_with_a_shorter_last_group(size: int, group: int, zero: str) -> Non
 def test_70_rows_with_a_weight_that_is_widened_in_slices(size: int, out: int, dtype: torch.dtype) -> None:
     for zero in ("none", "int", "float"):
         check(int4(out, size, 64, zero), 70, "nb", dtype)
+    check(fp4(out, size, 64), 70, "nb", dtype)
     for shifted in (False, True):
         check(grouped(out, size + 1, 32, shifted), 70, "ibr", dtype)
 

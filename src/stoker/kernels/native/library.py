@@ -39,7 +39,7 @@ ROUNDINGS = {"none": 0, "token": 1, "static": 2}
 # arguments.
 LINEARS = struct.Struct("@3q").pack  # `struct linears`: the header, which is followed by these two for each linear:
 CALL_ARGUMENTS = struct.Struct("@6q").pack  # `struct linear` up to `dtype`: what differs from call to call
-LINEAR_ARGUMENTS = struct.Struct("@20qd").pack  # the rest of it: the weight and its fusion
+LINEAR_ARGUMENTS = struct.Struct("@21qd").pack  # the rest of it: the weight and its fusion
 SCORING = struct.Struct("@5q2d").pack  # `struct scoring` up to `linear`
 WIDENING = struct.Struct("@5q").pack  # `struct widening` up to `linear`
 ROPE_STORE = struct.Struct("@29q").pack

@@ -131,7 +131,7 @@ static INLINE void multiply_int4_groups(int W, int R, const struct linear *a, co
     codebook books[4] = {0};
     for (int64_t g = 0, k = 0; k < row; k += LANES, x += 2 * R * LANES) {
         if (k == g * bytes) {
-            UNROLL for (int w = 0; w < W; w++) books[w] = codebook_of(t->scale[w * t->groups + g], t->low[w * t->groups + g]);
+            UNROLL for (int w = 0; w < W; w++) books[w] = codebook_of(t->scale[w * t->groups + g], t->low[w * t->groups + g], a->fp4);
             g++;
         }
         if (k < whole) {

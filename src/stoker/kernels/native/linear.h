@@ -9,6 +9,7 @@
  *     INT8, group g            value × scale + offset                 scale, offset [rows, ceil(in / g)]
  *     UINT8 (int4), group g    value × scale + low                    two features per byte, the even one in the low half
  *                                low = -8 × scale, or -zero × scale, or the offset
+ *     the same with `fp4`      e2m1 value × scale
  *
  *     row of int4:  | f1 f0 | f3 f2 | f5 f4 | ...     bytes, high half first          scales of a row:  | s0 | s1 | ...
  *                   |<------- group 0 ------->|                                                          g 0  g 1
@@ -33,7 +34,7 @@ struct linear {
     int64_t rows, x_stride, dtype; /* of x, residual and y */
     const void *weight, *scale, *zero, *offset, *bias, *norm_weight, *norm_bias, *input_scale;
     int64_t in, out; /* out: features of y, half of the weight's rows when gated */
-    int64_t weight_dtype, scale_dtype, group;
+    int64_t weight_dtype, scale_dtype, group, fp4; /* fp4: whether the four bits of UINT8 are e2m1 values */
     int64_t bias_dtype, norm_weight_dtype, norm_bias_dtype;
     int64_t norm, input_gate, gate, rounding; /* enum norm, enum activation (both gates), enum rounding */
     double eps;
@@ -55,7 +56,8 @@ struct group_scales {
 static INLINE void load_group_scales(const struct linear *a, struct group_scales *scales, int64_t first, int64_t rows) {
     int64_t groups = (a->in + a->group - 1) / a->group, at = first * groups, count = rows * groups;
     for (int64_t i = 0; i < count; i += LANES) {
-        f32v scale = load_up_to(a->scale_dtype, a->scale, at + i, count - i), low = a->weight_dtype == UINT8 ? -8 * scale : broadcast(0);
+        f32v scale = load_up_to(a->scale_dtype, a->scale, at + i, count - i), low = broadcast(0);
+        if (a->weight_dtype == UINT8 && !a->fp4) low = -8 * scale;
         if (a->zero) low = -scale * load_up_to(UINT8, a->zero, at + i, count - i);
         if (a->offset) low = load_up_to(a->scale_dtype, a->offset, at + i, count - i);
         store_up_to(FLOAT32, scales->scale, i, scale, LANES);
@@ -63,20 +65,40 @@ static INLINE void load_group_scales(const struct linear *a, struct group_scales
     }
 }
 
-/* The 16 real values of a group of int4, value × scale + low: with AVX-512 a table in one register, which a permutation looks up. */
+/* The 16 real values of a group of int4 or FP4, value × scale + low: with AVX-512 a table in one register, which a permutation looks up. */
 #ifdef __AVX512F__
 typedef f32v codebook;
-static INLINE codebook codebook_of(float scale, float low) {
-    return (f32v){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * scale + low;
+static INLINE codebook codebook_of(float scale, float low, int64_t fp4) {
+    static const float values[2][LANES] = {
+        {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+        {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6},
+    };
+    return load(FLOAT32, values[fp4], 0) * scale + low;
 }
 /* The real values of the low four bits of each lane. */
 static INLINE f32v decode_int4(i32v values, codebook book) { return (f32v)_mm512_permutexvar_ps((__m512i)values, (__m512)book); }
 #else
 typedef struct {
     float scale, low;
+    int64_t fp4;
 } codebook;
-static INLINE codebook codebook_of(float scale, float low) { return (codebook){scale, low}; }
-static INLINE f32v decode_int4(i32v values, codebook book) { return __builtin_convertvector(values & 15, f32v) * book.scale + book.low; }
+static INLINE codebook codebook_of(float scale, float low, int64_t fp4) {
+    return fp4 ? (codebook){scale / 2, -6 * scale, 1} : (codebook){scale, low, 0};
+}
+/* 12 + twice the e2m1 values of the low four bits of each lane: 0 to 24. */
+static INLINE i32v doubled_e2m1(i32v values) {
+#ifdef __AVX2__
+    __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    return (i32v)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)((values & 15) | (int32_t)0x80808000));
+#else
+    i32v exponent = values >> 1 & 3, is_normal = exponent > 0, sign = -(values >> 3 & 1);
+    i32v magnitude = ((values & 1) + (is_normal & 2)) << (is_normal & (exponent - 1)); /* (2 + fraction) << (exponent - 1), or fraction */
+    return (magnitude ^ sign) - sign + 12;
+#endif
+}
+static INLINE f32v decode_int4(i32v values, codebook book) {
+    return __builtin_convertvector(book.fp4 ? doubled_e2m1(values) : values & 15, f32v) * book.scale + book.low;
+}
 #endif
 
 #endif

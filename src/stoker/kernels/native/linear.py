@@ -56,6 +56,7 @@ class NativeWeight(NamedTuple):
     zero: TensorInfo = ABSENT
     offset: TensorInfo = ABSENT
     group: int = 0  # features that share a scale; 0: all features of a row
+    is_fp4: bool = False  # of uint8 values: whether their four bits are e2m1
     rounding: int = 0  # of activations to e4m3: a number of ROUNDINGS
     input_scale: TensorInfo = ABSENT  # of activations that are rounded with a static scale
 
@@ -118,13 +119,13 @@ def grouped_int8_weight(weight: PackedWeight) -> NativeWeight | None:
 
 
 def int4_weight(weight: PackedWeight) -> NativeWeight | None:
-    """The kernel argument for an int4 weight, or None if the kernel does not support it, as it does not FP4.
+    """The kernel argument for an int4 weight, or None if the kernel does not support it, as it does not FP4 with scales of rows.
 
     The weight is uint8 [n, k / 2], with scales and, optionally, either zeros or offsets, each [n, ceil(k / group)].
     """
-    if weight.is_fp4:
+    if weight.row_scale is not None:
         return None
-    native = _grouped_weight(weight)
+    native = _grouped_weight(weight)._replace(is_fp4=weight.is_fp4)
     return native if native.values.dtype == UINT8 and _has_group_scales(native, 2) else None
 
 
@@ -173,6 +174,7 @@ def pack_linear(weight: NativeWeight, bias: Tensor | None, fusion: Fusion) -> Pa
         weight.values.dtype,
         weight.scale.dtype,
         weight.group,
+        weight.is_fp4,
         added.dtype,
         norm_weight.dtype,
         norm_bias.dtype,

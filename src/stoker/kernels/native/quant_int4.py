@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
@@ -20,10 +22,12 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
 def prepare_weight(weight: PackedWeight) -> PackedWeight:
     """Prepare a weight at load (`ops.prepare_weight`).
 
-    Unchanged when the C kernel supports it, because PyTorch's packed copy would double it. FP4 becomes int8 in groups, which the C kernel
-    for them multiplies; rows of more groups than it supports are dequantized in every call.
+    Unchanged when the C kernel supports it, because PyTorch's packed copy would double it. FP4 in groups that it does not support, as those
+    of 16 features, becomes int8 in groups; rows of more groups than its kernel supports are dequantized in every call.
     """
     if weight.is_fp4:
-        widened = reference.fp4_as_int8(weight)
-        return weight if grouped_int8_weight(widened) is None else widened
+        if weight.scale is not None and weight.row_scale is not None:
+            weight = replace(weight, scale=weight.scale.float() * weight.row_scale[:, None], row_scale=None)
+        widened = weight if int4_weight(weight) is not None else reference.fp4_as_int8(weight)
+        return weight if widened.format == "int8" and grouped_int8_weight(widened) is None else widened
     return reference.prepare_weight(weight) if isinstance(kernels(), str) or weight.group_size % 32 else weight

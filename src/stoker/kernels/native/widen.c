@@ -26,7 +26,7 @@ static INLINE void widen_bytes(int is_int4, const char *bytes, codebook book, fl
 static INLINE void widen_row(int is_int4, const struct linear *l, const float *scale, const float *low, const char *row, float *out) {
     int64_t step = is_int4 ? 2 * LANES : LANES; /* features of LANES bytes */
     for (int64_t g = 0; g * l->group < l->in; g++) {
-        codebook book = codebook_of(scale[g], low[g]);
+        codebook book = codebook_of(scale[g], low[g], l->fp4);
         int64_t k = g * l->group, end = min_i64(k + l->group, l->in);
         for (; k + step <= end; k += step) widen_bytes(is_int4, row + (is_int4 ? k / 2 : k), book, scale[g], low[g], out + k);
         if (k == end) continue;
