@@ -274,7 +274,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
         fp8, token or static
                          e4m3 × e4m3: activations are rounded with s = `input_scale` or each row's largest magnitude ÷ 448; float32 sums
         fp8, group       The same with a scale for every `group_size` features of a row (arXiv 2412.19437, section 3.3.2)
-        int4             Values are widened in registers, or for 1 to 16 rows multiplied by int8 digits as they are
+        int4             Values are widened in registers, or for 1 to 16 rows, except FP4, multiplied by int8 digits as they are
     """
     if weight.format == "dense":
         return _pick(x, linear_ref).linear(x, weight.values, weight.bias, fusion)
