@@ -63,7 +63,7 @@ GROUPS = [
     ("prefill 128 t", "prefill 19", "prefill 2", "prefill 8", "prefill 9", "prefill latent"),
     ("quant fp8", "quant block", "route", "clipped"),
     ("quant int8", "quant w8a8", "experts torch.b"),
-    ("quant int4", "experts torch.f", "experts torch.i"),
+    ("quant int4", "quant fp4", "experts torch.f", "experts torch.i"),
     ("experts int4", "experts int8", "experts block"),
     ("fused layer of",),
     ("fused layer b", "fused layer f"),
