@@ -69,6 +69,7 @@ FAILURES = [
     (["demo", "--engine", "--serve"], 2, "--engine only builds, and is refused together with --serve and --port."),
     (["demo", "--port", "65536"], 2, "port=65536 is refused. Use a whole number from 0 to 65535."),
     (["export", "triton", "ENGINE", "ENGINE"], 2, "is an engine or a checkpoint, and no repository. Name a new folder."),
+    (["export", "ray", "absent", "OUT"], 2, "model=absent does not exist. Name a path, ORG/NAME or an engine of stoker list."),
     (["export", "ray", "ENGINE", "OUT", "--claim", "models"], 2, "claim has no effect without image: no manifest is written."),
     (["serve", "ENGINE", "--trace-sampling", "0.5"], 2, "trace_sampling=0.5 has no effect without otlp_endpoint."),
     (["serve", "ENGINE", "--cors-origin", "example.org"], 2, "cors_origins='example.org' is refused. Use * or an origin"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
+from jsonschema import Draft202012Validator
 
 from stoker.base.errors import ConfigError
 from stoker.cli.command_table import command_group
@@ -75,6 +76,12 @@ def test_placement() -> None:
         place_replica(EngineSettings(model="/absent/engine"))
 
 
+@pytest.mark.parametrize("model", ["./absent", "~/absent", "models/of/absent", "absent"])
+def test_a_model_that_does_not_exist_is_refused_before_the_start(model: str) -> None:
+    with pytest.raises(ConfigError, match=f"model={model} does not exist"):
+        place_replica(EngineSettings(model=model))
+
+
 @pytest.mark.parametrize(
     ("sequences", "usage", "waiting", "replicas"),
     [([0, 0], [0, 0], 0, 0), ([1], [0.0], 0, 1), ([20, 20], [0.1, 0.1], 0, 2), ([32, 32], [0.1, 0.1], 30, 3), ([4, 4], [0.9, 0.9], 0, 3)],
@@ -104,6 +111,36 @@ def test_the_exported_files(tmp_path: Path) -> None:
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "4" and container["image"] == "registry/stoker:ray"
     with pytest.raises(ConfigError, match=r"serve\.yaml exists"):
         export_ray(settings, tmp_path)
+
+
+def test_the_manifest_has_the_fields_of_kuberay(tmp_path: Path) -> None:
+    """The schema was written from the published API reference of `ray.io/v1`: it knows no field that is not there."""
+    one = EngineSettings(model="org/one", max_replicas=4, min_replicas=0, nodes=2, gpus=4, resources={"rack": 1})
+    settings = ApplicationSettings(engines=(one, EngineSettings(model="org/two", gpus=0)))
+    for name, kube in (("all", {"claim": "models", "memory": "1.5Ti", "name": "llm-1"}), ("least", {})):
+        _, manifest = export_ray(settings, tmp_path / name, KubeSettings(image="registry:5000/a/stoker@sha256:0", **kube))
+        schema = json.loads((Path(__file__).parent / "kuberay_schema.json").read_text())
+        Draft202012Validator(schema).validate(yaml.safe_load(manifest.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"name": "1st"}, "name='1st' is refused"),
+        ({"name": "ends-"}, "name='ends-' is refused"),
+        ({"image": "a b"}, "image='a b' is refused"),
+        ({"claim": "Models"}, "claim='Models' is refused"),
+        ({"memory": "64 GB"}, "memory='64 GB' is refused"),
+        ({"mount_path": "models"}, "mount_path='models' is refused"),
+        ({"workers": 3}, "workers=3 is refused for the engine model. Use 2 to 2"),
+        ({"max_workers": 1}, "max_workers=1 is less than the 2 hosts of min_replicas of the engine model"),
+    ],
+)
+def test_what_kubernetes_would_refuse_is_not_written(setting: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings = ApplicationSettings(engines=(EngineSettings(model="org/model", nodes=2, gpus=1),))
+        export_ray(settings, tmp_path / "app", KubeSettings(**{"image": "stoker", **setting}))
+    assert message in str(caught.value) and not (tmp_path / "app").exists()
 
 
 def test_options_of_the_command_line(tmp_path: Path) -> None:

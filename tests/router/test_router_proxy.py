@@ -332,6 +332,7 @@ def test_only_whole_events_are_passed_on() -> None:
         ({"replicas": ("http://a:99999",)}, "is refused"),
         ({"replicas": ("http://a", "http://a")}, "is given twice"),
         ({"replicas": ("http://a",), "session_header": "X Session"}, "session_header='X Session' is no name of a header"),
+        ({"replicas": ("http://a",), "http_port": 9, "grpc_port": 9}, "grpc_port=9 is refused: http_port is the same port"),
         ({"replicas": ("http://a",), "health_interval_s": 0.0}, "health_interval_s=0.0 is refused"),
         ({"replicas": ("http://a",), "tls_key": "k"}, "tls_certificate is not set"),
         ({"replicas": ("http://a",), "admin_key": "short"}, "an API key is refused"),

@@ -190,6 +190,9 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
     assert "time to first token" in shown and "per million output tokens" in shown and "prompt tokens reused  32.0 %" in shown
     report = json.loads(CliRunner().invoke(command, [*arguments, "--json", "--rate", "2", "--max-requests", "1"]).output)
     assert (report["requests"], report["gpus"]) == (1, 2)
+    for option in ("--transfer-gb-per-s", "--disaggregate-tokens"):
+        refused = CliRunner().invoke(command, [*arguments, option, "7"])
+        assert "has no effect without prefill replicas" in str(refused.exception)
     times.write_text('{"fixed_s": 1}')
     with pytest.raises(ConfigError, match=r"step_times=.*row_s"):
         read_step_times(times)

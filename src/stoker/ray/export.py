@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import re
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
@@ -16,6 +17,13 @@ from stoker.ray.placement import place_replica
 from stoker.ray.settings import IMPORT_PATH, NAME, ApplicationSettings
 
 DEFAULT_GRPC_PORT = 9000  # that KubeRay's service of Ray Serve forwards
+# What the Kubernetes API or the KubeRay operator would refuse only when the manifest is applied. Field: (pattern, what it accepts).
+_KUBE_PATTERNS = {
+    "name": (r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", "at most 40 lower-case letters, digits and -, from a letter to a letter or digit"),
+    "image": (r"[A-Za-z0-9][\w.:/@-]*", "a reference such as registry/stoker:ray"),
+    "claim": (r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", "the name of a claim: lower-case letters, digits, - and ."),
+    "memory": (r"[0-9]+(\.[0-9]+)?([kMGTP]|[KMGTP]i)?", "a quantity such as 64Gi"),
+}
 
 
 class KubeSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,11 +49,16 @@ class KubeSettings(msgspec.Struct, frozen=True, kw_only=True):
     ray_version: str = "2.60.0"
 
     def __post_init__(self) -> None:
-        unused = [field.name for field in msgspec.structs.fields(self) if getattr(self, field.name) != field.default]
+        defaults = {field.name: field.default for field in msgspec.structs.fields(self)}
+        unused = [name for name, default in defaults.items() if getattr(self, name) != default]
         if unused and not self.image:
             raise ConfigError(f"{unused[0]} has no effect without image: no manifest is written.", cure="Set image, or leave it out.")
-        if not self.name.replace("-", "").isalnum() or self.name != self.name.lower() or len(self.name) > 40:
-            raise ConfigError(f"name={self.name!r} is refused.", cure="Use at most 40 lower-case letters, digits and -.")
+        for name, (pattern, accepted) in _KUBE_PATTERNS.items():
+            value = getattr(self, name)
+            if value != defaults[name] and re.fullmatch(pattern, value, re.ASCII) is None:
+                raise ConfigError(f"{name}={value!r} is refused.", cure=f"Use {accepted}.")
+        if not PurePosixPath(self.mount_path).is_absolute():
+            raise ConfigError(f"mount_path={self.mount_path!r} is refused.", cure="Use an absolute path in the container.")
         for field in ("workers", "max_workers"):
             if getattr(self, field) is not None:
                 check_range(field, getattr(self, field), 0, 4096)
@@ -116,15 +129,24 @@ def _worker_group(settings: ApplicationSettings, index: int, kube: KubeSettings)
     engine = settings.engines[index]
     bundle = place_replica(engine).bundles[0]
     least = engine.min_replicas if engine.initial_replicas is None else engine.initial_replicas
+    smallest = engine.min_replicas * engine.nodes
+    most = kube.max_workers if kube.max_workers is not None else engine.max_replicas * engine.nodes
+    workers = kube.workers if kube.workers is not None else least * engine.nodes
+    if most < smallest:
+        raise ConfigError(
+            f"max_workers={most} is less than the {smallest} hosts of min_replicas of the engine {engine.name}.", cure="Raise it."
+        )
+    if not smallest <= workers <= most:
+        raise ConfigError(f"workers={workers} is refused for the engine {engine.name}.", cure=f"Use {smallest} to {most}.")
     limits = {"cpu": str(max(1, round(bundle["CPU"] + 1))), "memory": kube.memory}
     if gpus := int(bundle.get("GPU", 0)):
         limits["nvidia.com/gpu"] = str(gpus)
     parameters = {"resources": "'" + json.dumps(engine.resources) + "'"} if engine.resources else {}
     return {
         "groupName": f"engine-{index}",
-        "replicas": kube.workers if kube.workers is not None else least * engine.nodes,
-        "minReplicas": engine.min_replicas * engine.nodes,
-        "maxReplicas": kube.max_workers if kube.max_workers is not None else engine.max_replicas * engine.nodes,
+        "replicas": workers,
+        "minReplicas": smallest,
+        "maxReplicas": most,
         "rayStartParams": parameters,
         "template": {"spec": _pod(kube, limits, ports={})},
     }

@@ -10,6 +10,7 @@ import msgspec
 from stoker.base.config import Mapping
 from stoker.base.errors import ConfigError
 from stoker.base.nodes import ranks_per_node
+from stoker.deploy.cached_engines import find_cached_engine
 from stoker.deploy.engine import is_engine, read_config
 from stoker.ray.settings import EngineSettings
 
@@ -34,10 +35,12 @@ def actor_options(bundle: dict[str, float]) -> dict[str, Any]:
 
 
 def place_replica(settings: EngineSettings) -> Placement:
-    """The bundles of a replica. Raises ConfigError if the ranks of a local engine cannot be divided among its hosts."""
-    path = Path(settings.model).expanduser()
-    if path.is_absolute() and not path.exists():
-        raise ConfigError(f"engine {settings.name}: model={settings.model} does not exist.", cure="Correct the path.")
+    """The bundles of a replica.
+
+    Raises ConfigError if its model is a path or the name of an engine that does not exist, and if the ranks of a local engine cannot be
+    divided among its hosts.
+    """
+    path = _local_path(settings)
     num_ranks, gpus = 1, settings.gpus
     if path.is_dir() and is_engine(path):
         from stoker.engine.reader import Engine
@@ -62,6 +65,26 @@ def place_replica(settings: EngineSettings) -> Placement:
         bundle[f"accelerator_type:{settings.accelerator_type}"] = 0.001
     bundle |= settings.resources
     return Placement(bundles=(bundle,) * settings.nodes, strategy="STRICT_SPREAD" if settings.nodes > 1 else "STRICT_PACK")
+
+
+def _local_path(settings: EngineSettings) -> Path:
+    """The path of the model, or of the engine in the cache with this name. It does not exist for hub ids and addresses.
+
+    Raises ConfigError for what `stoker serve` would refuse on the nodes of the cluster.
+    """
+    model = settings.model
+    path = Path(model).expanduser()
+    if path.exists() or "://" in model:
+        return path
+    if model[0] in "./~" or model.count("/") > 1:
+        raise ConfigError(f"engine {settings.name}: model={model} does not exist.", cure="Correct the path.")
+    if "/" in model:  # a hub id
+        return path
+    if (engine := find_cached_engine(model)) is None:
+        raise ConfigError(
+            f"engine {settings.name}: model={model} does not exist.", cure="Name a path, ORG/NAME or an engine of stoker list."
+        )
+    return engine
 
 
 def _mapping_of(settings: EngineSettings) -> Mapping:

@@ -50,6 +50,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("http_port", "grpc_port"):
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), 0, 65535)
+        if self.grpc_port and self.grpc_port == self.http_port:
+            raise ConfigError(f"grpc_port={self.grpc_port} is refused: http_port is the same port.", cure="Change one of them.")
         check_range("max_request_bytes", self.max_request_bytes, 1 << 10, 1 << 32)
         for name in ("connect_timeout_s", "health_interval_s", "health_timeout_s", "tokenize_timeout_s"):
             if not 0.001 <= getattr(self, name) <= 3600:

@@ -82,6 +82,8 @@ def simulate(
     """
     if gpu_hour_cost is not None and not 0 <= gpu_hour_cost <= 1e6:
         raise ConfigError(f"gpu_hour_cost={gpu_hour_cost} is refused.", cure="Use a price from 0 to 1000000.")
+    if not prefill_replicas:
+        _refuse_transfers(transfers, routing)
     fleet = FleetSettings(
         num_replicas=replicas,
         num_prefill=prefill_replicas,
@@ -96,6 +98,14 @@ def simulate(
     if not report.requests + report.rejected:
         raise ConfigError(f"trace={trace} contains no request.", cure="Name a file with one request a line.")
     typer.echo(msgspec.json.encode(report).decode() if as_json else _table(report))
+
+
+def _refuse_transfers(transfers: TransferSettings, routing: RoutingSettings) -> None:
+    """Raise ConfigError for a setting of transfers, which has no effect without prefill replicas."""
+    for name in (*TRANSFER_HELP, "disaggregate_tokens", "max_prefill_load"):
+        settings, default = (transfers, TransferSettings()) if name in TRANSFER_HELP else (routing, RoutingSettings())
+        if (value := getattr(settings, name)) != getattr(default, name):
+            raise ConfigError(f"{name}={value} has no effect without prefill replicas.", cure="Add --prefill-replicas, or leave it out.")
 
 
 def _table(report: Report) -> str:
