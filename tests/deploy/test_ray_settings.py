@@ -82,6 +82,10 @@ def test_a_model_that_does_not_exist_is_refused_before_the_start(model: str) -> 
         place_replica(EngineSettings(model=model))
 
 
+def test_another_program_may_know_other_names() -> None:
+    assert place_replica(EngineSettings(model="name", gpus=0, command="container stoker")).bundles == ({"CPU": 1},)
+
+
 @pytest.mark.parametrize(
     ("sequences", "usage", "waiting", "replicas"),
     [([0, 0], [0, 0], 0, 0), ([1], [0.0], 0, 1), ([20, 20], [0.1, 0.1], 0, 2), ([32, 32], [0.1, 0.1], 30, 3), ([4, 4], [0.9, 0.9], 0, 3)],

@@ -78,7 +78,7 @@ def _local_path(settings: EngineSettings) -> Path:
         return path
     if model[0] in "./~" or model.count("/") > 1:
         raise ConfigError(f"engine {settings.name}: model={model} does not exist.", cure="Correct the path.")
-    if "/" in model:  # a hub id
+    if "/" in model or settings.command:  # a hub id, or a name that the program of the setting `command` may know, such as in a container
         return path
     if (engine := find_cached_engine(model)) is None:
         raise ConfigError(
