@@ -4,6 +4,7 @@
 
 agreement: the throughput runs of benchmarks/results/h200_llama8b_fp8.json, all requests of which arrive at once. The step times are of
 the same file (steps of 1, 8 and 64 rows); the time of a prompt token is calibrated with the run of 2048/128 only.
+Then the complete throughput runs of the 70B model on one and two H200s in h200x4_engines.json, with the step times of their files.
 conversations: 200 conversations of 8 turns (a system prompt of 200 tokens that all share, 300 tokens per turn, 100 generated) on four
 replicas of an 8B and of a 70B model, with the policies prefix and round_robin, and on one replica with four times the KV cache and a
 quarter of the step times.
@@ -38,24 +39,36 @@ from stoker.simulation.traces import Arrival
 RESULTS = Path(__file__).parent / "results"
 STEP_TIMES = RESULTS / "h200_llama8b_fp8_step_times.json"
 MEASURED = RESULTS / "h200_llama8b_fp8.json"
+ENGINES = RESULTS / "h200x4_engines.json"
 RATE = 10_000.0  # requests per second, of the measurement of the speed
 NUM_CONVERSATIONS, NUM_TURNS, SYSTEM_TOKENS, USER_TOKENS, ANSWER_TOKENS = 200, 8, 200, 300, 100
 
 
 def agreement() -> list[dict[str, Any]]:
-    step_times = read_step_times(STEP_TIMES)
+    engines = json.loads(ENGINES.read_text())["rows"]
+    complete = [run for run in engines if run["what"] in ("70b fp8 tp1", "70b fp8 tp1 load", "70b fp8 tp2") and "total_s" in run]
+    rows = _agree("8b fp8 tp1", STEP_TIMES, json.loads(MEASURED.read_text())["throughput"], 1_700_000)
+    # On one H200, 212 sequences of 2,000 tokens fit and 216 do not; the cache of two ranks held all sequences of its runs.
+    for ranks, folder, kv_cache_tokens in ((1, "h200", 438_000), (2, "h200x2", 1_100_000)):
+        runs = [run for run in complete if f"tp{ranks}" in run["what"]]
+        rows += _agree(f"70b fp8 tp{ranks}", RESULTS / f"{folder}_llama70b_fp8_step_times.json", runs, kv_cache_tokens)
+    return rows
+
+
+def _agree(engine: str, step_times: Path, runs: list[dict[str, Any]], kv_cache_tokens: int) -> list[dict[str, Any]]:
+    """Simulate the measured runs of an engine."""
     rows = []
-    for run in json.loads(MEASURED.read_text())["throughput"]:
+    for run in runs:
         dice = random.Random(0)
-        replica = ReplicaSettings(max_batch_size=1024, max_num_tokens=8192, kv_cache_tokens=1_700_000)
+        replica = ReplicaSettings(max_batch_size=1024, max_num_tokens=8192, kv_cache_tokens=kv_cache_tokens)
         arrivals = [Arrival(0.0, [dice.randrange(100_000) for _ in range(run["isl"])], run["osl"]) for _ in range(run["requests"])]
         started = time.process_time()
-        results = Simulator(1, replica, step_times).run(arrivals)
+        results = Simulator(1, replica, read_step_times(step_times)).run(arrivals)
         cpu_s = time.process_time() - started
         error = results.end_s / run["total_s"] - 1
-        rows.append({**{key: run[key] for key in ("isl", "osl", "requests")}, "measured_s": run["total_s"], "simulated_s": results.end_s,
-                     "error_percent": 100 * error, "steps": results.num_steps, "cpu_s": cpu_s})  # fmt: skip
-        print("  ".join(f"{key} {value:.4g}" for key, value in rows[-1].items()))
+        rows.append({"engine": engine, **{key: run[key] for key in ("isl", "osl", "requests")}, "measured_s": run["total_s"],
+                     "simulated_s": results.end_s, "error_percent": 100 * error, "steps": results.num_steps, "cpu_s": cpu_s})  # fmt: skip
+        print("  ".join(f"{key} {value:.4g}" if key != "engine" else value for key, value in rows[-1].items()))
     return rows
 
 
