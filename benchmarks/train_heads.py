@@ -86,7 +86,7 @@ def answers_of_the_model(folder: Path, count: int) -> list[tuple[list[int], list
     file = folder / "answers.json"
     if not file.exists():
         texts = [text for kind in QUESTIONS for text in prompts(count, kind, held_out=False)]
-        with LLM(str(engine("NO_QUANT")), kv_cache_tokens=32 * 256) as llm:
+        with LLM(str(engine("NO_QUANT")), kv_cache_tokens=32 * 256, max_queue_size=4096) as llm:
             found = llm.chat(
                 [[{"role": "user", "content": text}] for text in texts], SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
             )
