@@ -28,11 +28,18 @@ from stoker.engine.publish import workspace
 from stoker.engine.reader import HUGGING_FACE_CONFIG_FILE, Engine
 from stoker.layers.decoder import declare, kv_cache_specs
 from stoker.models import Architecture, get_architecture, resolve_architecture
+from stoker.models.architectures.qwen_vl import VISION_KEYS, text_data
 from stoker.models.config_reader import read_model_config
 from stoker.quant.format import Format
 from stoker.quant.formats.dense import Dense
 
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
+# Text models that transformers knows only inside of a multimodal model, and the model with the same weights and, for text, the same logits.
+_TEXT_MODELS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl_text": {"model_type": "qwen2"},
+    "qwen3_vl_text": {"model_type": "qwen3"},
+    "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},  # Qwen3-VL has no such setting
+}
 _REBUILD = "Build an engine from the checkpoint with this version of Stoker."
 
 log = get_logger(__name__)
@@ -72,7 +79,7 @@ def _checked_config(engine: Engine) -> tuple[Architecture, dict[str, Any]]:
     model = engine.config.model
     row = get_architecture(model.architecture)
     if "text_config" in config:
-        row, config = _text_model(engine, config["text_config"])
+        row, config = _text_model(engine, config)
         model = msgspec.structs.replace(model, architecture=row.name)
     config["dtype"] = engine.config.dtype
     config.pop("torch_dtype", None)
@@ -86,8 +93,11 @@ def _checked_config(engine: Engine) -> tuple[Architecture, dict[str, Any]]:
     return row, config
 
 
-def _text_model(engine: Engine, text: dict[str, Any]) -> tuple[Architecture, dict[str, Any]]:
+def _text_model(engine: Engine, config: dict[str, Any]) -> tuple[Architecture, dict[str, Any]]:
     """The architecture and the config.json of the language model alone. Raises EngineError if it has no architecture of its own."""
+    text: dict[str, Any] = config["text_config"]
+    if text.get("model_type") in _TEXT_MODELS:
+        text = _without_mrope(config) | _TEXT_MODELS[text["model_type"]]
     try:
         row = resolve_architecture({"model_type": text.get("model_type")})
     except CheckpointError as error:
@@ -96,7 +106,16 @@ def _text_model(engine: Engine, text: dict[str, Any]) -> tuple[Architecture, dic
             "architecture of its own.",
             cure="Use the checkpoint that the engine was built from.",
         ) from error
-    return row, {"architectures": [row.name], **text}
+    return row, text | {"architectures": [row.name]}
+
+
+def _without_mrope(config: dict[str, Any]) -> dict[str, Any]:
+    """The text_config of a Qwen VL model without the settings of image positions, which do not change the positions of text."""
+    text = text_data(config)
+    for key in ("rope_scaling", "rope_parameters"):
+        if text.get(key):
+            text[key] = {name: value for name, value in text[key].items() if name not in VISION_KEYS} or None
+    return {name: value for name, value in text.items() if name not in VISION_KEYS}
 
 
 class _Exported:
