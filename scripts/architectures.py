@@ -29,9 +29,10 @@ Every architecture can be built with every quantization, because formats apply t
 up-projections of latent attention are stored in the engine's dtype, except for the output heads of small models on a CPU.
 
 Every key of a config.json is used, known to have no effect on the logits (`models/config_data.py`, and `ignored_keys` of a row), or
-rejected by name; so is every tensor of a checkpoint. `tests/parity/test_config_keys.py` changes each key of each architecture that transformers has a
-configuration class for, adds the keys of the others, and compares with transformers: the logits are equal, or the build is refused. `tests/parity/test_refusals.py`
-removes each tensor of each architecture and adds a bias to each module. A `partial_rotary_factor` is read where transformers reads it
+rejected by name; so is every tensor of a checkpoint. `tests/parity/test_config_keys.py` changes each key of each architecture that
+transformers has a configuration class for, adds the keys of the others, and compares with transformers: the logits are equal, or the build
+is refused. `tests/parity/test_refusals.py` removes each tensor of each architecture and adds a bias to each module. A
+`partial_rotary_factor` is read where transformers reads it
 (Phi, Phi-3, GLM, GPT-NeoX, Nemotron, StableLM, MiniMax M2). Elsewhere a factor other than 1 is refused: for Llama, transformers ignores it
 and vLLM rotates a part of each head, so a file with it has two meanings. `stoker build --ignore-config-key NAME` accepts a key that you
 know to have no effect.

@@ -22,6 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
+from stoker.cli.benchmark.results import provenance
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels import ops
 from stoker.kernels.reference.quant_int4 import dequantize_int4, fp4_as_int8
@@ -178,7 +179,7 @@ def main() -> None:
                 "{what:20} {form:8} {rows:5} rows {us:8.1f} us (floor {floor:.1f})  error {error:.0e}  {tile}".format(**found), flush=True
             )
         if chosen.json:
-            record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "results": results}
+            record = {**provenance(device="cuda"), "results": results}
             with open(chosen.json, "w", encoding="utf-8") as file:
                 json.dump(record, file, indent=1)
 

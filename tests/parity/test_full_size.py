@@ -20,6 +20,7 @@ from stoker.core.specs import LinearSpec
 from stoker.layers.decoder import declare
 from stoker.layers.shard import Sharding, local_spec
 from stoker.models import all_architectures, resolve_architecture
+from stoker.quant.formats.fp4 import Fp4
 
 FILES = Path(__file__).parent / "published"
 
@@ -116,7 +117,8 @@ def test_a_dummy_engine_is_built_from_the_published_file(name: str, tmp_path: Pa
     found = estimate(engine.config, memory=1 << 50)
     assert getrusage(RUSAGE_SELF).ru_maxrss - before < 100 * MIB / 1024, "kibibytes"
     assert found.parameters == CHECKPOINTS[name]
-    bytes_per_weight = 1 if engine.config.recipe.name == "AS_STORED" else 2 if engine.config.dtype != "float32" else 4
+    as_stored = 0.5 if isinstance(engine.config.recipe.default, Fp4) else 1
+    bytes_per_weight = as_stored if engine.config.recipe.name == "AS_STORED" else 2 if engine.config.dtype != "float32" else 4
     assert found.weights >= found.parameters * bytes_per_weight and found.fits
     assert sum(file.stat().st_size for file in engine.path.iterdir()) < MIB
 

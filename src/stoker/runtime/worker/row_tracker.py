@@ -51,7 +51,7 @@ class RowTracker:
         lengths, text = self.tokens
         arrays = [np.array([(seq.row, len(seq.tokens)) for seq in new], dtype=np.int32)]
         if text is not None:
-            arrays += [_ring(seq.tokens, text.shape[1]) for seq in new]
+            arrays += [_wrapped(seq.tokens, text.shape[1]) for seq in new]
         (pairs, *texts) = self._buffers.send(arrays)
         lengths.index_copy_(0, pairs[:, 0].long(), pairs[:, 1])
         for seq in new:
@@ -89,7 +89,7 @@ def make_tracker(
     return RowTracker(num_rows, max_seq_len, block_size, device, looks_up=looks_up)
 
 
-def _ring(tokens: list[int], width: int) -> np.ndarray:
+def _wrapped(tokens: list[int], width: int) -> np.ndarray:
     """int32 [min(tokens, width)]: the newest tokens, position p at p mod width."""
     newest = np.array(tokens[-width:], dtype=np.int32)
     return np.roll(newest, len(tokens) % width) if len(tokens) > width else newest
