@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -30,6 +29,7 @@ from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton.moe import launch as moe
 from stoker.kernels.tuning.tiles import QuantTile
 from stoker.kernels.types import PLAIN, Fusion
+from stoker.profiling.tile_tuning import time_graph
 
 Result = dict[str, Any]
 Job = tuple[Any, ...]
@@ -59,21 +59,7 @@ def in_form(stored: PackedWeight, form: str) -> PackedWeight:
 
 def microseconds(calls: list[Callable[[], Tensor]]) -> float:
     """The time of one of `calls`, which run one after another in a graph."""
-    for call in calls[:2]:
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(15):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
+    return time_graph(lambda: [call() for call in calls], repeats=15) / len(calls)
 
 
 def error_of(found: Tensor, exact: Tensor) -> float:

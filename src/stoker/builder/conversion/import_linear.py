@@ -19,7 +19,7 @@ from stoker.builder.conversion.moved_parts import moved_indices
 from stoker.builder.conversion.tensor_plan import TensorPlan
 from stoker.core.model_config import ModelConfig
 from stoker.core.specs import LinearSpec
-from stoker.kernels.reference.quant_int4 import fp4_as_int8
+from stoker.kernels.reference.quant_int4 import fp4_as_int8, unpack
 from stoker.quant.format import Format
 from stoker.quant.formats.block_fp8 import BlockFp8
 from stoker.quant.formats.fp4 import Fp4
@@ -151,7 +151,7 @@ def _widened(tensors: dict[str, Tensor], stored: Int4 | GroupedInt8 | Fp4, chose
         tensors = {"weight": widened_fp4.values, "scale": widened_fp4.scale}
     weight = tensors["weight"]
     if isinstance(stored, Int4):
-        weight = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(-2).to(torch.int8)
+        weight = unpack(weight).to(torch.int8)
         weight = weight - 8 if stored.zero == "none" else weight
     dtype = getattr(torch, chosen.scale_dtype)
     widened = {"weight": weight, "scale": tensors["scale"].to(dtype)}

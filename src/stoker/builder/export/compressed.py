@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stoker.builder.prequantized.dequantize import dequantize
+from stoker.kernels.reference.quant_int4 import unpack
 from stoker.quant.format import Format
 from stoker.quant.formats.block_fp8 import BlockFp8
 from stoker.quant.formats.dense import Dense
@@ -100,7 +101,7 @@ def _grouped_tensors(chosen: GroupedInt8 | Int4, stored: dict[str, Tensor]) -> d
     """
     values, bits = stored["weight"], 4 if isinstance(chosen, Int4) else 8
     if bits == 4:
-        values = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
+        values = unpack(values)
     tensors = {"weight_scale": stored["scale"]}
     if chosen.reorder:
         values = in_feature_order(values, stored["order"])

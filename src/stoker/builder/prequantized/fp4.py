@@ -7,10 +7,8 @@ from torch import Tensor
 
 from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
-from stoker.quant.formats.fp4 import GROUP_SIZES
 
 E8M0 = (torch.uint8, torch.float8_e8m0fnu)  # dtypes in which scales that are powers of two are stored
-FP4_GROUPS = GROUP_SIZES
 
 
 def mxfp4_tensors(name: str, values: Tensor, scales: Tensor) -> dict[str, Tensor]:

@@ -29,12 +29,13 @@ from stoker.builder.prequantized.checks import (
     read_section,
 )
 from stoker.builder.prequantized.dequantize import dequantize
-from stoker.builder.prequantized.fp4 import E8M0, FP4_GROUPS, e8m0_values, mxfp4_tensors, nvfp4_tensors
+from stoker.builder.prequantized.fp4 import E8M0, e8m0_values, mxfp4_tensors, nvfp4_tensors
 from stoker.builder.prequantized.fp8 import repack_row_scales
 from stoker.builder.prequantized.weight import DequantizedWeight, PrequantizedWeight, ReadWeights
 from stoker.quant import groups
 from stoker.quant.format import Format
 from stoker.quant.formats.block_fp8 import BlockFp8
+from stoker.quant.formats.fp4 import GROUP_SIZES as FP4_GROUPS
 from stoker.quant.formats.fp4 import Fp4
 from stoker.quant.formats.fp8 import Fp8
 from stoker.quant.formats.int4 import GROUP_SIZES as INT4_GROUPS

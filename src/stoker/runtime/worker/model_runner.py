@@ -359,8 +359,10 @@ class ModelRunner:
         self.states.accept(tokens, inputs.sequence_rows[rows])
 
     def _resolve(self, inputs: StepInputs) -> ForwardBatch:
-        """The batch with the positions and ids that only the device has. On a CPU, where steps do not overlap, these are drafts of a
-        drafter."""
+        """The batch with the positions and ids that only the device has.
+
+        On a CPU, where steps do not overlap, these are the drafts of a drafter.
+        """
         batch = inputs.batch
         if self.tracker is not None:
             self.tracker.correct(inputs)
@@ -369,7 +371,10 @@ class ModelRunner:
         return dataclasses.replace(batch, token_ids=ops.resolve(batch.token_ids, self.last_ids))
 
     def _store_last_ids(self, inputs: StepInputs, token_ids: Tensor, ranks: RankCounts | None, verified: Verified | None = None) -> None:
-        """Store the sampled ids of all data-parallel ranks for the next step, on every rank that needs them."""
+        """Store the sampled ids of all data-parallel ranks for the next step, on every rank that needs them.
+
+        `token_ids`: int32 [S], the newest one of each sequence; `verified`: all that a step with drafts yields, for the tracker.
+        """
         if self.tracker is not None:
             self.tracker.append(inputs, token_ids, verified)
         if self._broadcasts_ids:

@@ -33,8 +33,9 @@ def quant_tile(dtype: str, rows: int, n: int, k: int, gated: bool, num_sms: int,
     measured: QuantTile | None = tuning.tile("quantized_linear", dtype, rows, n, k, gated)
     if measured is not None:
         return measured
+    columns = 16 if dtype == "fp8" else 8
     if rows > 1 and not group and dtype != "block":
-        return reading_tile(rows * (2 if dtype == "int8" else 1), n, k, gated, num_sms, tuning, columns=16 if dtype == "fp8" else 8)
+        return reading_tile(rows * (2 if dtype == "int8" else 1), n, k, gated, num_sms, tuning, columns)
     block_n = 64
     if group:
         block_k = largest_block(k, 2 * group, 256 if group < 128 else 2 * group)
@@ -43,24 +44,20 @@ def quant_tile(dtype: str, rows: int, n: int, k: int, gated: bool, num_sms: int,
     splits = choose_splits(triton.cdiv(n, block_n), k, block_k, num_sms)
     is_wide = (gated and rows >= 32) or (group and rows > 32)  # 128 columns of sums need the registers of eight warps
     num_stages = tuning.fitting_stages(4, block_k * (block_n * (2 if gated else 1) + rows))
-    return QuantTile(
-        block_n, block_k, splits, 8 if is_wide else 4, num_stages, columns=16 if dtype == "fp8" else 8, encode=rows == 1 and k <= 8192
-    )
+    return QuantTile(block_n, block_k, splits, 8 if is_wide else 4, num_stages, columns, encode=rows == 1 and k <= 8192)
 
 
 def reading_tile(rows: int, n: int, k: int, gated: bool, num_sms: int, tuning: TuningTable, columns: int) -> QuantTile:
     """The tile for several rows of bytes and a weight of bytes with a scale per row: most of the time the weight is read.
 
-    `rows` counts the columns of the product. Split-K goes no further than to one CTA per SM, because sums must be combined, and the stages
-    use the shared memory that the CTAs of an SM have: one, or two if the tiles take up to two rounds. Measured on an H200, µs of 64 rows of
-    FP8 with Llama-3.1-70B's shapes on two ranks, with two CTAs per SM of four stages and with this rule: q, k and v 25.9 and 20.1, output
-    24.6 and 14.0, gate and up 86.4 and 72.0, down 50.2 and 37.7.
+    `rows` is the number of columns of the product, n and k as in `quant_tile`. Split-K goes no further than to one CTA per SM, because sums
+    must be combined, and the stages use the shared memory that the CTAs of an SM have: one, or two if the tiles take up to two rounds.
+    Measured on an H200, µs of 64 rows of FP8 with Llama-3.1-70B's shapes on two ranks, with two CTAs per SM of four stages and with this
+    rule: q, k and v 25.9 and 20.1, output 24.6 and 14.0, gate and up 86.4 and 72.0, down 50.2 and 37.7.
     """
     block_n = 64
     num_ctas = triton.cdiv(n, block_n)
-    splits = 1
-    while num_ctas * splits < 0.9 * num_sms and k // (256 * splits * 2) >= 3:
-        splits *= 2
+    splits = choose_splits(num_ctas, k, 256, num_sms, ctas_per_sm=0.9)
     rounds = num_ctas * splits / num_sms
     block_k = 128 if k % 256 or 1 < rounds <= 2 else 256
     stage_bytes = block_k * (block_n * (2 if gated else 1) + rows)
@@ -71,10 +68,10 @@ def reading_tile(rows: int, n: int, k: int, gated: bool, num_sms: int, tuning: T
     return QuantTile(block_n, block_k, splits, 8 if gated and rows >= 32 else 4, num_stages, columns)
 
 
-def choose_splits(num_tiles: int, k: int, block_k: int, num_sms: int) -> int:
-    """The number of split-K slices: two CTAs per SM, unless a slice would have fewer than three iterations of block_k features."""
+def choose_splits(num_tiles: int, k: int, block_k: int, num_sms: int, ctas_per_sm: float = 2) -> int:
+    """The number of split-K slices: `ctas_per_sm`, unless a slice would have fewer than three iterations of block_k features."""
     splits = 1
-    while num_tiles * splits < 2 * num_sms and k // (block_k * splits * 2) >= 3:
+    while num_tiles * splits < ctas_per_sm * num_sms and k // (block_k * splits * 2) >= 3:
         splits *= 2
     return splits
 
