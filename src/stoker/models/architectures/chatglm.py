@@ -134,7 +134,8 @@ ARCHITECTURES = (
         variant=lambda hf: "ChatGLM1Model" if is_chatglm1(hf) else None,
         ignored_tensors=("transformer.rotary_pos_emb.inv_freq",),
         version_options={"chatglm_model_version": model_versions},
-        ignored_keys=("fp32_residual_connection", "prefix_projection", "num_hidden_layers", "vocab_size"),
+        # multi_query_group_num is read with multi_query_attention
+        ignored_keys=("fp32_residual_connection", "prefix_projection", "num_hidden_layers", "vocab_size", "multi_query_group_num"),
     ),
     Architecture(
         name="GlmForCausalLM",

@@ -7,7 +7,7 @@ from typing import Any
 from stoker.core.model_config import ModelConfig
 from stoker.models.architecture import Architecture, TensorNames
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
-from stoker.models.config_fields import read_head_size, read_rope, require_values, with_defaults
+from stoker.models.config_fields import read_head_size, read_rope, require_values, value_or, with_defaults
 
 
 @with_defaults(
@@ -17,8 +17,17 @@ from stoker.models.config_fields import read_head_size, read_rope, require_value
 def phi3_config(hf: dict[str, Any]) -> ModelConfig:
     """The ModelConfig of a Phi-3 or Phi-4 checkpoint, from `hf`, the data of its config.json."""
     require_values(hf, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1)  # in files of Phi-4-mini
-    rope = read_rope(hf, dim=read_head_size(hf), partial=1.0)
+    rope = read_rope(_with_current_name(hf), dim=read_head_size(hf), partial=1.0)
     return llama_config(hf, architecture="Phi3ForCausalLM", window=hf.get("sliding_window"), rope=rope)
+
+
+def _with_current_name(hf: dict[str, Any]) -> dict[str, Any]:
+    """`hf` with the current name of longrope. Early files of long contexts have the type `yarn`, but the divisors of longrope."""
+    for key in ("rope_scaling", "rope_parameters"):
+        scaling = value_or(hf, key, {})
+        if "yarn" in (scaling.get("rope_type"), scaling.get("type")) and scaling.get("long_factor"):
+            hf = hf | {key: scaling | {"rope_type": "longrope"}}
+    return hf
 
 
 def phi3_names(config: ModelConfig) -> TensorNames:
