@@ -20,7 +20,8 @@ sys.path.append(str(Path(__file__).parents[1] / "parity"))
 from cases import CASES, FIRST
 from harness import Harness, generate_in_batch, prefill_logits
 from oracles import Reference
-from test_parity import assert_close, check_served, check_supplied_drafts, make_prompts
+from proof import assert_close, make_prompts
+from test_parity import check_served, check_supplied_drafts
 
 CUDA = torch.device("cuda")
 # Relative error of all logits. It is large because the weights are random with width 48, and largest where a rounded router score sends a

@@ -89,6 +89,11 @@ def renamed(tensors: Tensors, *pairs: tuple[str, str]) -> Tensors:
     return out
 
 
+def without_tied_head(tensors: Tensors, settings: dict[str, Any]) -> Tensors:
+    """The tensors without lm_head if `settings` tie it to the embeddings."""
+    return {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight" or not settings.get("tie_word_embeddings")}
+
+
 def fused(tensors: Tensors, layers: int, new: str, old: tuple[str, ...], join: Callable[[list[Tensor]], Tensor] = torch.cat) -> Tensors:
     """Join the tensors `old` of each layer into `new`. "{i}" stands for the layer index."""
     out = dict(tensors)
@@ -103,26 +108,27 @@ def fused(tensors: Tensors, layers: int, new: str, old: tuple[str, ...], join: C
 _QKV = tuple(f"model.layers.{{i}}.self_attn.{x}_proj" for x in "qkv")
 
 
-def internlm() -> Reference:
-    model = hf_model("Llama", **LLAMA, attention_bias=True)
-    config = LLAMA | {
-        "architectures": ["InternLMForCausalLM"],
-        "model_type": "internlm",
-        "bias": True,
-        "rotary": {"base": 10000, "type": "dynamic"},
-    }
-    return converted(config, model, lambda w: w)
+def internlm(bias: bool = True, rotary: dict[str, Any] | None = None, **more: Any) -> Reference:
+    """`rotary`: the setting of the publisher. It has no effect within the trained length, except for the base."""
+    rotary = rotary or {"base": 10000, "type": "dynamic"}
+    theta = {"rope_parameters": {"rope_type": "default", "rope_theta": rotary["base"]}}
+    model = hf_model("Llama", **LLAMA | more, **theta, attention_bias=bias)
+    names = {"architectures": ["InternLMForCausalLM"], "model_type": "internlm", "bias": bias, "rotary": rotary}
+    return converted(LLAMA | more | names, model, lambda w: without_tied_head(w, more))
 
 
-def internlm2() -> Reference:
-    model = hf_model("Llama", **GROUPED, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6})
+def internlm2(scaling: str = "dynamic", bias: bool = False, **more: Any) -> Reference:
+    """`scaling`: the method of the rotary embedding."""
+    sizes = GROUPED | more
+    model = hf_model("Llama", **sizes, attention_bias=bias, rope_parameters={"rope_type": scaling, "factor": 2.0, "rope_theta": 1e6})
+    groups = sizes["num_key_value_heads"]
 
     def by_group(parts: list[Tensor]) -> Tensor:
-        q, k, v = (p.unflatten(0, (2, -1, 8)) for p in parts)  # two groups of three query heads
+        q, k, v = (p.unflatten(0, (groups, -1, 8)) for p in parts)  # each group has its query heads, its key and its value
         return torch.cat((q, k, v), dim=1).flatten(0, 2)
 
     def rename(w: Tensors) -> Tensors:
-        w = fused(w, 3, "model.layers.{i}.attention.wqkv", _QKV, by_group)
+        w = fused(without_tied_head(w, more), 3, "model.layers.{i}.attention.wqkv", _QKV, by_group)
         return renamed(
             w, ("self_attn.o_proj", "attention.wo"), ("input_layernorm", "attention_norm"), ("post_attention_layernorm", "ffn_norm"),
             ("mlp.gate_proj", "feed_forward.w1"), ("mlp.up_proj", "feed_forward.w3"), ("mlp.down_proj", "feed_forward.w2"),
@@ -131,16 +137,16 @@ def internlm2() -> Reference:
 
     config = {
         "architectures": ["InternLM2ForCausalLM"],
-        "bias": False,
+        "bias": bias,
         "rope_theta": 1e6,
-        "rope_scaling": {"type": "dynamic", "factor": 2.0},
+        "rope_scaling": {"type": scaling, "factor": 2.0},
     }
-    return converted(GROUPED | config, model, rename)
+    return converted(sizes | config, model, rename)
 
 
-def baichuan_7b(second: bool) -> Reference:
-    model = hf_model("Llama", **LLAMA)
-    config = LLAMA | {"architectures": ["BaichuanForCausalLM" if second else "BaiChuanForCausalLM"], "model_type": "baichuan"}
+def baichuan_7b(second: bool, **more: Any) -> Reference:
+    model = hf_model("Llama", **LLAMA | more)
+    config = LLAMA | more | {"architectures": ["BaichuanForCausalLM" if second else "BaiChuanForCausalLM"], "model_type": "baichuan"}
 
     def rename(w: Tensors) -> Tensors:
         return fused(w, 3, "model.layers.{i}.self_attn.W_pack", _QKV)
@@ -156,13 +162,18 @@ def baichuan_7b(second: bool) -> Reference:
     )
 
 
-def baichuan_13b(second: bool) -> Reference:
-    tensors = fused(dict(hf_model("Llama", **LLAMA).state_dict()), 3, "model.layers.{i}.self_attn.W_pack", _QKV)
-    config = {k: v for k, v in LLAMA.items() if k not in ("max_position_embeddings", "num_key_value_heads")}
+def baichuan_13b(second: bool, **more: Any) -> Reference:
+    sizes = LLAMA | {"rms_norm_eps": 1e-6} | more
+    tensors = fused(dict(hf_model("Llama", **sizes).state_dict()), 3, "model.layers.{i}.self_attn.W_pack", _QKV)
+    config = {k: v for k, v in sizes.items() if k not in ("max_position_embeddings", "num_key_value_heads")}
     config |= {"architectures": ["BaichuanForCausalLM"], "model_type": "baichuan", "model_max_length": POSITIONS}
     if second:
         config |= {"z_loss_weight": 0}
-    return published(config, tensors, oracles.baichuan_13b(tensors, 5, 3, 1e-6, unit_head=second))
+    return published(
+        config,
+        tensors,
+        oracles.baichuan_13b(tensors, sizes["num_attention_heads"], sizes["num_hidden_layers"], sizes["rms_norm_eps"], unit_head=second),
+    )
 
 
 def qwen_tensors(model: Any) -> Tensors:
@@ -174,27 +185,32 @@ def qwen_tensors(model: Any) -> Tensors:
     )  # fmt: skip
 
 
-def qwen(trained: int) -> Reference:
+def qwen(trained: int, **more: Any) -> Reference:
     """Within the trained length, Qwen 1 computes what Qwen 2 does. Beyond it, log-n attention and NTK scaling take effect."""
-    model = hf_model("Qwen2", **LLAMA)
+    model = hf_model("Qwen2", **LLAMA | {key: more[key] for key in more if key in LLAMA})
     config = LLAMA | {
         "architectures": ["QWenLMHeadModel"], "model_type": "qwen", "intermediate_size": 144, "kv_channels": 8, "seq_length": trained,
         "layer_norm_epsilon": 1e-6, "use_dynamic_ntk": True, "use_logn_attn": True, "no_bias": True,
-    }  # fmt: skip
-    if trained >= POSITIONS:
+    } | more  # fmt: skip
+    if trained >= POSITIONS or not (config["use_dynamic_ntk"] or config["use_logn_attn"]):
         return converted(config, model, lambda w: qwen_tensors(model))
     tensors = qwen_tensors(model)
-    return published(config, tensors, oracles.qwen_1(tensors, 5, 3, 1e-6, trained, POSITIONS))
+    return published(config, tensors, oracles.qwen_1(tensors, config, trained, POSITIONS))
 
 
-def chatglm2(ratio: float, linear: bool) -> Reference:
+def chatglm2(ratio: float, linear: bool, grouped: bool = True) -> Reference:
+    """`grouped`: two key-value heads, and biases of q, k and v; otherwise, q, k and v are fused head by head."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0 * ratio, "partial_rotary_factor": 0.5}
     if linear:
         rope = {"rope_type": "linear", "factor": ratio, "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    model = hf_model("Glm", **GROUPED | {"head_dim": 8}, rope_parameters=rope, rms_norm_eps=1e-5)
+    heads = {"head_dim": 8, "num_key_value_heads": 2 if grouped else 6}
+    model = hf_model("Glm", **GROUPED | heads, rope_parameters=rope, rms_norm_eps=1e-5, attention_bias=grouped)
+
+    def by_head(parts: list[Tensor]) -> Tensor:
+        return torch.cat([part.unflatten(0, (6, -1)) for part in parts], dim=1).flatten(0, 1)
 
     def rename(w: Tensors) -> Tensors:
-        w = fused(w, 3, "model.layers.{i}.self_attention.query_key_value", _QKV)
+        w = fused(w, 3, "model.layers.{i}.self_attention.query_key_value", _QKV, torch.cat if grouped else by_head)
         return renamed(
             w, ("self_attn.o_proj", "self_attention.dense"), ("mlp.gate_up_proj", "mlp.dense_h_to_4h"),
             ("mlp.down_proj", "mlp.dense_4h_to_h"),
@@ -204,18 +220,18 @@ def chatglm2(ratio: float, linear: bool) -> Reference:
 
     config = {
         "architectures": ["ChatGLMModel"], "model_type": "chatglm", "padded_vocab_size": VOCAB, "hidden_size": 48, "ffn_hidden_size": 72,
-        "num_layers": 3, "num_attention_heads": 6, "kv_channels": 8, "multi_query_attention": True, "multi_query_group_num": 2,
-        "seq_length": POSITIONS, "add_qkv_bias": True, "layernorm_epsilon": 1e-5, "rope_ratio": ratio,
+        "num_layers": 3, "num_attention_heads": 6, "kv_channels": 8, "multi_query_attention": grouped, "multi_query_group_num": 2,
+        "seq_length": POSITIONS, "add_qkv_bias": grouped, "layernorm_epsilon": 1e-5, "rope_ratio": ratio,
         "_name_or_path": "THUDM/chatglm2-6b-32k" if linear else "THUDM/chatglm3-6b-32k",
     }  # fmt: skip
     return converted(config, model, rename)
 
 
-def glm_tensors(prefix: str, width: int, extra: Tensors) -> Tensors:
+def glm_tensors(width: int, layers: int, extra: Tensors) -> Tensors:
     """Random tensors with the shapes of GPT-2 and the names of GLM."""
     generator, hidden = torch.Generator().manual_seed(3), 48
     shapes: dict[str, tuple[int, ...]] = {}
-    for i in range(3):
+    for i in range(layers):
         p = f"transformer.layers.{i}"
         for name, rows, columns in (
             ("attention.query_key_value", 3 * hidden, hidden), ("attention.dense", hidden, hidden),
@@ -232,56 +248,67 @@ def glm_tensors(prefix: str, width: int, extra: Tensors) -> Tensors:
 PREFIX = {"bos_token_id": 99, "mask_token_id": 97, "gmask_token_id": 98}
 
 
-def chatglm1() -> Reference:
-    extra = {"transformer.word_embeddings.weight": torch.empty(VOCAB, 48), "lm_head.weight": torch.empty(VOCAB, 48)}
-    tensors = glm_tensors("transformer.", 120, extra)
+def chatglm1(**more: Any) -> Reference:
     config = {
         "architectures": ["ChatGLMModel"], "model_type": "chatglm", "vocab_size": VOCAB, "hidden_size": 48, "num_layers": 3,
         "num_attention_heads": 4, "inner_hidden_size": 120, "max_sequence_length": POSITIONS, "position_encoding_2d": True,
-    } | PREFIX  # fmt: skip
+        "layernorm_epsilon": 1e-5,
+    } | PREFIX | more  # fmt: skip
+    heads, layers, eps = config["num_attention_heads"], config["num_layers"], config["layernorm_epsilon"]
+    extra = {"transformer.word_embeddings.weight": torch.empty(VOCAB, 48), "lm_head.weight": torch.empty(VOCAB, 48)}
+    tensors = glm_tensors(config["inner_hidden_size"], layers, extra)
     stored = tensors | {"transformer.layers.0.attention.rotary_emb.inv_freq": torch.ones(3)}
-    return published(config, stored, oracles.chatglm_1(tensors, 4, 3, 1e-5, start_id=99, mask_id=98))
+    return published(config, stored, oracles.chatglm_1(tensors, heads, layers, eps, start_id=99, mask_id=98))
 
 
-def glm_10b(prefix: str) -> Reference:
-    tables = ("transformer.position_embeddings.weight", "transformer.block_position_embeddings.weight")
-    tensors = glm_tensors(
-        "", 192, {name: torch.empty(POSITIONS + 1, 48) for name in tables} | {"word_embeddings.weight": torch.empty(VOCAB, 48)}
-    )
+def glm_10b(prefix: str, **more: Any) -> Reference:
     config = {
         "architectures": ["GLMModel"], "model_type": "glm", "vocab_size": VOCAB, "hidden_size": 48, "num_layers": 3,
         "num_attention_heads": 4, "max_sequence_length": POSITIONS, "block_position_encoding": True, "sop_token_id": 99,
         "mask_token_id": 97, "gmask_token_id": 98, "smask_token_id": 96,
-    }  # fmt: skip
+        "layernorm_epsilon": 1e-5,
+    } | more  # fmt: skip
+    heads, layers, eps = config["num_attention_heads"], config["num_layers"], config["layernorm_epsilon"]
+    tables = ("transformer.position_embeddings.weight", "transformer.block_position_embeddings.weight")
+    extra = {name: torch.empty(POSITIONS + 1, 48) for name in tables} | {"word_embeddings.weight": torch.empty(VOCAB, 48)}
+    tensors = glm_tensors(192, layers, extra)
     stored = {prefix + name: tensor for name, tensor in tensors.items()}
-    return published(config, stored, oracles.glm(tensors, 4, 3, 1e-5, start_id=99, mask_id=98))
+    return published(config, stored, oracles.glm(tensors, heads, layers, eps, start_id=99, mask_id=98))
 
 
-def santacoder() -> Reference:
-    model = hf_model("GPTBigCode", **GPT)
+def santacoder(**more: Any) -> Reference:
+    model = hf_model("GPTBigCode", **GPT | more)
+    size = model.config.n_embd // model.config.n_head
 
     def rename(w: Tensors) -> Tensors:
         out: Tensors = {}
         for name, tensor in w.items():
             if ".attn.c_attn" in name:
-                q, kv = tensor.split((48, 16))
+                q, kv = tensor.split((48, 2 * size))
                 out[name.replace("c_attn", "q_attn")], out[name.replace("c_attn", "kv_attn")] = (
                     q.T if q.dim() == 2 else q,
                     kv.T if kv.dim() == 2 else kv,
                 )
-            elif name != "lm_head.weight":
+            elif name != "lm_head.weight" or not model.config.tie_word_embeddings:
                 out[name] = tensor.T if ".h." in name and tensor.dim() == 2 else tensor
         return out
 
     config = GPT | {"architectures": ["GPT2LMHeadCustomModel"], "model_type": "gpt2", "attention_head_type": "multiquery"}
-    return converted(config | {"activation_function": "gelu_pytorch_tanh"}, model, rename)
+    return converted(config | {"activation_function": "gelu_pytorch_tanh"} | more, model, rename)
 
 
-def deepseek_moe() -> Reference:
-    """A Qwen2-MoE model whose shared expert has twice the weight, because its gate of zeros halves the output."""
-    model = hf_model("Qwen2Moe", **MOE, num_experts=8, shared_expert_intermediate_size=48, mlp_only_layers=[0], qkv_bias=False)
-    for layer in model.model.layers[1:]:
+def deepseek_moe(first_dense: int = 1, shared: int | None = 2, **more: Any) -> Reference:
+    """A Qwen2-MoE model whose shared expert has twice the weight, because its gate of zeros halves the output.
+
+    `shared`: the number of shared experts. Without one, that of Qwen2-MoE has the output 0.
+    """
+    sizes = MOE | {"norm_topk_prob": False} | more
+    dense = {"mlp_only_layers": list(range(first_dense)), "shared_expert_intermediate_size": 24 * (shared or 1), "num_experts": 8}
+    model = hf_model("Qwen2Moe", **sizes, **dense, qkv_bias=False)
+    for layer in model.model.layers[first_dense:]:
         torch.nn.init.zeros_(layer.mlp.shared_expert_gate.weight)
+        if shared is None:
+            torch.nn.init.zeros_(layer.mlp.shared_expert.down_proj.weight)
 
     def rename(w: Tensors) -> Tensors:
         out: Tensors = {}
@@ -293,15 +320,15 @@ def deepseek_moe() -> Reference:
                     out[f"{stem}.gate_proj.weight"], out[f"{stem}.up_proj.weight"] = gate, up
             elif name.endswith("experts.down_proj"):
                 out |= {name.replace("down_proj", f"{e}.down_proj.weight"): tensor[e] for e in range(8)}
-            elif "shared_expert." in name:
+            elif "shared_expert." in name and shared:
                 out[name.replace("shared_expert.", "shared_experts.")] = tensor / 2 if "down_proj" in name else tensor
-            elif "shared_expert_gate" not in name:
+            elif "shared_expert" not in name:
                 out[name] = tensor
-        return out
+        return without_tied_head(out, more)
 
-    config = MOE | {
-        "architectures": ["DeepseekForCausalLM"], "model_type": "deepseek", "n_routed_experts": 8, "n_shared_experts": 2,
-        "first_k_dense_replace": 1, "moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax",
+    config = sizes | {
+        "architectures": ["DeepseekForCausalLM"], "model_type": "deepseek", "n_routed_experts": 8, "n_shared_experts": shared,
+        "first_k_dense_replace": first_dense, "moe_layer_freq": 1, "scoring_func": "softmax",
     }  # fmt: skip
     return converted(config, model, rename)
 
@@ -317,8 +344,10 @@ def refined_web() -> Reference:
     return converted(config, model, lambda w: {name: tensor for name, tensor in w.items() if name != "lm_head.weight"})
 
 
-def exaone3(tied: bool) -> Reference:
-    model = hf_model("Llama", **GROUPED, rope_parameters=_LLAMA3, tie_word_embeddings=tied)
+def exaone3(tied: bool, scaling: dict[str, Any] | None = None, **more: Any) -> Reference:
+    """`scaling`: the rotary setting, that of EXAONE 3.5 by default."""
+    rope, sizes = scaling or _LLAMA3, {"rms_norm_eps": 1e-6, "hidden_act": "silu"} | GROUPED | more
+    model = hf_model("Llama", **sizes, rope_parameters=rope, tie_word_embeddings=tied)
 
     def rename(w: Tensors) -> Tensors:
         w = renamed(
@@ -329,26 +358,31 @@ def exaone3(tied: bool) -> Reference:
         )  # fmt: skip
         return {name: tensor for name, tensor in w.items() if not (tied and name == "lm_head.weight")}
 
-    config = {k: v for k, v in GROUPED.items() if k != "num_hidden_layers"} | {
-        "architectures": ["ExaoneForCausalLM"], "model_type": "exaone", "num_layers": 3, "layer_norm_epsilon": 1e-6,
-        "activation_function": "silu", "tie_word_embeddings": tied, "rope_theta": _LLAMA3["rope_theta"],
-        "rope_scaling": {k: v for k, v in _LLAMA3.items() if k != "rope_theta"},
+    other = {"num_hidden_layers": "num_layers", "rms_norm_eps": "layer_norm_epsilon", "hidden_act": "activation_function"}
+    config = {other.get(k, k): v for k, v in sizes.items()} | {
+        "architectures": ["ExaoneForCausalLM"], "model_type": "exaone", "tie_word_embeddings": tied, "rope_theta": rope["rope_theta"],
+        "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"},
     }  # fmt: skip
     return converted(config, model, rename)
 
 
-def minicpm(**more: Any) -> Reference:
+def minicpm(scale_emb: float = 3, scale_depth: float = 1.4, dim_model_base: int = 16, **more: Any) -> Reference:
     """Granite with the multipliers that MiniCPM computes from scale_depth and dim_model_base."""
+    sizes = GROUPED | more
     model = hf_model(
-        "Granite", **GROUPED, **more, embedding_multiplier=3.0, logits_scaling=48 / 16, residual_multiplier=1.4 / 3**0.5,
-        attention_multiplier=8**-0.5,
+        "Granite", **sizes, embedding_multiplier=scale_emb, logits_scaling=48 / dim_model_base, attention_multiplier=8**-0.5,
+        residual_multiplier=scale_depth / sizes["num_hidden_layers"] ** 0.5,
     )  # fmt: skip
-    tied = bool(more.get("tie_word_embeddings"))
-    config = GROUPED | {
-        "architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm", "scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 16,
-        "tie_word_embeddings": tied,
-    }  # fmt: skip
-    return converted(config | more, model, lambda w: {k: t for k, t in w.items() if not (tied and k == "lm_head.weight")})
+    names = {"architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm", "tie_word_embeddings": bool(more.get("tie_word_embeddings"))}
+    multipliers = {"scale_emb": scale_emb, "scale_depth": scale_depth, "dim_model_base": dim_model_base}
+    return converted(sizes | names | multipliers, model, lambda w: without_tied_head(w, more))
+
+
+def phi3_yarn(**more: Any) -> Reference:
+    """Longrope under its early name, which transformers replaces in the files that it writes."""
+    model = hf_model("Phi3", **GROUPED, **more)
+    config = GROUPED | more | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+    return converted(config | {"rope_parameters": more["rope_parameters"] | {"rope_type": "yarn"}}, model, lambda w: w)
 
 
 def stablelm_epoch() -> Reference:
@@ -428,37 +462,43 @@ def qwen3_vl_moe_published() -> Reference:
     return published(config | {"tie_word_embeddings": False}, tensors, hf_logits(model))
 
 
-def gemma3_multimodal() -> Reference:
-    """The text model, saved as the language model of a multimodal checkpoint."""
-    sizes = GROUPED | {"head_dim": 8, "sliding_window": 9, "sliding_window_pattern": 2, "query_pre_attn_scalar": 10}
-    model = hf_model("Gemma3Text", **sizes, rope_parameters=_GEMMA3_ROPE)
-    tensors = {f"language_model.{name}": tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+def gemma3_multimodal(scaling: dict[str, Any] | None = None, **more: Any) -> Reference:
+    """The text model, saved as the language model of a multimodal checkpoint. `scaling`: the rotary setting of full attention."""
+    sizes = GROUPED | {"head_dim": 8, "sliding_window": 9, "sliding_window_pattern": 2, "query_pre_attn_scalar": 10} | more
+    rope = scaling or _GEMMA3_ROPE["full_attention"]
+    model = hf_model("Gemma3Text", **sizes, rope_parameters=_GEMMA3_ROPE | {"full_attention": rope})
+    tensors = {f"language_model.{name}": tensor for name, tensor in without_tied_head(dict(model.state_dict()), _TIED | more).items()}
     tensors |= {
         "vision_tower.vision_model.post_layernorm.weight": torch.ones(3),
         "multi_modal_projector.mm_input_projection_weight": torch.ones(3),
     }
-    text = {k: v for k, v in sizes.items() if not k.endswith("token_id")} | {"model_type": "gemma3_text", "rope_theta": 1e6}
-    text |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    text = {k: v for k, v in sizes.items() if not k.endswith("token_id")} | {"model_type": "gemma3_text", "rope_theta": rope["rope_theta"]}
+    text |= {"rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"}}
     config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text, "vocab_size": VOCAB}
     return published(config, tensors, hf_logits(model))
 
 
-def gemma3n_multimodal() -> Reference:
+def gemma3n_multimodal(**more: Any) -> Reference:
     """The text model, saved as the language model of a multimodal checkpoint, with weights that the published files have in addition."""
-    model = hf_model("Gemma3nText", **GEMMA3N)
+    sizes = GEMMA3N | more
+    model = hf_model("Gemma3nText", **sizes)
     tensors = {
-        name.replace("model.", "model.language_model.", 1): tensor for name, tensor in model.state_dict().items() if "lm_head" not in name
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in without_tied_head(dict(model.state_dict()), _TIED | more).items()
     }
-    shared = "model.language_model.layers.5.self_attn"
-    tensors |= {f"{shared}.k_proj.weight": torch.ones(16, 48), f"{shared}.v_proj.weight": torch.ones(16, 48)}
-    tensors |= {f"{shared}.k_norm.weight": torch.ones(8), "model.vision_tower.timm_model.conv_stem.conv.weight": torch.ones(3)}
+    if sizes["num_kv_shared_layers"]:
+        shared, rows = "model.language_model.layers.5.self_attn", sizes["num_key_value_heads"] * sizes["head_dim"]
+        tensors |= {f"{shared}.k_proj.weight": torch.ones(rows, 48), f"{shared}.v_proj.weight": torch.ones(rows, 48)}
+        tensors |= {f"{shared}.k_norm.weight": torch.ones(sizes["head_dim"])}
+    tensors |= {"model.vision_tower.timm_model.conv_stem.conv.weight": torch.ones(3)}
     tensors |= {"model.audio_tower.conformer.0.norm.weight": torch.ones(3), "model.embed_vision.embedding.weight": torch.ones(3)}
-    text = {k: v for k, v in GEMMA3N.items() if not k.endswith("token_id")} | {"model_type": "gemma3n_text", "rope_theta": 1e6}
+    text = {k: v for k, v in sizes.items() if not k.endswith("token_id")} | {"model_type": "gemma3n_text", "rope_theta": 1e6}
     text |= {"altup_coef_clip": 120.0, "altup_lr_multiplier": 1.0, "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000.0}
     config = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "text_config": text, "audio_token_id": 99}
     return published(config, tensors, hf_logits(model))
 
 
+_TIED = {"tie_word_embeddings": True}  # unless a file has another value
 _GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},

@@ -149,17 +149,19 @@ def baichuan_13b(w: Tensors, heads: int, layers: int, eps: float, unit_head: boo
     return run
 
 
-def qwen_1(w: Tensors, heads: int, layers: int, eps: float, trained: int, total: int) -> Callable[[list[int], int], Tensor]:
+def qwen_1(w: Tensors, config: dict[str, Any], trained: int, total: int) -> Callable[[list[int], int], Tensor]:
     """Qwen 1 with log-n attention, and NTK scaling for sequences of `total` tokens (get_ntk_alpha of the published code)."""
+    heads, layers, eps = config["num_attention_heads"], config["num_hidden_layers"], config["layer_norm_epsilon"]
     w = {k: t.double() for k, t in w.items()}
 
     def run(ids: list[int], num_prompt: int) -> Tensor:
         x = w["transformer.wte.weight"][torch.tensor(ids)]
         where = torch.arange(len(ids))
         size = x.shape[-1] // heads
-        alpha = max(2 ** math.ceil(math.log(total / trained, 2) + 1) - 1, 1)
+        alpha = max(2 ** math.ceil(math.log(total / trained, 2) + 1) - 1, 1) if config["use_dynamic_ntk"] else 1
         theta = 10000.0 * alpha ** (size / (size - 2))
         logn = torch.tensor([math.log(i, trained) if i > trained else 1.0 for i in range(1, len(ids) + 1)], dtype=torch.float64)
+        logn = logn if config["use_logn_attn"] else torch.ones_like(logn)
         for i in range(layers):
             p = f"transformer.h.{i}"
             q, k, v = linear(rms(x, w[f"{p}.ln_1.weight"], eps), w, f"{p}.attn.c_attn").chunk(3, -1)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES
-from harness import Harness, generate_in_batch, prefill_logits
+from harness import Harness
 from oracles import Reference
+from proof import assert_close, check_generation
 
 from runtime.drive import Driven, request
 from stoker import LLM
@@ -25,7 +26,6 @@ SELF_DRAFTED = {
     ("MistralForCausalLM", "window"), ("DeepseekV3ForCausalLM", "yarn"), ("GPT2LMHeadModel", "plain"), ("BloomForCausalLM", "plain"),
     ("Gemma2ForCausalLM", "plain"), ("FalconForCausalLM", "7b"), ("MixtralForCausalLM", "plain"), ("OPTForCausalLM", "350m"),
 }  # fmt: skip
-TOLERANCE = 1e-4
 
 
 def test_every_row_is_proven() -> None:
@@ -51,13 +51,7 @@ def test_logits_and_tokens_equal_the_reference(case: tuple[str, str], tmp_path: 
     )
     assert engine.config.model.architecture == case[0]
     harness = Harness(tmp_path / "engine", reference.positions)
-    prompt, others = make_prompts(reference, harness)
-
-    assert_close(prefill_logits(harness, prompt), reference.logits(prompt, len(prompt)))
-    main = generate_in_batch(harness, prompt, others, NUM_NEW)
-    expected = reference.logits(main.tokens[:-1], len(prompt))
-    assert_close(torch.stack([main.logits[i] for i in range(len(main.tokens) - 1)]), expected)
-    assert main.tokens[len(prompt) :] == expected[len(prompt) - 1 :].argmax(-1).tolist()
+    prompt, others, main = check_generation(harness, reference, NUM_NEW)
     if not harness.config.requires_whole_prompt and not harness.config.has_state:  # whose states the executor restores
         check_prefix_reuse(harness, reference, prompt, main)
     check_served(
@@ -142,22 +136,3 @@ def check_draft_engine(engine: Path, prompts: list[list[int]], expected: list[li
         stats = llm.stats()
     assert [answer.choices[0].token_ids for answer in answers[: len(expected)]] == expected
     assert stats.num_accepted_draft_tokens == stats.num_draft_tokens > 100
-
-
-def make_prompts(reference: Reference, harness: Harness) -> tuple[list[int], list[list[int]]]:
-    """A prompt, and two others. For prefix LMs, each ends with a mask token and the start token."""
-    generator = torch.Generator().manual_seed(1)
-    lengths = (21, 5, 38)
-    made = [torch.randint(3, min(reference.vocab, 90), (n,), generator=generator).tolist() for n in lengths]
-    prefix = harness.config.prefix
-    if prefix is not None:
-        mask = 98
-        assert mask in prefix.mask_ids
-        made = [[*ids[:-2], mask, prefix.start_id] for ids in made]
-    return made[0], made[1:]
-
-
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert expected.abs().max() > 0.3, "the logits of the reference are too small for a comparison"
-    error = (found.double() - expected.double()).abs().max().item()
-    assert error <= TOLERANCE, f"logits differ by {error:.2e}"

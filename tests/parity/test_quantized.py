@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cases import CASES, FIRST
 from harness import Harness, prefill_logits
-from test_parity import make_prompts
+from proof import make_prompts
 
 from stoker.base.config import Limits
 from stoker.base.errors import ConfigError
