@@ -15,7 +15,7 @@ from stoker import __version__
 from stoker.base.config import Limits
 from stoker.base.errors import ConfigError
 from stoker.builder.checkpoint.gguf.registry import ARCHITECTURES as GGUF_ARCHITECTURES
-from stoker.builder.checkpoint.tensorrt_llm.config import ARCHITECTURES as TENSORRT_LLM_ARCHITECTURES
+from stoker.builder.checkpoint.tensorrt_llm.families import FAMILIES as TENSORRT_LLM_FAMILIES
 from stoker.builder.conversion.shard_plan import check_shards
 from stoker.builder.conversion.tensor_plan import is_computed
 from stoker.builder.prequantized.methods import METHODS
@@ -121,7 +121,7 @@ def _format_row(row: Architecture, model: ModelConfig) -> str:
     """A row of the table of checkpoint formats."""
     gguf = [f"`{name}`" for name in sorted(_gguf_names(row.name))]
     changed = dequantized_linears(row, model)
-    tensorrt = "yes" if row.name in TENSORRT_LLM_ARCHITECTURES.values() else "–"
+    tensorrt = "yes" if any(row.name == family.architecture for family in TENSORRT_LLM_FAMILIES.values()) else "–"
     return f"| {row.name} | yes | {', '.join(gguf) or '–'} | {tensorrt} | yes | {', '.join(changed) or '–'} |"
 
 

@@ -31,6 +31,7 @@ from stoker.builder.prequantized.checks import (
 from stoker.builder.prequantized.dequantize import dequantize
 from stoker.builder.prequantized.fp4 import E8M0, e8m0_values, mxfp4_tensors, nvfp4_tensors
 from stoker.builder.prequantized.fp8 import repack_row_scales
+from stoker.builder.prequantized.tensorrt_llm import read_integers
 from stoker.builder.prequantized.weight import DequantizedWeight, PrequantizedWeight, ReadWeights
 from stoker.quant import groups
 from stoker.quant.format import Format
@@ -53,6 +54,7 @@ _KEYS = (
     "use_meta_recipe",
 )  # fmt: skip
 _LAYER_KEYS = ("quant_algo", "group_size", "has_zero_point", "pre_quant_scale")  # of a layer in quantized_layers
+GPTQ_ALGORITHMS = ("W4A16_GPTQ", "W8A16_GPTQ")  # of TensorRT-LLM
 KV_ALGORITHMS = (None, "FP8", "INT8", "NVFP4", "NVFP4_AFFINE")
 
 
@@ -79,7 +81,7 @@ def modelopt_settings(quantization: dict[str, Any]) -> dict[str, Any]:
     if outer is not None and inner is not None and outer != inner:
         raise CheckpointError(f"quant_algo is {outer!r:.60} in config.json and {inner!r:.60} in hf_quant_config.json.", cure=DOWNLOAD_AGAIN)
     settings = quantization | {key: value for key, value in nested.items() if value is not None}
-    if settings.get("has_zero_point"):
+    if settings.get("has_zero_point") and settings.get("quant_algo") not in GPTQ_ALGORITHMS:
         raise CheckpointError("quantization_config: has_zero_point=true is not supported.", cure="Use a checkpoint without zero points.")
     layers = read_section(settings, "quantized_layers")
     for name in layers:
@@ -165,7 +167,9 @@ def _read_fp8_rows(module: _Module) -> PrequantizedWeight:
 
 
 def _read_int8(module: _Module) -> PrequantizedWeight:
-    """W8A16: int8 with one scale per row."""
+    """W8A16: int8 with one scale per row, or several in a merged checkpoint of TensorRT-LLM."""
+    if len(module.tensors[f"{module.name}.weight_scale"].shape) == 2:
+        return read_integers(module.tensors, module.name, 8)
     return _read_rows(module, torch.int8, Int8(), Int8())
 
 
@@ -263,6 +267,9 @@ _ALGORITHMS: dict[str, Callable[[_Module], PrequantizedWeight]] = {
     "FP8_PB_WO": _read_fp8_blocks,
     "MXFP8": _read_mxfp8,
     "W8A16": _read_int8,
+    "W4A16": lambda module: read_integers(module.tensors, module.name, 4),
+    "W4A16_GPTQ": lambda module: read_integers(module.tensors, module.name, 4),
+    "W8A16_GPTQ": lambda module: read_integers(module.tensors, module.name, 8),
     "W8A8_SQ_PER_CHANNEL": _read_smoothquant,
     "W4A16_AWQ": _read_int4,
     "W4A8_AWQ": _read_int4,

@@ -6,21 +6,12 @@ import fnmatch
 from typing import Any
 
 from stoker.base.errors import CheckpointError
+from stoker.builder.checkpoint.tensorrt_llm.families import FAMILIES
 
 MIGRATION = "Build from the Hugging Face checkpoint that it was converted from."
 MAX_RANKS = 1024
 MAX_SIZE = 1 << 24
 MAX_EXPERTS = 4096
-
-# TensorRT-LLM's architectures, which are models of the Llama family: RMS norms, gated MLPs and rotary positions.
-ARCHITECTURES = {
-    "LlamaForCausalLM": "LlamaForCausalLM",
-    "LLaMAForCausalLM": "LlamaForCausalLM",
-    "MistralForCausalLM": "MistralForCausalLM",
-    "MixtralForCausalLM": "MixtralForCausalLM",
-    "Qwen2ForCausalLM": "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": "Qwen3ForCausalLM",
-}
 
 # Key → the key of the Hugging Face config.json.
 _RENAMED = {
@@ -68,8 +59,8 @@ def hugging_face_config(data: dict[str, Any], where: str) -> dict[str, Any]:
     Raises CheckpointError for an unsupported architecture, and for a key or a value that would change what the model computes.
     """
     architecture = data["architecture"]
-    if architecture not in ARCHITECTURES:
-        listed = ", ".join(ARCHITECTURES)
+    if architecture not in FAMILIES:
+        listed = ", ".join(FAMILIES)
         raise CheckpointError(
             f"{where}: TensorRT-LLM checkpoints of {architecture[:60]!r} are not supported.", cure=f"Supported: {listed}. {MIGRATION}"
         )
@@ -78,7 +69,8 @@ def hugging_face_config(data: dict[str, Any], where: str) -> dict[str, Any]:
         if data.get(key) is not None and (type(data[key]) is not int or not 1 <= data[key] <= MAX_SIZE):
             raise CheckpointError(f"{where}: {key}={str(data[key])[:60]!r} is not a positive number.", cure="Correct config.json.")
     config = {new: data[old] for old, new in _RENAMED.items() if data.get(old) is not None}
-    config |= {"architectures": [ARCHITECTURES[architecture]], "hidden_act": "silu"}
+    family = FAMILIES[architecture]
+    config |= {"architectures": [family.architecture], "hidden_act": "silu"}
     config["tie_word_embeddings"] = bool(data.get("share_embedding_table") or data.get("tie_word_embeddings"))
     if architecture.lower().startswith("llama"):
         config["attention_bias"] = bool(data.get("attn_bias") or data.get("bias"))
@@ -86,7 +78,7 @@ def hugging_face_config(data: dict[str, Any], where: str) -> dict[str, Any]:
         config["rope_scaling"] = _rope_scaling(scaling, where)
     if not isinstance(data.get("moe"), dict | None):
         raise CheckpointError(f"{where}: moe={str(data['moe'])[:60]!r} is not an object.", cure="Correct config.json.")
-    if architecture == "MixtralForCausalLM":
+    if family.has_experts:
         config |= _experts(data, where)
     elif (data.get("moe") or {}).get("num_experts") or data.get("moe_num_experts"):
         raise CheckpointError(f"{where}: {architecture} with experts is not supported.", cure=MIGRATION)
@@ -95,6 +87,8 @@ def hugging_face_config(data: dict[str, Any], where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where}: quantization is not an object.", cure="Correct config.json.")
     if any((quantization or {}).get(key) for key in ("quant_algo", "kv_cache_quant_algo")):
         config["quantization_config"] = {"quant_method": "modelopt"} | dict(quantization or {})
+        if (quantization or {}).get("quant_algo") == "W4A16_AWQ" and (quantization or {}).get("has_zero_point"):
+            config["quantization_config"]["quant_algo"] = "W4A16_GPTQ"  # AWQ of Hugging Face is stored as GPTQ is
     return config
 
 
@@ -119,17 +113,30 @@ def _rope_scaling(scaling: Any, where: str) -> dict[str, Any]:
 
 
 def _experts(data: dict[str, Any], where: str) -> dict[str, Any]:
-    """The keys of Mixtral's experts. Raises CheckpointError for numbers out of range, and a normalization that is not Mixtral's."""
+    """The keys of experts. Raises CheckpointError for numbers out of range, and a normalization that is not that of the architecture."""
     moe: dict[str, Any] = data.get("moe") or {key.removeprefix("moe_"): data[key] for key in data if key.startswith("moe_")}
-    mode = moe.get("normalization_mode", 1)
-    if mode not in (1, "RENORMALIZE", None):
-        raise CheckpointError(f"{where}: moe.normalization_mode={str(mode)[:60]!r} is not supported, only 1 (RENORMALIZE).", cure=MIGRATION)
-    for key in ("num_experts", "top_k"):
-        if type(moe.get(key)) is not int or not 1 <= moe[key] <= MAX_EXPERTS:
-            raise CheckpointError(
-                f"{where}: moe.{key}={str(moe.get(key))[:60]!r} is not from 1 to {MAX_EXPERTS}.", cure="Correct config.json."
-            )
-    return {"num_local_experts": moe.get("num_experts"), "num_experts_per_tok": moe.get("top_k")}
+    is_mixtral = data["architecture"] == "MixtralForCausalLM"
+    mode = moe.get("normalization_mode", 1 if is_mixtral else 0)
+    mode = {"NONE": 0, "RENORMALIZE": 1, None: 1}.get(mode, mode) if isinstance(mode, str | None) else mode
+    if mode not in ((1,) if is_mixtral else (0, 1)):
+        supported = "1 (RENORMALIZE)" if is_mixtral else "0 (NONE) and 1 (RENORMALIZE)"
+        raise CheckpointError(f"{where}: moe.normalization_mode={str(mode)[:60]!r} is not supported, only {supported}.", cure=MIGRATION)
+    sizes = {"moe.num_experts": moe.get("num_experts"), "moe.top_k": moe.get("top_k")}
+    for key, value in sizes.items():
+        if type(value) is not int or not 1 <= value <= MAX_EXPERTS:
+            raise CheckpointError(f"{where}: {key}={str(value)[:60]!r} is not from 1 to {MAX_EXPERTS}.", cure="Correct config.json.")
+    if is_mixtral:
+        return {"num_local_experts": moe["num_experts"], "num_experts_per_tok": moe["top_k"]}
+    for key in ("moe_intermediate_size", "moe_shared_expert_intermediate_size"):
+        if data.get(key) is not None and (type(data[key]) is not int or not 0 <= data[key] <= MAX_SIZE):
+            raise CheckpointError(f"{where}: {key}={str(data[key])[:60]!r} is not a positive number.", cure="Correct config.json.")
+    return {
+        "num_experts": moe["num_experts"],
+        "num_experts_per_tok": moe["top_k"],
+        "norm_topk_prob": mode == 1,
+        "moe_intermediate_size": data.get("moe_intermediate_size"),
+        "shared_expert_intermediate_size": data.get("moe_shared_expert_intermediate_size"),
+    }
 
 
 def rank_counts(data: dict[str, Any], where: str) -> tuple[int, int]:
@@ -137,7 +144,7 @@ def rank_counts(data: dict[str, Any], where: str) -> tuple[int, int]:
     mapping = data.get("mapping", {})
     if not isinstance(mapping, dict):
         raise CheckpointError(f"{where}: mapping is not an object.", cure="Correct config.json.")
-    for key in ("cp_size", "moe_ep_size", "moe_cluster_size", "attn_cp_size"):
+    for key in ("cp_size", "moe_cluster_size", "attn_cp_size"):
         if mapping.get(key, 1) not in (1, -1):
             raise CheckpointError(f"{where}: mapping.{key}={str(mapping[key])[:60]!r} is not supported, only 1.", cure=MIGRATION)
     sizes = mapping.get("tp_size", 1), mapping.get("pp_size", 1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 # How a tensor is divided over tensor-parallel ranks:
 #   rows      along the first axis (of a matrix, or of scales that follow its rows)
@@ -18,31 +18,25 @@ Split = Literal["rows", "columns", "same"]
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module of a layer: its Hugging Face names by part, and how its weight is divided over ranks."""
+    """A module of a layer: its Hugging Face names by part, and how its weight is divided over ranks.
 
-    parts: tuple[str, ...]  # several: the rows of one rank are those of the first part, then those of the next one
+    Several parts are fused: the rows of one rank are those of the first part, then those of the next one. Three are q, k and v, and
+    two have the same size. In a module of experts, "{}" of a part is the index of the expert.
+    """
+
+    parts: tuple[str, ...]
     split: Split
+    of_experts: bool = False
 
-
-LAYER_MODULES = {
-    "attention.qkv": Module(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "rows"),
-    "attention.dense": Module(("self_attn.o_proj",), "columns"),
-    "attention.q_layernorm": Module(("self_attn.q_norm",), "same"),
-    "attention.k_layernorm": Module(("self_attn.k_norm",), "same"),
-    "mlp.fc": Module(("mlp.gate_proj",), "rows"),
-    "mlp.gate": Module(("mlp.up_proj",), "rows"),
-    "mlp.proj": Module(("mlp.down_proj",), "columns"),
-    "mlp.router": Module(("block_sparse_moe.gate",), "same"),
-    "input_layernorm": Module(("input_layernorm",), "same"),
-    "post_layernorm": Module(("post_attention_layernorm",), "same"),
-}
-OUTER_MODULES = {"transformer.vocab_embedding": "model.embed_tokens", "transformer.ln_f": "model.norm", "lm_head": "lm_head"}
 
 # Tensor of a linear → the tensor of a ModelOpt checkpoint.
 SUFFIXES = {
     "weight": "weight", "bias": "bias", "weights_scaling_factor": "weight_scale", "per_channel_scale": "weight_scale",
-    "activation_scaling_factor": "input_scale", "prequant_scaling_factor": "pre_quant_scale", "weights_scaling_factor_2": "weight_scale_2",
+    "zero": "weight_zero", "activation_scaling_factor": "input_scale", "prequant_scaling_factor": "pre_quant_scale",
+    "weights_scaling_factor_2": "weight_scale_2",
 }  # fmt: skip
+# The scales of integers in the order of a GPU: of each output feature, and of groups [groups, out].
+SCALES_OF_INTEGERS = ("per_channel_scale", "weights_scaling_factor")
 _LAYER = re.compile(r"transformer\.layers\.(\d{1,6})\.(.+)\.(\w+)$")
 # Tensors that follow from others: the product of scales, and the larger scale of keys and values.
 NO_EFFECT = re.compile(r".*\.(alpha|kv_cache_rcp_scaling_factor|kv_orig_quant_scale|kv_quant_orig_scale)$")
@@ -52,6 +46,11 @@ def parse_layer_name(name: str) -> tuple[int, str, str] | None:
     """(index of the layer on its stage, module, suffix) of a tensor of a layer; None for other tensors."""
     match = _LAYER.match(name)
     return (int(match[1]), match[2], match[3]) if match else None
+
+
+def integer_bits(algorithm: Any) -> int:
+    """The bits of the values that this algorithm stores in the order of a GPU; 0 for other algorithms, which keep the order of rows."""
+    return {"W8A16": 8, "W4A16": 4, "W8A16_GPTQ": 8, "W4A16_GPTQ": 4}.get(algorithm, 0) if isinstance(algorithm, str) else 0
 
 
 def split_of(module: Module, suffix: str, shape: tuple[int, ...]) -> Split:

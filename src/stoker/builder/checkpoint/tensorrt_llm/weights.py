@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +15,47 @@ from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
 from stoker.builder.checkpoint.safetensors import SafetensorsWeights
 from stoker.builder.checkpoint.tensorrt_llm.config import MIGRATION, rank_counts
+from stoker.builder.checkpoint.tensorrt_llm.families import FAMILIES, OUTER_MODULES
+from stoker.builder.checkpoint.tensorrt_llm.gpu_order import decode_integers
 from stoker.builder.checkpoint.tensorrt_llm.tensors import (
-    LAYER_MODULES,
     NO_EFFECT,
-    OUTER_MODULES,
+    SCALES_OF_INTEGERS,
     SUFFIXES,
     Module,
     Split,
+    integer_bits,
     parse_layer_name,
     split_of,
 )
 from stoker.builder.checkpoint.weights import CheckpointWeights, TensorInfo
 
 Stage = list[SafetensorsWeights]  # the files of one pipeline stage, by tensor-parallel rank
+Select = Callable[[list[Tensor]], list[Tensor]]  # the parts of each rank's tensor that belong to a tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Shards:
+    """A tensor that each rank of a stage has."""
+
+    stage: Stage
+    name: str  # in the files of the ranks
+    info: TensorInfo  # of each rank's tensor as `load` returns it
+    load: Callable[[SafetensorsWeights], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _Merged:
     """A tensor of the Hugging Face checkpoint, made of one tensor of each rank of a stage."""
 
-    stage: Stage
-    name: str  # in the files of the ranks
+    shards: _Shards
     info: TensorInfo
     split: Split
-    select: Callable[[list[Tensor]], list[Tensor]]  # the parts of each rank's tensor that belong to it
+    select: Select
+
+
+def _all(parts: list[Tensor]) -> list[Tensor]:
+    """All rows of all ranks."""
+    return parts
 
 
 class TensorRTLLMWeights(CheckpointWeights):
@@ -48,6 +66,9 @@ class TensorRTLLMWeights(CheckpointWeights):
 
     def __init__(self, path: Path, config: dict[str, Any], hugging_face: dict[str, Any]) -> None:
         self._path, self._config, self._hugging_face = path, config, hugging_face
+        self._family = FAMILIES[config["architecture"]]
+        self._integer_bits = integer_bits((hugging_face.get("quantization_config") or {}).get("quant_algo"))
+        self._num_experts = next((hugging_face[key] for key in ("num_local_experts", "num_experts") if key in hugging_face), 0)
         self._tp, stages = rank_counts(config, str(path))
         self.files = [path / f"rank{rank}.safetensors" for rank in range(self._tp * stages)]
         if missing := [file for file in self.files if not file.is_file()]:
@@ -68,7 +89,7 @@ class TensorRTLLMWeights(CheckpointWeights):
 
     def read(self, name: str) -> Tensor:
         merged = self._merged[name]
-        parts = merged.select([rank.read(merged.name) for rank in merged.stage])
+        parts = merged.select([merged.shards.load(rank) for rank in merged.shards.stage])
         if merged.split == "same":
             if any(not _equal(parts[0], part) for part in parts[1:]):
                 raise CheckpointError(
@@ -81,8 +102,8 @@ class TensorRTLLMWeights(CheckpointWeights):
         return joined[: merged.info.shape[0]].contiguous()
 
     def location(self, name: str) -> str:
-        merged = self._merged[name]
-        return f"{merged.stage[0].files[0]}: {merged.name}"
+        shards = self._merged[name].shards
+        return shards.stage[0].location(shards.name)
 
     def _add_stage(self, stage: Stage, first_layer: int) -> int:
         """Add the tensors of one pipeline stage. Returns the number of its layers."""
@@ -116,7 +137,7 @@ class TensorRTLLMWeights(CheckpointWeights):
             split = "rows" if self._config.get("embedding_sharding_dim", 0) == 0 else "columns"
         vocab = self._hugging_face.get("vocab_size")
         rows = vocab if module != "transformer.ln_f" and type(vocab) is int else None
-        self._add(f"{OUTER_MODULES[module]}.{SUFFIXES[suffix]}", stage, name, split, lambda parts: parts, rows)
+        self._add(f"{OUTER_MODULES[module]}.{SUFFIXES[suffix]}", self._shards(stage, name, suffix), split, rows=rows)
 
     def _embedding_is_split(self, stage: Stage, name: str) -> bool:
         """Whether ranks have parts of the embedding. use_parallel_embedding is ignored by some converters, so the shape decides."""
@@ -129,25 +150,50 @@ class TensorRTLLMWeights(CheckpointWeights):
         if module == "attention" and suffix in ("k_cache_scaling_factor", "v_cache_scaling_factor", "kv_cache_scaling_factor"):
             self._add_cache_scale(stage, name, prefix, suffix)
             return
-        known = LAYER_MODULES.get(module)
-        weight = stage[0].tensors.get(f"{name.removesuffix(suffix)}weight")
-        if suffix == "per_channel_scale" and weight is not None and weight.dtype == torch.int8:
-            raise CheckpointError(
-                f"{stage[0].files[0]}: {name.removesuffix(suffix)}weight (W8A16 or W4A16) has the order of values of one kind of GPU, "
-                "which the checkpoint does not name.",
-                cure="Build from the Hugging Face checkpoint with --quantize WEIGHTS_ONLY_INT8 or WEIGHTS_ONLY_INT4.",
-            )
+        known = self._family.modules.get(module)
         if known is None or suffix not in SUFFIXES:
             raise self._unknown(stage, name)
-        if "num_local_experts" in self._hugging_face and module in ("mlp.fc", "mlp.proj"):
-            self._add_experts(stage, name, prefix, module, suffix)
+        if known.of_experts:
+            self._add_experts(stage, name, prefix, known, suffix)
             return
-        split = split_of(known, suffix, stage[0].tensors[name].shape)
-        if split == "same" or len(known.parts) == 1:
-            for part in known.parts:
-                self._add(f"{prefix}{part}.{SUFFIXES[suffix]}", stage, name, split, lambda parts: parts)
+        shards = self._shards(stage, name, suffix)
+        self._add_parts(shards, prefix, known, suffix)
+
+    def _add_parts(self, shards: _Shards, prefix: str, module: Module, suffix: str) -> None:
+        """Add the tensors of the parts of a module: rows of a fused one, otherwise the same tensor for all."""
+        split = split_of(module, suffix, shards.info.shape)
+        if split == "rows" and len(module.parts) > 1:
+            self._add_fused(shards, prefix, module, SUFFIXES[suffix])
             return
-        self._add_fused(stage, name, prefix, known, SUFFIXES[suffix])
+        for part in module.parts:
+            self._add(f"{prefix}{part}.{SUFFIXES[suffix]}", shards, split)
+
+    def _shards(self, stage: Stage, name: str, suffix: str, expert: int | None = None) -> _Shards:
+        """A tensor of the ranks, or its part of one expert. Weights in the order of a GPU are decoded, and their scales transposed."""
+        infos = [rank.tensors[name] for rank in stage]
+        if any(info != infos[0] for info in infos):
+            raise CheckpointError(f"{stage[-1].files[0]}: {name} does not fit the other ranks.", cure=DOWNLOAD_AGAIN)
+        load = partial(_read, name=name, expert=expert)
+        shape = infos[0].shape if expert is None else infos[0].shape[1:]
+        stem, bits = name.removesuffix(suffix), self._integer_bits
+        scale = next((stem + one for one in SCALES_OF_INTEGERS if stem + one in stage[0].tensors), None)
+        if suffix == "prequant_scaling_factor" and len(shape) == 2 and shape[0] == 1:
+            return _Shards(stage, name, TensorInfo(shape[1:], infos[0].dtype), lambda rank: load(rank)[0])
+        if not bits or scale is None or suffix not in (*SCALES_OF_INTEGERS, "zero", "weight"):
+            return _Shards(stage, name, TensorInfo(shape, infos[0].dtype), load)
+        if suffix != "weight":
+            shape = (shape[0], 1) if len(shape) == 1 else shape[::-1]
+            return _Shards(stage, name, TensorInfo(shape, infos[0].dtype), lambda rank: load(rank).t().reshape(shape))
+        if len(shape) != 2:
+            raise CheckpointError(f"{stage[0].location(name)} has shape {list(shape)}, and a matrix is expected.", cure=DOWNLOAD_AGAIN)
+        scales = self._shards(stage, scale, scale.removeprefix(stem), expert)
+        zeros = self._shards(stage, f"{stem}zero", "zero", expert) if f"{stem}zero" in stage[0].tensors else None
+
+        def decode(rank: SafetensorsWeights) -> Tensor:
+            """The signed values int8 [out, in]."""
+            return decode_integers(rank.location(name), load(rank), bits, scales.load(rank), None if zeros is None else zeros.load(rank))
+
+        return _Shards(stage, name, TensorInfo((shape[1] * infos[0].dtype.itemsize * 8 // bits, shape[0]), torch.int8), decode)
 
     def _add_cache_scale(self, stage: Stage, name: str, prefix: str, suffix: str) -> None:
         """Add a scale of the KV cache. Newer checkpoints have one for keys and one for values; the common one is then not needed."""
@@ -155,73 +201,62 @@ class TensorRTLLMWeights(CheckpointWeights):
         if suffix == "kv_cache_scaling_factor" and f"{stem}k_cache_scaling_factor" in stage[0].tensors:
             return
         for kind in "kv" if suffix[1] == "v" else suffix[0]:
-            self._add(f"{prefix}self_attn.{kind}_proj.{kind}_scale", stage, name, "same", lambda parts: parts)
+            self._add(f"{prefix}self_attn.{kind}_proj.{kind}_scale", self._shards(stage, name, suffix), "same")
 
-    def _add_fused(self, stage: Stage, name: str, prefix: str, module: Module, suffix: str) -> None:
-        """Add q, k and v. With fewer key-value heads than ranks, neighbouring ranks have copies of the same head."""
-        heads, kv_heads = (self._hugging_face.get(key, 0) for key in ("num_attention_heads", "num_key_value_heads"))
-        kv_heads = kv_heads or heads
-        copies = max(1, self._tp // max(kv_heads, 1))
-        local = (heads // self._tp, kv_heads * copies // self._tp)
-        rows, units = stage[0].tensors[name].shape[0], local[0] + 2 * local[1]
-        if units < 3 or rows % units or heads % self._tp or (kv_heads * copies) % self._tp:
-            raise CheckpointError(f"{stage[0].files[0]}: {name} has {rows} rows, which are not {heads} heads.", cure=DOWNLOAD_AGAIN)
+    def _add_fused(self, shards: _Shards, prefix: str, module: Module, suffix: str) -> None:
+        """Add the parts of a fused module. With fewer key-value heads than ranks, neighbouring ranks have copies of the same head."""
+        copies = 1
+        lengths = [shards.info.shape[0] // len(module.parts)] * len(module.parts)
+        if len(module.parts) == 3:
+            heads, kv_heads = (self._hugging_face.get(key, 0) for key in ("num_attention_heads", "num_key_value_heads"))
+            kv_heads = kv_heads or heads
+            copies = max(1, self._tp // max(kv_heads, 1))
+            local = (heads // self._tp, kv_heads * copies // self._tp)
+            rows, units = shards.info.shape[0], local[0] + 2 * local[1]
+            if units < 3 or rows % units or heads % self._tp or (kv_heads * copies) % self._tp:
+                where = f"{shards.stage[0].files[0]}: {shards.name}"
+                raise CheckpointError(f"{where} has {rows} rows, which are not {heads} heads.", cure=DOWNLOAD_AGAIN)
+            lengths = [rows // units * local[min(index, 1)] for index in range(3)]
         start = 0
-        for index, part in enumerate(module.parts):
-            length = rows // units * local[min(index, 1)]
-            step = copies if index else 1
-
-            def select(parts: list[Tensor], start: int = start, length: int = length, step: int = step) -> list[Tensor]:
-                """The rows of one part, of each rank that has other heads than its predecessor."""
-                return [part.narrow(0, start, length) for part in parts[::step]]
-
-            self._add(f"{prefix}{part}.{suffix}", stage, name, "rows", select)
+        for index, (part, length) in enumerate(zip(module.parts, lengths, strict=True)):
+            # Of ranks with the same heads, the first is used.
+            self._add(f"{prefix}{part}.{suffix}", shards, "rows", partial(_rows, start=start, length=length, step=copies if index else 1))
             start += length
 
-    def _add_experts(self, stage: Stage, name: str, prefix: str, module: str, suffix: str) -> None:
-        """Add the matrices of each expert: `fc` [experts, up and gate rows, in], `proj` [experts, out, in]."""
-        shape = stage[0].tensors[name].shape
-        if suffix != "weight" or len(shape) != 3 or "quantization_config" in self._hugging_face:
-            raise CheckpointError(f"{stage[0].files[0]}: {name}: quantized experts of TensorRT-LLM are not supported.", cure=MIGRATION)
-        if shape[0] != (count := self._hugging_face["num_local_experts"]):
+    def _add_experts(self, stage: Stage, name: str, prefix: str, module: Module, suffix: str) -> None:
+        """Add the tensors of each expert from a tensor [experts, …], or from one that all experts have in common.
+
+        Ranks divide the experts, or the matrices of each, or both: rank r has those of its remainder, as TensorRT-LLM numbers them.
+        """
+        shape, count = stage[0].tensors[name].shape, self._num_experts
+        is_common = suffix == "activation_scaling_factor" or len(shape) == 0 or (suffix == "prequant_scaling_factor" and shape[0] == 1)
+        local = count if is_common else shape[0]
+        divisions = count // local  # of the experts over ranks
+        if local * divisions != count or self._tp % divisions:
             raise CheckpointError(
-                f"{stage[0].files[0]}: {name} has {shape[0]} experts, and config.json describes {count}.", cure=DOWNLOAD_AGAIN
+                f"{stage[0].files[0]}: {name} has {local} experts, and config.json describes {count}.", cure=DOWNLOAD_AGAIN
             )
-        half = shape[1] // 2
-        matrices = {"w3": (0, half), "w1": (half, half)} if module == "mlp.fc" else {"w2": (0, shape[1])}
-        for expert in range(shape[0]):
-            for matrix, (start, length) in matrices.items():
+        for expert in range(count):
+            first, index = divmod(expert, local)
+            shards = self._shards(stage[first::divisions], name, suffix, None if is_common else index)
+            named = Module(tuple(part.format(expert) for part in module.parts), module.split)
+            self._add_parts(shards, prefix, named, suffix)
 
-                def select(parts: list[Tensor], expert: int = expert, start: int = start, length: int = length) -> list[Tensor]:
-                    """The rows of one matrix of an expert, of each rank."""
-                    return [part[expert].narrow(0, start, length) for part in parts]
-
-                self._add(
-                    f"{prefix}block_sparse_moe.experts.{expert}.{matrix}.weight",
-                    stage,
-                    name,
-                    "rows" if module == "mlp.fc" else "columns",
-                    select,
-                )
-
-    def _add(
-        self, new: str, stage: Stage, name: str, split: Split, select: Callable[[list[Tensor]], list[Tensor]], rows: int | None = None
-    ) -> None:
+    def _add(self, new: str, shards: _Shards, split: Split, select: Select = _all, rows: int | None = None) -> None:
         """Add the tensor `new`, of which at most `rows` rows are used. Raises CheckpointError for shards that do not fit together."""
-        infos = [rank.tensors[name] for rank in stage]
-        if new in self._merged or any(info != infos[0] for info in infos):
-            raise CheckpointError(f"{stage[-1].files[0]}: {name} does not fit the other ranks or tensors.", cure=DOWNLOAD_AGAIN)
-        parts = select([torch.empty(info.shape, dtype=info.dtype, device="meta") for info in infos])
+        if new in self._merged:
+            raise CheckpointError(f"{shards.stage[-1].files[0]}: {shards.name} does not fit the other tensors.", cure=DOWNLOAD_AGAIN)
+        parts = select([torch.empty(shards.info.shape, dtype=shards.info.dtype, device="meta") for _ in shards.stage])
         shape = list(parts[0].shape)
         if split != "same" and not shape:
-            raise CheckpointError(f"{stage[0].files[0]}: {name} is one number, and not a matrix.", cure=DOWNLOAD_AGAIN)
+            raise CheckpointError(f"{shards.stage[0].files[0]}: {shards.name} is one number, and not a matrix.", cure=DOWNLOAD_AGAIN)
         if split != "same":
             shape[0 if split == "rows" else -1] *= len(parts)
         elif shape == [1]:
             shape = []
         if rows is not None and shape and shape[0] > rows:
             shape[0] = rows
-        self._merged[new] = _Merged(stage, name, TensorInfo(tuple(shape), infos[0].dtype), split, select)
+        self._merged[new] = _Merged(shards, TensorInfo(tuple(shape), shards.info.dtype), split, select)
 
     def _check_vocabulary(self) -> None:
         """Raise CheckpointError when the checkpoint has no embedding."""
@@ -231,6 +266,24 @@ class TensorRTLLMWeights(CheckpointWeights):
     def _unknown(self, stage: Stage, name: str) -> CheckpointError:
         """The error for a tensor that is not known."""
         return CheckpointError(f"{stage[0].files[0]}: the tensor {name[:80]!r} is not known.", cure=MIGRATION)
+
+
+def _rows(parts: list[Tensor], start: int, length: int, step: int) -> list[Tensor]:
+    """`length` rows of every `step`-th rank."""
+    return [part.narrow(0, start, length) for part in parts[::step]]
+
+
+def _read(rank: SafetensorsWeights, name: str, expert: int | None) -> Tensor:
+    """A tensor of a rank, or its part [expert], of which only the bytes are read."""
+    if expert is None:
+        return rank.read(name)
+    info = rank.tensors[name]
+    out = torch.empty(info.shape[1:], dtype=info.dtype)
+    flat, done = out.view(-1), 0
+    for chunk in rank.range_chunks(name, expert * out.numel(), (expert + 1) * out.numel()):
+        flat[done : done + chunk.numel()].copy_(chunk)
+        done += chunk.numel()
+    return out
 
 
 def _bytes(tensor: Tensor) -> Tensor:
