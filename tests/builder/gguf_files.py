@@ -83,6 +83,59 @@ def write(
     return path
 
 
+# Where a block has float16 fields, if not only in its first two bytes: their byte offsets.
+_HALVES = {
+    "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "TQ1_0": (52,),
+    "TQ2_0": (64,), "IQ1_M": (54,), "Q8_K": (0, 2), "MXFP4": (), "NVFP4": (),
+}  # fmt: skip
+
+
+def random_blocks(kind: gguf.GGMLQuantizationType, rows: int, blocks: int, seed: int = 0) -> np.ndarray:
+    """Rows of blocks of random bytes, uint8 [rows, row_bytes], which have all values and finite scales."""
+    raw = np.random.default_rng(seed).integers(0, 256, (rows, blocks, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+    for field in _HALVES.get(kind.name, (0,)):
+        raw[..., field + 1] &= 0x3B
+    if kind.name == "MXFP4":
+        raw[..., 0] &= 0x77  # exponents whose products are finite
+    return raw.reshape(rows, -1)
+
+
+def write_random(path: Path, kinds: dict[str, str], layers: int, hidden: int, mlp: int, vocab: int) -> Path:
+    """Write a Llama of random blocks. `kinds`: the block type of modules such as ffn_down, and under "" of all others.
+
+    Equal shapes have equal values, so that the size of a model does not matter here.
+    """
+    heads = hidden // 128
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(layers)
+    writer.add_context_length(4096)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(mlp)
+    writer.add_head_count(heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    tokens = ["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(3, vocab))]
+    pieces = {"tokens": tokens, "scores": [0.0] * vocab, "token_type": [2, 3, 3, *[1] * (vocab - 3)]}
+    for key, value in {"model": "llama", "bos_token_id": 1, "eos_token_id": 2, **pieces}.items():
+        writer.add_key_value(f"tokenizer.ggml.{key}", *typed(value))
+    known: dict[tuple[str, int, int], np.ndarray] = {}
+    layer = {"attn_q": (hidden, hidden), "attn_k": (hidden, hidden), "attn_v": (hidden, hidden), "attn_output": (hidden, hidden)}
+    layer |= {"ffn_gate": (mlp, hidden), "ffn_up": (mlp, hidden), "ffn_down": (hidden, mlp)}
+    shapes = {"token_embd": (vocab, hidden), "output": (vocab, hidden)}
+    shapes |= {f"blk.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
+    for name, (rows, columns) in shapes.items():
+        kind = gguf.GGMLQuantizationType[kinds.get(name.rpartition(".")[2], kinds[""])]
+        if (made := known.get((kind.name, rows, columns))) is None:
+            made = known[kind.name, rows, columns] = random_blocks(kind, rows, columns // gguf.GGML_QUANT_SIZES[kind][0])
+        writer.add_tensor(f"{name}.weight", made, raw_dtype=kind)
+    for norm in ("output_norm", *(f"blk.{i}.{name}" for i in range(layers) for name in ("attn_norm", "ffn_norm"))):
+        writer.add_tensor(f"{norm}.weight", np.ones(hidden, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def byte_level(core: tokenizers.Tokenizer, pre: str = "gpt-2") -> dict[str, Any]:
     """The metadata of a byte-level BPE tokenizer, without the prefix `tokenizer.`."""
     model = json.loads(core.to_str())["model"]

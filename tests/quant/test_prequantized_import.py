@@ -287,21 +287,10 @@ def test_as_stored_requires_prequantized_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", PREQUANTIZED_BLOCKS, ids=lambda kind: kind.name)
 def test_gguf_blocks_have_the_values_of_the_gguf_package(kind: gguf.GGMLQuantizationType) -> None:
     """Of random bytes, which contain all values and scales. Half-precision fields are made finite."""
-    size = gguf.GGML_QUANT_SIZES[kind][1]
-    raw = np.random.default_rng(int(kind)).integers(0, 256, (12, 3, size), dtype=np.uint8)
-    halves = {
-        "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "TQ1_0": (52,),
-        "TQ2_0": (64,), "IQ1_M": (54,), "Q8_K": (0, 2), "MXFP4": (), "NVFP4": (),
-    }.get(kind.name, (0,))  # fmt: skip
-    for field in halves:
-        raw[..., field + 1] &= 0x3B
-    if kind.name == "MXFP4":
-        raw[..., 0] &= 0xF7  # exponents whose products are finite
-    rows = raw.reshape(12, -1)
-    if kind.name == "MXFP4":
-        rows[:, ::size] &= 0x7F  # exponents with which products are finite
+    rows = gguf_files.random_blocks(kind, 12, 3, seed=int(kind))
     if kind.name == "Q8_K":  # the library cannot dequantize it: a float32 scale, 256 int8 values, and 16 int16 sums that are not needed
-        scale, values = rows.reshape(-1, size)[:, :4].copy().view(np.float32), rows.reshape(-1, size)[:, 4:260].copy().view(np.int8)
+        blocks = rows.reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])
+        scale, values = blocks[:, :4].copy().view(np.float32), blocks[:, 4:260].copy().view(np.int8)
         expected = torch.from_numpy(scale * values.astype(np.float32)).view(12, -1)
     else:
         expected = torch.from_numpy(gguf.quants.dequantize(rows, kind))

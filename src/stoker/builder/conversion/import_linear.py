@@ -108,8 +108,10 @@ def _fuse(suffix: str, parts: list[Tensor], spec: LinearSpec) -> Tensor:
     """One stored tensor of a fused linear from the tensors of its parts. Raises CheckpointError for parts that cannot be fused."""
     if suffix in SHARED_SUFFIXES:
         return torch.stack(parts).amax(0)
+    if len(parts) == 1:
+        return parts[0]  # without the copy that torch.cat makes
     if suffix != "order":
-        return torch.cat(parts).contiguous()
+        return torch.cat(parts)
     if any(not torch.equal(parts[0], part) for part in parts):
         raise CheckpointError(
             f"{spec.name}: its parts order their input features differently (desc_act).", cure="Build with --quantize NO_QUANT."

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +31,10 @@ log = get_logger(__name__)
 
 _MAX_EXPERTS = 4096  # of a layer
 _MAX_EXPERT_TENSORS = 1 << 18  # of a file: 61 layers of 384 experts have 70,272
+
+# Of a chunk, including intermediate results. 2^20 values fit the caches of a CPU: repacking Q3_K and IQ4_XS takes 25 to 40 % less
+# CPU time than with 2^22.
+_BYTES_PER_VALUE = 16
 
 # Tensors without effect, as fnmatch patterns: rotary tables of old files.
 _IGNORED_TENSORS = ("blk.*.attn_rot_embd.*", "blk.*.rope_freqs.*")
@@ -74,25 +77,34 @@ class GGUFWeights(CheckpointWeights):
         if name in self._computed:
             yield self._computed[name].flatten()
             return
-        tensor, (rows, *rest) = self._tensors[name], self.tensors[name].shape
-        row_bytes = tensor.num_bytes // rows
-        head_rows = self._permuted_head_rows(name)
-        multiple = head_rows or 1
-        step = max(1, chunked_file.CHUNK_BYTES // (math.prod(rest) * 4) // multiple) * multiple
-        for start in range(0, rows, step):
-            count = min(step, rows - start)
-            raw = np.empty((count, row_bytes), dtype=np.uint8)
-            self._read_into(torch.from_numpy(raw), tensor, start * row_bytes)
-            values = dequantize_rows(raw, tensor.kind)
-            yield (values if head_rows is None else _reverse_permutation(values, head_rows)).reshape(-1)
+        kind = self._tensors[name].kind
+        for _, raw in self._raw_rows(name):
+            yield dequantize_rows(raw.numpy(), kind).reshape(-1)
 
     def read_prequantized(self, name: str) -> dict[str, Tensor]:
         """The blocks of a tensor as tensors of an engine format, with its values unchanged."""
-        tensor, rows = self._tensors[name], self.tensors[name].shape[0]
-        raw = torch.empty((rows, tensor.num_bytes // rows), dtype=torch.uint8)
-        self._read_into(raw, tensor, 0)
-        head_rows = self._permuted_head_rows(name)  # the permutation moves whole rows, so it applies to packed rows too
-        return PREQUANTIZED_BLOCKS[tensor.kind].repack(raw if head_rows is None else _reverse_permutation(raw, head_rows))
+        rows, repack = self.tensors[name].shape[0], PREQUANTIZED_BLOCKS[self._tensors[name].kind].repack
+        stored: dict[str, Tensor] = {}
+        for start, raw in self._raw_rows(name):  # intermediate results of all rows would have several times the size of the tensor
+            for suffix, part in repack(raw).items():
+                if suffix not in stored:
+                    stored[suffix] = torch.empty((rows, *part.shape[1:]), dtype=part.dtype)
+                stored[suffix][start : start + len(part)] = part
+        return stored
+
+    def _raw_rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """(index of the first row, uint8 [rows, row_bytes]) of the rows of a tensor in order, in chunks of bounded size.
+
+        Rows that the converter permuted are in the order of Hugging Face: the permutation moves whole rows, packed or not.
+        """
+        tensor, (rows, *rest) = self._tensors[name], self.tensors[name].shape
+        row_bytes, head_rows = tensor.num_bytes // rows, self._permuted_head_rows(name)
+        multiple = head_rows or 1
+        step = max(1, chunked_file.CHUNK_BYTES // _BYTES_PER_VALUE // math.prod(rest) // multiple) * multiple
+        for start in range(0, rows, step):
+            raw = torch.empty((min(step, rows - start), row_bytes), dtype=torch.uint8)
+            self._read_into(raw, tensor, start * row_bytes)
+            yield start, raw if head_rows is None else _reverse_permutation(raw, head_rows)
 
     def location(self, name: str) -> str:
         """The file and the name of a tensor, for error messages."""
