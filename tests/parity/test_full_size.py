@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
+from typing import Any
 
 import pytest
 from full_size import PUBLISHED
+from published_files import CHECKPOINTS, WITHOUT_FILE
 
 from stoker.base.config import Mapping
+from stoker.base.errors import CheckpointError
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.builder.estimate import estimate
@@ -20,6 +24,7 @@ from stoker.core.specs import LinearSpec
 from stoker.layers.decoder import declare
 from stoker.layers.shard import Sharding, local_spec
 from stoker.models import all_architectures, resolve_architecture
+from stoker.models.config_reader import read_model_config
 from stoker.quant.formats.fp4 import Fp4
 
 FILES = Path(__file__).parent / "published"
@@ -53,57 +58,6 @@ def test_ranks_hold_equal_shards(name: str, size: int) -> None:
     assert sharded < 1.1 * whole / size
 
 
-# Complete config.json files in published/, and the number of parameters of their checkpoints.
-CHECKPOINTS = {
-    "Llama-2-7b-hf": 6_738_415_616,
-    "Llama-2-13b-hf": 13_015_864_320,
-    "Llama-3.1-70B-Instruct": 70_553_706_496,
-    "Mistral-7B-v0.1": 7_241_732_096,
-    "Mixtral-8x7B-v0.1": 46_702_792_704,
-    "DeepSeek-V2": 235_741_434_880,
-    "DeepSeek-V2-Lite": 15_706_484_224,
-    "DeepSeek-R1": 671_026_419_200,
-    "deepseek-moe-16b-base": 16_375_728_128,
-    "falcon-7b": 6_921_720_704,
-    "falcon-40b": 41_303_293_952,
-    "falcon-180B": 178_557_088_768,
-    "Falcon-H1-0.5B-Instruct": 521_411_104,
-    "Jamba-v0.1": 51_570_323_328,
-    "internlm-chat-7b": 7_321_948_160,
-    "internlm2-chat-20b": 19_861_149_696,
-    "Baichuan-7B": 7_000_559_616,
-    "Baichuan-13B-Chat": 13_264_901_120,
-    "Baichuan2-7B-Chat": 7_505_973_248,
-    "Baichuan2-13B-Chat": 13_896_668_160,
-    "chatglm-6b": 6_707_929_088,
-    "chatglm2-6b": 6_243_584_000,
-    "chatglm2-6b-32k": 6_243_584_000,
-    "chatglm3-6b-32k": 6_243_584_000,
-    "glm-4-9b-chat": 9_399_951_360,
-    "glm-4-9b-chat-hf": 9_399_951_360,
-    "GLM-4-9B-0414": 9_400_279_040,
-    "glm-10b": 9_880_682_496,
-    "gpt-j-6b": 6_050_882_784,
-    "Qwen-7B-Chat": 7_721_324_544,
-    "Qwen2.5-7B-Instruct": 7_615_616_512,
-    "Qwen3-235B-A22B": 235_093_634_560,
-    "gpt2": 124_439_808,
-    "santacoder": 1_124_886_528,
-    "starcoder": 15_517_456_384,
-    "starcoder2-15b": 15_957_889_024,
-    "gemma-2-27b": 27_227_128_320,
-    "gemma-3-1b-it": 999_885_952,
-    "Phi-3-mini-4k-instruct": 3_821_079_552,
-    "opt-6.7b": 6_658_473_984,
-    "bloom": 176_247_271_424,
-    "mpt-7b": 6_649_286_656,
-    "gpt-neox-20b": 20_554_567_680,
-    "OLMo-2-1124-7B": 7_298_617_344,
-    "c4ai-command-r-v01": 34_980_831_232,
-    "internlm3-8b-instruct": 8_804_241_408,
-    "gemma-3-4b-it": 3_880_263_168,  # 4,300,079,472 with the vision tower
-    "gpt-oss-120b": 116_829_156_672,
-}
 MIB = 1 << 20
 
 
@@ -127,11 +81,38 @@ def test_every_published_file_is_built() -> None:
     assert {file.stem for file in FILES.glob("*.json")} == set(CHECKPOINTS)
 
 
-def test_every_row_has_a_published_size() -> None:
-    read_rows = {resolve_architecture(hf).name for hf, _ in PUBLISHED.values()} | {
-        resolve_architecture(json.loads((FILES / f"{name}.json").read_text())).name for name in CHECKPOINTS
-    }
-    assert {row.name for row in all_architectures()} == read_rows
+def test_every_row_has_a_published_file_or_a_reason() -> None:
+    with_file = {resolve_architecture(json.loads((FILES / f"{name}.json").read_text())).name for name in CHECKPOINTS}
+    with_size = {resolve_architecture(hf).name for hf, _ in PUBLISHED.values()}
+    rows = {row.name for row in all_architectures()}
+    assert rows - with_file == WITHOUT_FILE.keys()
+    assert rows == with_file | with_size
+
+
+def test_the_source_of_every_new_file_is_named() -> None:
+    """Files of before 2026-11-28 have none."""
+    named = re.findall(r"^\| `([^`]+)` \| .+ \|$", (FILES / "README.md").read_text(), re.MULTILINE)
+    assert len(named) == len(set(named)) and set(named) <= set(CHECKPOINTS)
+    assert len(CHECKPOINTS) - len(named) == 48
+
+
+# (file, changes, what the message names): keys that have no effect with the published value, and would have with another.
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("Ministral-8B-Instruct-2410", {"sliding_window": 4096}, "layer_types with sliding_window=4096 < max_position_embeddings=32768"),
+    ("Nemotron-4-Mini-Hindi-4B-Instruct", {"kv_channels": 64}, "kv_channels=64"),
+    ("Qwen3.5-27B", {"text_config": {"mlp_only_layers": [1]}}, r"mlp_only_layers=\[1\]"),
+    ("Kimi-K2.5", {"text_config": {"is_encoder_decoder": True}}, "is_encoder_decoder=True"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
+def test_a_key_without_effect_is_refused_with_another_value(name: str, changes: dict[str, Any], message: str) -> None:
+    hf = json.loads((FILES / f"{name}.json").read_text())
+    row = resolve_architecture(hf)
+    read_model_config(row, hf)
+    changed = {key: hf[key] | value if isinstance(value, dict) else value for key, value in changes.items()}
+    with pytest.raises(CheckpointError, match=message):
+        read_model_config(row, hf | changed)
 
 
 @pytest.mark.parametrize(("name", "tensor", "pipeline"), [("DeepSeek-V2-Lite", 4, 1), ("falcon-180B", 8, 1), ("gpt-oss-120b", 4, 1)])

@@ -41,7 +41,7 @@ NO_EFFECT = (
     # outputs and heads for other tasks
     "output_attentions", "output_hidden_states", "output_past", "output_predict", "output_router_logits", "return_dict",
     "id2label*", "label2id*", "num_labels", "problem_type", "finetuning_task", "classifier_*", "summary_*", "torchscript",
-    "is_decoder", "pruned_heads*", "bad_words*",
+    "is_decoder", "pruned_heads*", "bad_words*", "tf_legacy_loss",
     # training
     "initializer_range", "initializer_factor", "init_std", "init_method", "init_config*", "_init_*", "*dropout", "*dropout_prob", "*_pdrop",
     "layerdrop", "router_aux_loss_coef", "router_z_loss_coef", "aux_loss_alpha", "seq_aux", "router_jitter_noise", "rescale_*grad*",

@@ -50,7 +50,8 @@ def read_model_config(row: Architecture, hf: dict[str, Any], ignored_keys: tuple
     """
     _check_depths(hf)
     data = ConfigData(hf)
-    require_values(data, is_encoder_decoder=False, add_cross_attention=False)
+    for part in (data, data.get("text_config")):
+        require_values(part or {}, is_encoder_decoder=False, add_cross_attention=False)
     try:
         config = decode_model(encode_model(row.read_config(data)))  # the round trip checks the type of every field
     except KeyError as problem:

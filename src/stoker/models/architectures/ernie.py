@@ -8,7 +8,7 @@ from stoker.core.model_config import MLPConfig, ModelConfig, MoEConfig
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.deepseek import deepseek_names
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
-from stoker.models.config_fields import read_activation, read_head_size, read_rope, replace_fields, require_values, with_defaults
+from stoker.models.config_fields import read_activation, read_head_size, read_rope, replace_fields, require_values, value_or, with_defaults
 from stoker.models.tensor_transforms import flatten, unflatten_row
 
 
@@ -41,7 +41,7 @@ def ernie_moe_config(hf: dict[str, Any]) -> ModelConfig:
         shared=MLPConfig(size=size * shared, activation=activation) if shared else None,
         correction_bias=True,
     )
-    first, last, step = hf["moe_layer_start_index"], hf["moe_layer_end_index"], hf["moe_layer_interval"]
+    first, last, step = hf["moe_layer_start_index"], value_or(hf, "moe_layer_end_index", -1), hf["moe_layer_interval"]
     last = config.num_layers - 1 if last == -1 else last
     return replace_fields(config, layer=lambda i: {"mlp": moe} if first <= i <= last and (i + 1) % step == 0 else {})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from stoker.base.errors import CheckpointError
 from stoker.core.model_config import MLPConfig, ModelConfig, MoEConfig
 from stoker.models.architecture import Architecture, TensorNames
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
@@ -12,8 +13,18 @@ from stoker.models.config_fields import read_activation, replace_fields, with_de
 
 @with_defaults(intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096)
 def mistral_config(hf: dict[str, Any]) -> ModelConfig:
-    """The ModelConfig of a Mistral checkpoint, from `hf`, the data of its config.json."""
-    return llama_config(hf, architecture="MistralForCausalLM", window=hf["sliding_window"])
+    """The ModelConfig of a Mistral checkpoint, from `hf`, the data of its config.json.
+
+    The file of Ministral 8B has layer_types, too, which transformers ignores and vLLM uses. It is accepted where no sequence is longer than
+    the window, so that both compute the same. Raises CheckpointError for a shorter window.
+    """
+    window, limit = hf["sliding_window"], hf["max_position_embeddings"]
+    if "full_attention" in (hf.get("layer_types") or ()) and window is not None and window < limit:
+        raise CheckpointError(
+            f"config.json: layer_types with sliding_window={window} < max_position_embeddings={limit} has two meanings for Mistral.",
+            cure="Delete layer_types for a window in every layer, or write MinistralForCausalLM for windows as listed.",
+        )
+    return llama_config(hf, architecture="MistralForCausalLM", window=window)
 
 
 @with_defaults(

@@ -20,6 +20,7 @@ def nemotron_config(hf: dict[str, Any]) -> ModelConfig:
     """The ModelConfig of a Nemotron or Minitron checkpoint, from `hf`, the data of its config.json."""
     norm = NormConfig(kind="layer", eps=hf["norm_eps"], bias=True, wide=True)
     require_values(hf, rope_percent=value_or(hf, "partial_rotary_factor", 0.5))  # another name of the same fraction
+    require_values(hf, kv_channels=read_head_size(hf))  # a copy of the head size in files that NeMo wrote
     rope = read_rope(hf, dim=read_head_size(hf), partial=0.5)
     config = without_gates(llama_config(hf, architecture="NemotronForCausalLM", rope=rope))
     return replace_fields(config, layer={"norm": norm}, norm=norm)

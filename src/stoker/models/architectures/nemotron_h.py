@@ -162,6 +162,9 @@ ARCHITECTURES = (
             "layers_block_type",
             "layer_types",
             "rms_norm_eps",  # layer_norm_epsilon is read
+            "norm_eps",
+            "rope_theta",  # of published files; attention has no positions
+            "partial_rotary_factor",
             "expand",
             "mamba_*",
             "mtp_*",

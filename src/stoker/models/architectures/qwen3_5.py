@@ -10,7 +10,7 @@ from stoker.models.architectures.llama import IGNORED, llama_names
 from stoker.models.architectures.qwen2 import qwen2_moe_names, with_experts
 from stoker.models.architectures.qwen3_next import delta_net_names, gated_attention_names, with_delta_nets
 from stoker.models.architectures.qwen_vl import TEXT_RENAMES, VISION_KEYS, VISION_TENSORS, text_data
-from stoker.models.config_fields import read_activation, with_defaults
+from stoker.models.config_fields import read_activation, require_values, with_defaults
 
 
 @with_defaults(
@@ -20,6 +20,7 @@ from stoker.models.config_fields import read_activation, with_defaults
 )  # fmt: skip
 def _dense_text_config(text: dict[str, Any]) -> ModelConfig:
     """The ModelConfig of the language model of a dense Qwen3.5, from the data of its text_config."""
+    require_values(text, mlp_only_layers=[])  # in the published files
     return with_delta_nets(text, "Qwen3_5ForCausalLM")
 
 
