@@ -23,6 +23,11 @@ and in captured graphs (`tests/gpu/test_gpu_architectures.py`). All rows passed 
 not installed on those machines. Their transformers (5.17) normalizes the groups of Mamba 2 blocks together, unlike the published models and
 transformers 5.23, so that Mamba 2 with several groups was compared there kernel by kernel.
 
+Each row has at least four models: beside a plain one, three with unusual settings of its configuration class, such as other numbers and
+sizes of heads, biases, tied heads, rotary methods, windows, layer types and routing. Those in `tests/parity/variants/` are compared in
+memory, with 16 greedy tokens. Of 80 rows, the config.json of a published model is in `tests/parity/published/`, and its number of
+parameters is compared; the others are listed with a reason in `tests/parity/published_files.py`.
+
 Every architecture can be built with every quantization, because formats apply to linears and all architectures consist of the same linears:
 {recipes}.
 [Formats by architecture](matrix.md) lists all combinations, the formats of checkpoints included. Routers, embeddings, output heads and the
