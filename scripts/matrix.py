@@ -27,6 +27,8 @@ from stoker.layers.decoder import layer_specs
 from stoker.models import Architecture, all_architectures, resolve_architecture
 from stoker.quant.named_recipes import RECIPES, find_recipe
 
+# The names that TensorRT-LLM writes, and the architectures that its checkpoints are read as.
+TENSORRT_LLM_NAMES = {*TENSORRT_LLM_FAMILIES} | {family.architecture for family in TENSORRT_LLM_FAMILIES.values()}
 PARITY = Path(__file__).parents[1] / "tests" / "parity"
 _HEAD = """# Formats by architecture
 
@@ -121,7 +123,7 @@ def _format_row(row: Architecture, model: ModelConfig) -> str:
     """A row of the table of checkpoint formats."""
     gguf = [f"`{name}`" for name in sorted(_gguf_names(row.name))]
     changed = dequantized_linears(row, model)
-    tensorrt = "yes" if any(row.name == family.architecture for family in TENSORRT_LLM_FAMILIES.values()) else "–"
+    tensorrt = "yes" if row.name in TENSORRT_LLM_NAMES else "–"
     return f"| {row.name} | yes | {', '.join(gguf) or '–'} | {tensorrt} | yes | {', '.join(changed) or '–'} |"
 
 

@@ -15,11 +15,12 @@ from torch import Tensor
 VOCAB = 320
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
 }  # fmt: skip
 EXPERTS = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True},
 }
 E4M3 = torch.float8_e4m3fn
 # GPU → (input features are permuted and values biased, output features are interleaved).
@@ -263,14 +264,15 @@ def converted(
         "share_embedding_table": False, "mapping": {"world_size": tp * pp, "tp_size": tp, "pp_size": pp, "gpus_per_node": 8},
         "quantization": {"quant_algo": algorithm, "kv_cache_quant_algo": None, "group_size": 64,
                          "has_zero_point": bool(algorithm and algorithm.endswith("GPTQ"))},
-        "attn_bias": kind.startswith("qwen2"), "qk_layernorm": kind == "qwen3",
+        "attn_bias": kind.startswith("qwen2"), "qk_layernorm": kind.startswith("qwen3"),
     }  # fmt: skip
     if kind == "mixtral":
         data |= {"hidden_act": "swiglu", "moe": {"num_experts": 4, "top_k": 2, "normalization_mode": 1, "tp_mode": 2}}
-    if kind == "qwen2_moe":
-        data |= {"hidden_act": "swiglu", "qwen_type": kind, "moe": {"num_experts": 4, "top_k": 2, "normalization_mode": 0}}
-        data |= {f"moe_{key}": own[key] for key in ("moe_intermediate_size", "shared_expert_intermediate_size")}
-        data["moe_intermediate_size"] = data.pop("moe_moe_intermediate_size")
+    if kind in ("qwen2_moe", "qwen3_moe"):
+        mode = int(kind == "qwen3_moe")
+        data |= {"hidden_act": "swiglu", "qwen_type": kind, "moe": {"num_experts": 4, "top_k": 2, "normalization_mode": mode}}
+        data |= {"moe_intermediate_size": own["moe_intermediate_size"]}
+        data |= {"moe_shared_expert_intermediate_size": own.get("shared_expert_intermediate_size", 0)}
     (path / "config.json").write_text(json.dumps(data | config))
     tiny.save_tokenizer(path)
     return path, model

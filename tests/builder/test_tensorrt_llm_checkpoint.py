@@ -20,7 +20,8 @@ from stoker.engine.layerwise import LayerwiseModel, split_windows
 
 
 @pytest.mark.parametrize(
-    ("kind", "tp", "pp"), [("llama", 1, 1), ("llama", 4, 1), ("qwen2", 2, 3), ("qwen3", 2, 1), ("mixtral", 2, 2), ("qwen2_moe", 2, 1)]
+    ("kind", "tp", "pp"),
+    [("llama", 1, 1), ("llama", 4, 1), ("qwen2", 2, 3), ("qwen3", 2, 1), ("mixtral", 2, 2), ("qwen2_moe", 2, 1), ("qwen3_moe", 2, 1)],
 )
 def test_ranks_and_stages_are_merged(kind: str, tp: int, pp: int, tmp_path: Path) -> None:
     source, model = converted(tmp_path / "trt", kind, tp, pp)
@@ -69,7 +70,7 @@ def test_numbers_that_differ_between_ranks_are_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architecture": "ChatGLMForCausalLM"}, "checkpoints of 'ChatGLMForCausalLM' are not supported. Supported: LlamaForCausalLM"),
+        ({"architecture": "DbrxForCausalLM"}, "checkpoints of 'DbrxForCausalLM' are not supported. Supported: LlamaForCausalLM"),
         ({"residual_mlp": True}, "residual_mlp='True' is not supported, only False"),
         ({"position_embedding_type": "alibi"}, "position_embedding_type='alibi'"),
         ({"new_key": 3}, "new_key='3' is not known"),

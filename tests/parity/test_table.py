@@ -128,7 +128,6 @@ def test_the_guide_quotes_the_source() -> None:
 NAMED_ELSEWHERE = {
     # the names in checkpoints of TensorRT-LLM
     "builder/checkpoint/tensorrt_llm/families.py": {family.architecture for family in FAMILIES.values()} | {*FAMILIES},
-    "builder/checkpoint/tensorrt_llm/config.py": {"MixtralForCausalLM"},
     "models/architectures/chatglm.py": {"ChatGLM1Model"},  # the variant of ChatGLMModel
 }
 

@@ -6,7 +6,7 @@ import fnmatch
 from typing import Any
 
 from stoker.base.errors import CheckpointError
-from stoker.builder.checkpoint.tensorrt_llm.families import FAMILIES
+from stoker.builder.checkpoint.tensorrt_llm.families import FAMILIES, Family, family_of
 
 MIGRATION = "Build from the Hugging Face checkpoint that it was converted from."
 MAX_RANKS = 1024
@@ -58,28 +58,31 @@ def hugging_face_config(data: dict[str, Any], where: str) -> dict[str, Any]:
 
     Raises CheckpointError for an unsupported architecture, and for a key or a value that would change what the model computes.
     """
-    architecture = data["architecture"]
-    if architecture not in FAMILIES:
+    architecture, family = data["architecture"], family_of(data)
+    if family is None:
         listed = ", ".join(FAMILIES)
         raise CheckpointError(
             f"{where}: TensorRT-LLM checkpoints of {architecture[:60]!r} are not supported.", cure=f"Supported: {listed}. {MIGRATION}"
         )
-    _check_keys(data, where)
+    _check_keys(data, family, where)
     for key in ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size", "hidden_size"):
         if data.get(key) is not None and (type(data[key]) is not int or not 1 <= data[key] <= MAX_SIZE):
             raise CheckpointError(f"{where}: {key}={str(data[key])[:60]!r} is not a positive number.", cure="Correct config.json.")
-    config = {new: data[old] for old, new in _RENAMED.items() if data.get(old) is not None}
-    family = FAMILIES[architecture]
-    config |= {"architectures": [family.architecture], "hidden_act": "silu"}
+    data = _with_defaults(data)
+    config = {new: data[old] for old, new in (_RENAMED | dict(family.keys)).items() if new and data.get(old) is not None}
+    config |= {"architectures": [family.architecture]} | ({"hidden_act": family.hidden_act} if family.hidden_act else {})
     config["tie_word_embeddings"] = bool(data.get("share_embedding_table") or data.get("tie_word_embeddings"))
-    if architecture.lower().startswith("llama"):
-        config["attention_bias"] = bool(data.get("attn_bias") or data.get("bias"))
+    try:
+        derived = family.derive(data)
+    except (TypeError, ValueError, ArithmeticError) as problem:
+        raise CheckpointError(f"{where}: a key has a value that is not a number: {problem}.", cure="Correct config.json.") from problem
+    config |= dict(family.fixed) | {key: value for key, value in derived.items() if value is not None}
     if (scaling := data.get("rotary_scaling")) is not None:
         config["rope_scaling"] = _rope_scaling(scaling, where)
     if not isinstance(data.get("moe"), dict | None):
         raise CheckpointError(f"{where}: moe={str(data['moe'])[:60]!r} is not an object.", cure="Correct config.json.")
-    if family.has_experts:
-        config |= _experts(data, where)
+    if family.num_experts_key:
+        config |= _experts(data, family.num_experts_key, where)
     elif (data.get("moe") or {}).get("num_experts") or data.get("moe_num_experts"):
         raise CheckpointError(f"{where}: {architecture} with experts is not supported.", cure=MIGRATION)
     quantization = data.get("quantization")
@@ -92,13 +95,25 @@ def hugging_face_config(data: dict[str, Any], where: str) -> dict[str, Any]:
     return config
 
 
-def _check_keys(data: dict[str, Any], where: str) -> None:
+def _with_defaults(data: dict[str, Any]) -> dict[str, Any]:
+    """`data` with the defaults of TensorRT-LLM for keys that some converters do not write."""
+    found = {"norm_epsilon": 1e-5} | {key: value for key, value in data.items() if value is not None}
+    if "hidden_size" in found:
+        found.setdefault("intermediate_size", 4 * found["hidden_size"])
+    if "hidden_size" in found and "num_attention_heads" in found:
+        found.setdefault("head_size", found["hidden_size"] // found["num_attention_heads"])
+    return found
+
+
+def _check_keys(data: dict[str, Any], family: Family, where: str) -> None:
     """Raise CheckpointError for a key that is not known, and for a value that is not supported."""
+    required = _REQUIRED_VALUES | dict(family.values)
+    known = {*_RENAMED, *required, *family.keys}
     for key, value in data.items():
-        if key in _REQUIRED_VALUES and value not in _REQUIRED_VALUES[key]:
-            supported = " or ".join(repr(one) for one in _REQUIRED_VALUES[key] if one is not None) or "null"
+        if required.get(key) and value not in required[key]:
+            supported = " or ".join(repr(one) for one in required[key] if one is not None) or "null"
             raise CheckpointError(f"{where}: {key}={str(value)[:60]!r} is not supported, only {supported}.", cure=MIGRATION)
-        if key not in _RENAMED and key not in _REQUIRED_VALUES and not any(fnmatch.fnmatchcase(key, known) for known in _NO_EFFECT):
+        if key not in known and not any(fnmatch.fnmatchcase(key, pattern) for pattern in _NO_EFFECT):
             raise CheckpointError(
                 f"{where}: {key}={str(value)[:60]!r} is not known.", cure=f"Remove the key if it has no effect. {MIGRATION}"
             )
@@ -112,10 +127,13 @@ def _rope_scaling(scaling: Any, where: str) -> dict[str, Any]:
     return (_LLAMA3 if kind == "llama3" else {}) | scaling
 
 
-def _experts(data: dict[str, Any], where: str) -> dict[str, Any]:
-    """The keys of experts. Raises CheckpointError for numbers out of range, and a normalization that is not that of the architecture."""
+def _experts(data: dict[str, Any], count_key: str, where: str) -> dict[str, Any]:
+    """The keys of experts, whose number has the key `count_key`.
+
+    Raises CheckpointError for numbers out of range, and for a normalization that is not that of the architecture.
+    """
     moe: dict[str, Any] = data.get("moe") or {key.removeprefix("moe_"): data[key] for key in data if key.startswith("moe_")}
-    is_mixtral = data["architecture"] == "MixtralForCausalLM"
+    is_mixtral = count_key == "num_local_experts"
     mode = moe.get("normalization_mode", 1 if is_mixtral else 0)
     mode = {"NONE": 0, "RENORMALIZE": 1, None: 1}.get(mode, mode) if isinstance(mode, str | None) else mode
     if mode not in ((1,) if is_mixtral else (0, 1)):
@@ -126,17 +144,22 @@ def _experts(data: dict[str, Any], where: str) -> dict[str, Any]:
         if type(value) is not int or not 1 <= value <= MAX_EXPERTS:
             raise CheckpointError(f"{where}: {key}={str(value)[:60]!r} is not from 1 to {MAX_EXPERTS}.", cure="Correct config.json.")
     if is_mixtral:
-        return {"num_local_experts": moe["num_experts"], "num_experts_per_tok": moe["top_k"]}
+        return {count_key: moe["num_experts"], "num_experts_per_tok": moe["top_k"]}
     for key in ("moe_intermediate_size", "moe_shared_expert_intermediate_size"):
         if data.get(key) is not None and (type(data[key]) is not int or not 0 <= data[key] <= MAX_SIZE):
             raise CheckpointError(f"{where}: {key}={str(data[key])[:60]!r} is not a positive number.", cure="Correct config.json.")
-    return {
-        "num_experts": moe["num_experts"],
-        "num_experts_per_tok": moe["top_k"],
-        "norm_topk_prob": mode == 1,
-        "moe_intermediate_size": data.get("moe_intermediate_size"),
-        "shared_expert_intermediate_size": data.get("moe_shared_expert_intermediate_size"),
-    }
+    common = {count_key: moe["num_experts"], "num_experts_per_tok": moe["top_k"], "norm_topk_prob": mode == 1}
+    common |= {"moe_intermediate_size": data.get("moe_intermediate_size")}
+    if count_key == "n_routed_experts":
+        width, shared = data.get("moe_intermediate_size"), moe.get("shared_expert_intermediate_size")
+        if type(shared) is not int or type(width) is not int or width < 1 or shared < 1 or shared % width:
+            raise CheckpointError(
+                f"{where}: moe.shared_expert_intermediate_size={str(shared)[:60]!r} is no multiple of moe_intermediate_size.",
+                cure="Correct config.json.",
+            )
+        return common | {"n_shared_experts": shared // width}
+    shared = data.get("moe_shared_expert_intermediate_size")
+    return common | ({"shared_expert_intermediate_size": shared} if shared else {})
 
 
 def rank_counts(data: dict[str, Any], where: str) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 #   columns   along the last axis
 #   same      every rank has the whole tensor
 Split = Literal["rows", "columns", "same"]
+Layout = Literal["", "heads", "groups", "halves"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +23,21 @@ class Module:
 
     Several parts are fused: the rows of one rank are those of the first part, then those of the next one. Three are q, k and v, and
     two have the same size. In a module of experts, "{}" of a part is the index of the expert.
+
+    `layout`: Hugging Face has one fused module, too, with the rows of all ranks in this order:
+
+        heads     q, then k, then v
+        groups    for each key-value head, its queries, its key and its value
+        halves    gate, then up; a rank of TensorRT-LLM has up, then gate
+
+    `transposed`: Hugging Face has the weight [in, out].
     """
 
     parts: tuple[str, ...]
     split: Split
     of_experts: bool = False
+    layout: Layout = ""
+    transposed: bool = False
 
 
 # Tensor of a linear → the tensor of a ModelOpt checkpoint.

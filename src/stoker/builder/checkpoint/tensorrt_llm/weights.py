@@ -15,7 +15,7 @@ from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
 from stoker.builder.checkpoint.safetensors import SafetensorsWeights
 from stoker.builder.checkpoint.tensorrt_llm.config import MIGRATION, rank_counts
-from stoker.builder.checkpoint.tensorrt_llm.families import FAMILIES, OUTER_MODULES
+from stoker.builder.checkpoint.tensorrt_llm.families import family_of
 from stoker.builder.checkpoint.tensorrt_llm.gpu_order import decode_integers
 from stoker.builder.checkpoint.tensorrt_llm.tensors import (
     NO_EFFECT,
@@ -30,6 +30,7 @@ from stoker.builder.checkpoint.tensorrt_llm.tensors import (
 from stoker.builder.checkpoint.weights import CheckpointWeights, TensorInfo
 
 Stage = list[SafetensorsWeights]  # the files of one pipeline stage, by tensor-parallel rank
+Finish = Callable[[Tensor], Tensor]  # what is done to the merged tensor: its rows are moved, or it is transposed
 Select = Callable[[list[Tensor]], list[Tensor]]  # the parts of each rank's tensor that belong to a tensor
 
 
@@ -51,6 +52,12 @@ class _Merged:
     info: TensorInfo
     split: Split
     select: Select
+    finish: Finish
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    """The tensor itself."""
+    return tensor
 
 
 def _all(parts: list[Tensor]) -> list[Tensor]:
@@ -66,9 +73,13 @@ class TensorRTLLMWeights(CheckpointWeights):
 
     def __init__(self, path: Path, config: dict[str, Any], hugging_face: dict[str, Any]) -> None:
         self._path, self._config, self._hugging_face = path, config, hugging_face
-        self._family = FAMILIES[config["architecture"]]
+        family = family_of(config)
+        assert family is not None, "hugging_face_config rejects other architectures"
+        self._family = family
         self._integer_bits = integer_bits((hugging_face.get("quantization_config") or {}).get("quant_algo"))
-        self._num_experts = next((hugging_face[key] for key in ("num_local_experts", "num_experts") if key in hugging_face), 0)
+        heads, kv_heads = (config.get(key) or 0 for key in ("num_attention_heads", "num_key_value_heads"))
+        self._num_heads = heads, kv_heads or heads
+        self._num_experts = hugging_face.get(family.num_experts_key, 0)
         self._tp, stages = rank_counts(config, str(path))
         self.files = [path / f"rank{rank}.safetensors" for rank in range(self._tp * stages)]
         if missing := [file for file in self.files if not file.is_file()]:
@@ -80,8 +91,7 @@ class TensorRTLLMWeights(CheckpointWeights):
         for index in range(stages):
             stage = [SafetensorsWeights([file]) for file in self.files[index * self._tp : (index + 1) * self._tp]]
             first_layer += self._add_stage(stage, first_layer)
-        if self._hugging_face["tie_word_embeddings"] and "lm_head.weight" not in self._merged:
-            self._check_vocabulary()
+        self._check_vocabulary()
         self.tensors = {name: merged.info for name, merged in self._merged.items()}
 
     def chunks(self, name: str) -> Iterator[Tensor]:
@@ -91,15 +101,17 @@ class TensorRTLLMWeights(CheckpointWeights):
         merged = self._merged[name]
         parts = merged.select([merged.shards.load(rank) for rank in merged.shards.stage])
         if merged.split == "same":
-            if any(not _equal(parts[0], part) for part in parts[1:]):
+            # Early converters give the bias of a sum over ranks to the first rank only.
+            others = [part for part in parts[1:] if not (name.endswith(".bias") and not part.any())]
+            if any(not _equal(parts[0], part) for part in others):
                 raise CheckpointError(
                     f"{self.location(name)} differs between ranks, which one weight cannot represent.",
                     cure=f"Convert the checkpoint with tp_size=1. {MIGRATION}",
                 )
-            return parts[0].reshape(merged.info.shape).contiguous()
+            return merged.finish(parts[0]).reshape(merged.info.shape).contiguous()
         axis = 0 if merged.split == "rows" else -1
         joined = torch.cat([_bytes(part) for part in parts], axis).view(merged.info.dtype)
-        return joined[: merged.info.shape[0]].contiguous()
+        return merged.finish(joined)[: merged.info.shape[0]].contiguous()
 
     def location(self, name: str) -> str:
         shards = self._merged[name].shards
@@ -126,47 +138,55 @@ class TensorRTLLMWeights(CheckpointWeights):
         return len(layers)
 
     def _add_outer(self, stage: Stage, name: str) -> None:
-        """Add the embedding, the final norm or the head, without the padding of the vocabulary."""
-        module, _, suffix = name.rpartition(".")
-        if module not in OUTER_MODULES or suffix not in SUFFIXES:
+        """Add an embedding, a norm or the head, without the padding of the vocabulary."""
+        module, _, suffix = name.replace("transformer.embedding.", "transformer.").rpartition(".")
+        if module not in self._family.outer or suffix not in SUFFIXES:
             raise self._unknown(stage, name)
-        split: Split = "same"
-        if module == "lm_head":
-            split = "rows"
-        elif module == "transformer.vocab_embedding" and self._embedding_is_split(stage, name):
+        split: Split = "rows" if module == "lm_head" else "same"
+        sizes = {"transformer.vocab_embedding": "vocab_size", "transformer.position_embedding": "max_position_embeddings"}
+        if module in sizes and self._is_split(stage, name, sizes[module]):
             split = "rows" if self._config.get("embedding_sharding_dim", 0) == 0 else "columns"
-        vocab = self._hugging_face.get("vocab_size")
-        rows = vocab if module != "transformer.ln_f" and type(vocab) is int else None
-        self._add(f"{OUTER_MODULES[module]}.{SUFFIXES[suffix]}", self._shards(stage, name, suffix), split, rows=rows)
+        finish = self._finish_norm(module, suffix)
+        rows = self._config.get(sizes.get(module, "vocab_size")) if module == "lm_head" or module in sizes else None
+        if module == "transformer.position_embedding" and self._family.position_rows:
+            finish, rows = partial(_with_rows_before, count=self._family.position_rows), None
+        new = f"{self._family.outer[module]}.{SUFFIXES[suffix]}"
+        self._add(new, self._shards(stage, name, suffix), split, finish=finish, rows=rows if type(rows) is int else None)
 
-    def _embedding_is_split(self, stage: Stage, name: str) -> bool:
-        """Whether ranks have parts of the embedding. use_parallel_embedding is ignored by some converters, so the shape decides."""
-        shape = stage[0].tensors[name].shape
-        return len(stage) > 1 and shape != (self._hugging_face.get("vocab_size"), self._hugging_face.get("hidden_size"))
+    def _finish_norm(self, module: str, suffix: str) -> Finish:
+        """What is done to a tensor of a module that may be a norm: TensorRT-LLM adds 1 to the weights of Gemma and Nemotron."""
+        is_norm = module.endswith(("layernorm", "ln_f")) and suffix == "weight"
+        return partial(_minus, offset=self._family.norm_offset) if is_norm and self._family.norm_offset else _unchanged
+
+    def _is_split(self, stage: Stage, name: str, size: str) -> bool:
+        """Whether ranks have parts of an embedding. use_parallel_embedding is ignored by some converters, so the shape decides."""
+        return len(stage) > 1 and stage[0].tensors[name].shape != (self._config.get(size), self._config.get("hidden_size"))
 
     def _add_layer_tensor(self, stage: Stage, name: str, layer: int, module: str, suffix: str) -> None:
         """Add the tensors of a layer that one tensor of the ranks makes: three of a fused q, k and v."""
-        prefix = f"model.layers.{layer}."
+        prefix = self._family.layers.format(layer)
         if module == "attention" and suffix in ("k_cache_scaling_factor", "v_cache_scaling_factor", "kv_cache_scaling_factor"):
             self._add_cache_scale(stage, name, prefix, suffix)
             return
-        known = self._family.modules.get(module)
+        has_router = f"transformer.layers.{name.split('.')[2]}.mlp.router.weight" in stage[0].tensors
+        known = (self._family.modules if has_router else self._family.modules_without_experts).get(module)
         if known is None or suffix not in SUFFIXES:
             raise self._unknown(stage, name)
         if known.of_experts:
             self._add_experts(stage, name, prefix, known, suffix)
             return
-        shards = self._shards(stage, name, suffix)
-        self._add_parts(shards, prefix, known, suffix)
+        self._add_parts(self._shards(stage, name, suffix), prefix, known, suffix, self._finish_norm(module, suffix))
 
-    def _add_parts(self, shards: _Shards, prefix: str, module: Module, suffix: str) -> None:
+    def _add_parts(self, shards: _Shards, prefix: str, module: Module, suffix: str, finish: Finish = _unchanged) -> None:
         """Add the tensors of the parts of a module: rows of a fused one, otherwise the same tensor for all."""
         split = split_of(module, suffix, shards.info.shape)
-        if split == "rows" and len(module.parts) > 1:
+        if split == "rows" and (len(module.parts) > 1 or module.layout):
             self._add_fused(shards, prefix, module, SUFFIXES[suffix])
             return
+        if module.transposed and suffix == "weight":
+            finish = torch.t
         for part in module.parts:
-            self._add(f"{prefix}{part}.{SUFFIXES[suffix]}", shards, split)
+            self._add(f"{prefix}{part}.{SUFFIXES[suffix]}", shards, split, finish=finish)
 
     def _shards(self, stage: Stage, name: str, suffix: str, expert: int | None = None) -> _Shards:
         """A tensor of the ranks, or its part of one expert. Weights in the order of a GPU are decoded, and their scales transposed."""
@@ -204,24 +224,42 @@ class TensorRTLLMWeights(CheckpointWeights):
             self._add(f"{prefix}self_attn.{kind}_proj.{kind}_scale", self._shards(stage, name, suffix), "same")
 
     def _add_fused(self, shards: _Shards, prefix: str, module: Module, suffix: str) -> None:
-        """Add the parts of a fused module. With fewer key-value heads than ranks, neighbouring ranks have copies of the same head."""
-        copies = 1
-        lengths = [shards.info.shape[0] // len(module.parts)] * len(module.parts)
-        if len(module.parts) == 3:
-            heads, kv_heads = (self._hugging_face.get(key, 0) for key in ("num_attention_heads", "num_key_value_heads"))
-            kv_heads = kv_heads or heads
-            copies = max(1, self._tp // max(kv_heads, 1))
-            local = (heads // self._tp, kv_heads * copies // self._tp)
-            rows, units = shards.info.shape[0], local[0] + 2 * local[1]
-            if units < 3 or rows % units or heads % self._tp or (kv_heads * copies) % self._tp:
-                where = f"{shards.stage[0].files[0]}: {shards.name}"
-                raise CheckpointError(f"{where} has {rows} rows, which are not {heads} heads.", cure=DOWNLOAD_AGAIN)
-            lengths = [rows // units * local[min(index, 1)] for index in range(3)]
-        start = 0
-        for index, (part, length) in enumerate(zip(module.parts, lengths, strict=True)):
-            # Of ranks with the same heads, the first is used.
-            self._add(f"{prefix}{part}.{suffix}", shards, "rows", partial(_rows, start=start, length=length, step=copies if index else 1))
-            start += length
+        """Add the parts of a fused module, or its rows in the order of Hugging Face."""
+        parts = self._fused_parts(shards, module)
+        if not module.layout:
+            for name, (start, length, step) in zip(module.parts, parts, strict=True):
+                self._add(f"{prefix}{name}.{suffix}", shards, "rows", partial(_rows, start=start, length=length, step=step))
+            return
+        rows = shards.info.shape[0]
+        numbers = [
+            torch.cat([torch.arange(start, start + length) + rank * rows for rank in range(0, len(shards.stage), step)])
+            for start, length, step in parts
+        ]
+        if module.layout == "halves":
+            order = torch.cat(numbers[::-1])
+        elif module.layout == "heads":
+            order = torch.cat(numbers)
+        else:
+            order = torch.cat([part.view(self._num_heads[1], -1) for part in numbers], 1).flatten()
+        self._add(f"{prefix}{module.parts[0]}.{suffix}", shards, "rows", finish=partial(_moved, order=order, transpose=module.transposed))
+
+    def _fused_parts(self, shards: _Shards, module: Module) -> list[tuple[int, int, int]]:
+        """(first row, number of rows, step) of each part of a rank's tensor. The step is larger than 1 if neighbouring ranks have copies
+        of the same key-value head, because there are fewer than ranks.
+        """
+        rows = shards.info.shape[0]
+        if module.layout == "halves" or len(module.parts) == 2:
+            return [(0, rows // 2, 1), (rows // 2, rows // 2, 1)]
+        heads, kv_heads = self._num_heads
+        copies = max(1, self._tp // max(kv_heads, 1))
+        local = (heads // self._tp, kv_heads * copies // self._tp)
+        units = local[0] + 2 * local[1]
+        if units < 3 or rows % units or heads % self._tp or (kv_heads * copies) % self._tp:
+            where = f"{shards.stage[0].files[0]}: {shards.name}"
+            raise CheckpointError(f"{where} has {rows} rows, which are not {heads} heads.", cure=DOWNLOAD_AGAIN)
+        size = rows // units
+        q, kv = local[0] * size, local[1] * size
+        return [(0, q, 1), (q, kv, copies), (q + kv, kv, copies)]
 
     def _add_experts(self, stage: Stage, name: str, prefix: str, module: Module, suffix: str) -> None:
         """Add the tensors of each expert from a tensor [experts, …], or from one that all experts have in common.
@@ -242,7 +280,16 @@ class TensorRTLLMWeights(CheckpointWeights):
             named = Module(tuple(part.format(expert) for part in module.parts), module.split)
             self._add_parts(shards, prefix, named, suffix)
 
-    def _add(self, new: str, shards: _Shards, split: Split, select: Select = _all, rows: int | None = None) -> None:
+    def _add(
+        self,
+        new: str,
+        shards: _Shards,
+        split: Split,
+        select: Select = _all,
+        *,
+        finish: Finish = _unchanged,
+        rows: int | None = None,
+    ) -> None:
         """Add the tensor `new`, of which at most `rows` rows are used. Raises CheckpointError for shards that do not fit together."""
         if new in self._merged:
             raise CheckpointError(f"{shards.stage[-1].files[0]}: {shards.name} does not fit the other tensors.", cure=DOWNLOAD_AGAIN)
@@ -252,15 +299,16 @@ class TensorRTLLMWeights(CheckpointWeights):
             raise CheckpointError(f"{shards.stage[0].files[0]}: {shards.name} is one number, and not a matrix.", cure=DOWNLOAD_AGAIN)
         if split != "same":
             shape[0 if split == "rows" else -1] *= len(parts)
-        elif shape == [1]:
+        shape = list(finish(torch.empty(shape, dtype=shards.info.dtype, device="meta")).shape)
+        if split == "same" and shape == [1]:
             shape = []
         if rows is not None and shape and shape[0] > rows:
             shape[0] = rows
-        self._merged[new] = _Merged(shards, TensorInfo(tuple(shape), shards.info.dtype), split, select)
+        self._merged[new] = _Merged(shards, TensorInfo(tuple(shape), shards.info.dtype), split, select, finish)
 
     def _check_vocabulary(self) -> None:
         """Raise CheckpointError when the checkpoint has no embedding."""
-        if "model.embed_tokens.weight" not in self._merged:
+        if f"{self._family.outer['transformer.vocab_embedding']}.weight" not in self._merged:
             raise CheckpointError(f"{self._path} has no transformer.vocab_embedding.weight.", cure=DOWNLOAD_AGAIN)
 
     def _unknown(self, stage: Stage, name: str) -> CheckpointError:
@@ -271,6 +319,22 @@ class TensorRTLLMWeights(CheckpointWeights):
 def _rows(parts: list[Tensor], start: int, length: int, step: int) -> list[Tensor]:
     """`length` rows of every `step`-th rank."""
     return [part.narrow(0, start, length) for part in parts[::step]]
+
+
+def _moved(tensor: Tensor, order: Tensor, transpose: bool) -> Tensor:
+    """The rows in another order, transposed if it is a matrix and `transpose` is set."""
+    moved = _bytes(tensor).index_select(0, order.to(tensor.device)).view(tensor.dtype)
+    return moved.t() if transpose and moved.dim() == 2 else moved
+
+
+def _minus(tensor: Tensor, offset: float) -> Tensor:
+    """The tensor minus a number."""
+    return tensor - offset
+
+
+def _with_rows_before(tensor: Tensor, count: int) -> Tensor:
+    """The matrix with `count` rows of zeros before it."""
+    return torch.cat((tensor.new_zeros(count, tensor.shape[1]), tensor))
 
 
 def _read(rank: SafetensorsWeights, name: str, expert: int | None) -> Tensor:
