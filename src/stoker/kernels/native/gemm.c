@@ -1,4 +1,4 @@
-/* Linears of many rows of x with AVX-512, with weight and activations in float32, or in e4m3 (AVX512-BF16). See panels.h for the product.
+/* Linears of many rows of x with AVX-512 or AVX2, with weight and activations in float32, or in e4m3 (AVX512-BF16). See panels.h for the product.
  *
  * Stage 1 packs x. In stage 2, a work item converts one weight panel after another, and multiplies it by its panels of x while it is in the
  * L2 cache. On a Zen 4 core, products of e4m3 [1024, 576] and [3072, 576] reach 82 % of what the loop alone reaches (231 GFLOP/s).
@@ -6,7 +6,7 @@
 
 #include "panels.h"
 
-#ifdef __AVX512BW__
+#ifdef HAS_PANELS
 
 struct gemm {
     struct panels panels;              /* of x, and the linear */
@@ -27,7 +27,7 @@ static INLINE void prefetch_outputs(const struct linear *a, int64_t row, int64_t
 }
 
 /* Output features first : first + count of the rows of panels begin : end of x. `memory`: for one weight panel, two with a gate. */
-static void compute_panel(const struct panels *p, int64_t first, int64_t count, int64_t begin, int64_t end, __m512i (*memory)[2]) {
+static void compute_panel(const struct panels *p, int64_t first, int64_t count, int64_t begin, int64_t end, u32v (*memory)[2]) {
     const struct linear *a = p->linear;
     float sums[2][TILE_ROWS][WIDTH];
     int operands = a->gate ? 2 : 1;
@@ -35,7 +35,7 @@ static void compute_panel(const struct panels *p, int64_t first, int64_t count, 
     for (int64_t tile = begin; tile < end; tile++) {
         int64_t row = tile * TILE_ROWS, rows = min_i64(TILE_ROWS, a->rows - row);
         prefetch_outputs(a, row, rows, first);
-        for (int i = 0; i < operands; i++) multiply_panels(p, tile, (const __m512i(*)[2])memory + i * p->elements, sums[i]);
+        for (int i = 0; i < operands; i++) multiply_panels(p, tile, (const u32v(*)[2])memory + i * p->elements, sums[i]);
         for (int64_t r = 0; r < rows; r++) store_outputs(a, row + r, first, count, sums[0][r], sums[1][r]);
     }
 }
@@ -46,7 +46,7 @@ static void compute_share(void *data, int64_t index) {
     struct panels *p = &g->panels;
     int64_t out = p->linear->out, begin = index / g->row_shares * g->share_panels * WIDTH, end = min_i64(begin + g->share_panels * WIDTH, out);
     int64_t tile = index % g->row_shares * g->share_tiles, last_tile = min_i64(tile + g->share_tiles, p->tiles);
-    __m512i(*memory)[2] = allocate_panels(p, p->linear->gate ? 2 : 1);
+    u32v(*memory)[2] = allocate_panels(p, p->linear->gate ? 2 : 1);
     if (!memory) {
         __atomic_store_n(&p->failed, 1, __ATOMIC_RELAXED);
         return;

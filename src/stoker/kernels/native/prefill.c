@@ -1,4 +1,4 @@
-/* Causal paged attention of the queries of one sequence, with AVX-512. See `ops.attention`, and panels.h for the products.
+/* Causal paged attention of the queries of one sequence, with AVX-512 or AVX2. See `ops.attention`, and panels.h for the products.
  *
  * The query heads of a group (GQA) share their KV head, so their rows are computed together:
  *
@@ -29,7 +29,7 @@ struct prefill {
     double scale;
 };
 
-#ifdef __AVX512BW__
+#ifdef HAS_PANELS
 
 #include <float.h>
 
@@ -82,10 +82,11 @@ static void pack_keys(void *data, int64_t index) {
     }
     for (int64_t k = 0; k < a->size; k += LANES) {
         for (int half = 0; half < 2; half++) {
-            __m512i row[16];
-            UNROLL_TILE for (int i = 0; i < 16; i++) row[i] = _mm512_loadu_si512(rows[16 * half + i] + k);
+            u32v row[LANES];
+            UNROLL_TILE for (int i = 0; i < LANES; i++) row[i] = (u32v)load(FLOAT32, rows[LANES * half + i], k);
             transpose(row);
-            for (int64_t i = 0; i < min_i64(LANES, a->size - k); i++) _mm512_storeu_si512(panel + (k + i) * WIDTH + 16 * half, row[i]);
+            for (int64_t i = 0; i < min_i64(LANES, a->size - k); i++)
+                store_up_to(FLOAT32, panel, (k + i) * WIDTH + LANES * half, (f32v)row[i], LANES);
         }
     }
 }
@@ -113,14 +114,11 @@ static void begin_tile(const struct head_job *job, int64_t row, int64_t count, s
 static void compute_scores(const struct head_job *job, struct tile *t, int64_t first, int64_t count) {
     const struct prefill *a = job->a;
     for (int64_t i = 0; i < count; i += WIDTH) {
-        __m512 sum[TILE_ROWS][2];
-        UNROLL_TILE for (int r = 0; r < TILE_ROWS; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+        f32v sum[TILE_ROWS][2];
+        UNROLL_TILE for (int r = 0; r < TILE_ROWS; r++) sum[r][0] = sum[r][1] = broadcast(0);
         const uint32_t *panel = (const uint32_t *)job->keys + (first - job->begin + i) * a->size;
         add_products(FLOAT32, a->size, (const uint32_t *)t->q, PITCH, 1, panel, WIDTH, sum);
-        UNROLL_TILE for (int r = 0; r < TILE_ROWS; r++) {
-            _mm512_storeu_ps(t->scores[r] + i, sum[r][0]);
-            _mm512_storeu_ps(t->scores[r] + i + 16, sum[r][1]);
-        }
+        store_sums(t->scores[0] + i, SCORE_PITCH, sum);
     }
     if (first >= t->first[TILE_ROWS - 1] && first + count <= t->end[0]) return; /* all rows see all of these keys */
     for (int r = 0; r < TILE_ROWS; r++) {
@@ -132,9 +130,9 @@ static void compute_scores(const struct head_job *job, struct tile *t, int64_t f
 /* Replace `count` scores of a row by exp(score - highest), after raising `highest` and scaling `sum` and `out` down accordingly. */
 static INLINE void update_softmax(struct tile *t, int r, int64_t count, int64_t value_pitch) {
     float *scores = t->scores[r];
-    __m512 largest = _mm512_loadu_ps(scores);
-    for (int64_t i = LANES; i < count; i += LANES) largest = _mm512_max_ps(largest, _mm512_loadu_ps(scores + i));
-    float raised = _mm512_reduce_max_ps(largest);
+    f32v largest = load(FLOAT32, scores, 0);
+    for (int64_t i = LANES; i < count; i += LANES) largest = larger(largest, load(FLOAT32, scores, i));
+    float raised = largest_lane(largest);
     if (raised > t->highest[r]) {
         float fade = expf(t->highest[r] - raised);
         t->highest[r] = raised;
@@ -153,17 +151,11 @@ static INLINE void update_softmax(struct tile *t, int r, int64_t count, int64_t 
 /* out += scores × values for `count` keys from `first` on. */
 static void add_values(const struct head_job *job, struct tile *t, int64_t first, int64_t count) {
     for (int64_t d = 0; d < job->value_pitch; d += WIDTH) {
-        __m512 sum[TILE_ROWS][2];
-        UNROLL_TILE for (int r = 0; r < TILE_ROWS; r++) {
-            sum[r][0] = _mm512_loadu_ps(t->out[r] + d);
-            sum[r][1] = _mm512_loadu_ps(t->out[r] + d + 16);
-        }
+        f32v sum[TILE_ROWS][2];
+        load_sums(t->out[0] + d, PITCH, sum);
         const uint32_t *values = (const uint32_t *)job->values + (first - job->begin) * job->value_pitch + d;
         add_products(FLOAT32, count, (const uint32_t *)t->scores, SCORE_PITCH, 1, values, job->value_pitch, sum);
-        UNROLL_TILE for (int r = 0; r < TILE_ROWS; r++) {
-            _mm512_storeu_ps(t->out[r] + d, sum[r][0]);
-            _mm512_storeu_ps(t->out[r] + d + 16, sum[r][1]);
-        }
+        store_sums(t->out[0] + d, PITCH, sum);
     }
 }
 

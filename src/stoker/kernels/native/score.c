@@ -20,7 +20,7 @@ struct scoring {
     struct linear linear;
 };
 
-#ifdef __AVX512BW__
+#ifdef HAS_PANELS
 
 #include <float.h>
 
@@ -38,10 +38,9 @@ struct job {
 
 /* Add the logits of columns first : first + LANES to the score of a row. */
 static INLINE void add_logits(struct row_score *score, f32v logits, int64_t first, int32_t target) {
-    __mmask16 is_larger = _mm512_cmp_ps_mask((__m512)logits, _mm512_set1_ps(score->largest), _CMP_GT_OQ);
-    if (is_larger) { /* rare after the first columns */
-        float largest = _mm512_mask_reduce_max_ps(is_larger, (__m512)logits);
-        score->best = first + __builtin_ctz(_mm512_cmp_ps_mask((__m512)logits, _mm512_set1_ps(largest), _CMP_EQ_OQ));
+    if (is_any_above(logits, score->largest)) { /* rare after the first columns */
+        float largest = largest_lane(larger(logits, broadcast(score->largest))); /* in this order, NaN is not the larger one */
+        score->best = first + first_lane(logits, largest);
         score->sums *= exponential(broadcast(score->largest - largest));
         score->largest = largest;
     }
@@ -50,7 +49,7 @@ static INLINE void add_logits(struct row_score *score, f32v logits, int64_t firs
 }
 
 /* Add columns first : first + count of the rows of panels begin : end of x to their scores. */
-static void score_panel(const struct job *job, int64_t first, int64_t count, int64_t begin, int64_t end, const __m512i (*panel)[2],
+static void score_panel(const struct job *job, int64_t first, int64_t count, int64_t begin, int64_t end, const u32v (*panel)[2],
                         struct row_score *scores) {
     const struct linear *a = job->panels.linear;
     float sums[TILE_ROWS][WIDTH], scale = job->scoring->scale, softcap = job->scoring->softcap;
@@ -61,7 +60,7 @@ static void score_panel(const struct job *job, int64_t first, int64_t count, int
             for (int64_t n = 0; n < count; n += LANES) {
                 f32v logits = scaled_and_biased(a, load(FLOAT32, sums[r], n), first + n, count - n) * scale;
                 if (softcap) logits = softcap - 2 * softcap / (1.0f + exponential(logits * (2 / softcap))); /* tanh u = 1 - 2 / (1 + exp 2u) */
-                if (count - n < LANES) logits = (f32v)_mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), (1u << (count - n)) - 1, (__m512)logits);
+                for (int64_t i = count - n; i < LANES; i++) logits[i] = -INFINITY;
                 add_logits(scores, logits, first + n, job->scoring->targets[row + r]);
             }
         }
@@ -75,14 +74,14 @@ static void score_share(void *data, int64_t index) {
     const struct linear *a = job->panels.linear;
     int64_t begin = index * job->share_tiles, end = min_i64(begin + job->share_tiles, job->panels.tiles), first_row = begin * TILE_ROWS;
     int64_t rows = min_i64(end * TILE_ROWS, a->rows) - first_row;
-    __m512i(*panel)[2] = allocate_panels(&job->panels, 1);
+    u32v(*panel)[2] = allocate_panels(&job->panels, 1);
     struct row_score *scores = aligned_alloc(64, rows * sizeof *scores);
     if (panel && scores) {
         for (int64_t r = 0; r < rows; r++) scores[r] = (struct row_score){.largest = -FLT_MAX};
         for (int64_t first = 0; first < a->out; first += WIDTH) {
             int64_t count = min_i64(WIDTH, a->out - first);
             pack_weight(&job->panels, first, count, panel);
-            score_panel(job, first, count, begin, end, (const __m512i(*)[2])panel, scores);
+            score_panel(job, first, count, begin, end, (const u32v(*)[2])panel, scores);
         }
         for (int64_t r = 0; r < rows; r++) {
             scoring->likelihoods[first_row + r] = scores[r].target - scores[r].largest - logf(sum_lanes(scores[r].sums));

@@ -1,0 +1,115 @@
+/* What panels.h needs of a processor: AVX-512 with 32 registers of 16 lanes, or AVX2 with 16 registers of 8 lanes. HAS_PANELS if it is one. */
+
+#ifndef STOKER_REGISTERS_H
+#define STOKER_REGISTERS_H
+
+#include "vector.h"
+
+#define UNROLL_TILE _Pragma("GCC unroll 16")
+
+#ifdef __AVX512BW__
+
+#define HAS_PANELS
+#define TILE_ROWS 12 /* sums in 24 registers; an element costs 2 loads, 12 broadcasts and 24 multiplications */
+
+/* Transpose 16 × 16 elements of 32 bits: within 128 bits, then 128 bits at a time. */
+static INLINE void transpose(u32v rows[LANES]) {
+    __m512i half[16], quarter[16];
+    UNROLL for (int i = 0; i < 8; i++) {
+        half[2 * i] = _mm512_unpacklo_epi32((__m512i)rows[2 * i], (__m512i)rows[2 * i + 1]);
+        half[2 * i + 1] = _mm512_unpackhi_epi32((__m512i)rows[2 * i], (__m512i)rows[2 * i + 1]);
+    }
+    UNROLL for (int i = 0; i < 16; i += 4) { /* quarter[i + c], 128 bits number n: column 4 n + c of rows i to i + 3 */
+        quarter[i] = _mm512_unpacklo_epi64(half[i], half[i + 2]);
+        quarter[i + 1] = _mm512_unpackhi_epi64(half[i], half[i + 2]);
+        quarter[i + 2] = _mm512_unpacklo_epi64(half[i + 1], half[i + 3]);
+        quarter[i + 3] = _mm512_unpackhi_epi64(half[i + 1], half[i + 3]);
+    }
+    UNROLL for (int c = 0; c < 4; c++) {
+        __m512i even = _mm512_shuffle_i32x4(quarter[c], quarter[4 + c], 0x88), odd = _mm512_shuffle_i32x4(quarter[c], quarter[4 + c], 0xdd);
+        __m512i even_below = _mm512_shuffle_i32x4(quarter[8 + c], quarter[12 + c], 0x88);
+        __m512i odd_below = _mm512_shuffle_i32x4(quarter[8 + c], quarter[12 + c], 0xdd);
+        rows[c] = (u32v)_mm512_shuffle_i32x4(even, even_below, 0x88);
+        rows[4 + c] = (u32v)_mm512_shuffle_i32x4(odd, odd_below, 0x88);
+        rows[8 + c] = (u32v)_mm512_shuffle_i32x4(even, even_below, 0xdd);
+        rows[12 + c] = (u32v)_mm512_shuffle_i32x4(odd, odd_below, 0xdd);
+    }
+}
+
+/* Store the first TILE_ROWS lanes. */
+static INLINE void store_tile_rows(uint32_t *to, u32v v) { _mm512_mask_storeu_epi32(to, (1 << TILE_ROWS) - 1, (__m512i)v); }
+
+/* LANES elements at p, of which `left` exist. Zeros stand for the others. */
+static INLINE u32v load_left(const float *p, int64_t left) {
+    return (u32v)_mm512_maskz_loadu_epi32(left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0, p);
+}
+
+static INLINE u32v broadcast_bits(uint32_t bits) { return (u32v)_mm512_set1_epi32(bits); }
+
+static INLINE f32v multiply_add_floats(f32v sum, u32v a, u32v b) { return (f32v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum); }
+
+static INLINE f32v larger(f32v a, f32v b) { return (f32v)_mm512_max_ps((__m512)a, (__m512)b); }
+
+static INLINE float largest_lane(f32v v) { return _mm512_reduce_max_ps((__m512)v); }
+
+/* Whether a lane is larger than `bound`. */
+static INLINE int is_any_above(f32v v, float bound) { return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(bound), _CMP_GT_OQ) != 0; }
+
+/* The first lane with this value, which one of them has. */
+static INLINE int first_lane(f32v v, float value) {
+    return __builtin_ctz(_mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(value), _CMP_EQ_OQ));
+}
+
+#elif defined(__AVX2__) && defined(__FMA__)
+
+#define HAS_PANELS
+#define TILE_ROWS 6 /* sums in 12 registers; an element costs 2 loads, 6 broadcasts and 12 multiplications */
+
+/* Transpose 8 × 8 elements of 32 bits: within 128 bits, then 128 bits at a time. */
+static INLINE void transpose(u32v rows[LANES]) {
+    __m256i half[8], quarter[8];
+    UNROLL for (int i = 0; i < 4; i++) {
+        half[2 * i] = _mm256_unpacklo_epi32((__m256i)rows[2 * i], (__m256i)rows[2 * i + 1]);
+        half[2 * i + 1] = _mm256_unpackhi_epi32((__m256i)rows[2 * i], (__m256i)rows[2 * i + 1]);
+    }
+    UNROLL for (int i = 0; i < 8; i += 4) { /* quarter[i + c], 128 bits number n: column 4 n + c of rows i to i + 3 */
+        quarter[i] = _mm256_unpacklo_epi64(half[i], half[i + 2]);
+        quarter[i + 1] = _mm256_unpackhi_epi64(half[i], half[i + 2]);
+        quarter[i + 2] = _mm256_unpacklo_epi64(half[i + 1], half[i + 3]);
+        quarter[i + 3] = _mm256_unpackhi_epi64(half[i + 1], half[i + 3]);
+    }
+    UNROLL for (int c = 0; c < 4; c++) {
+        rows[c] = (u32v)_mm256_permute2x128_si256(quarter[c], quarter[4 + c], 0x20);
+        rows[4 + c] = (u32v)_mm256_permute2x128_si256(quarter[c], quarter[4 + c], 0x31);
+    }
+}
+
+/* Store the first TILE_ROWS lanes. */
+static INLINE void store_tile_rows(uint32_t *to, u32v v) { memcpy(to, &v, TILE_ROWS * sizeof *to); }
+
+/* LANES elements at p, of which `left` exist. Zeros stand for the others. */
+static INLINE u32v load_left(const float *p, int64_t left) {
+    return left > 0 ? (u32v)load_up_to(FLOAT32, p, 0, left) : (u32v){0};
+}
+
+static INLINE u32v broadcast_bits(uint32_t bits) { return (u32v)_mm256_set1_epi32(bits); }
+
+static INLINE f32v multiply_add_floats(f32v sum, u32v a, u32v b) { return (f32v)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum); }
+
+static INLINE f32v larger(f32v a, f32v b) { return (f32v)_mm256_max_ps((__m256)a, (__m256)b); }
+
+static INLINE float largest_lane(f32v v) {
+    __m128 most = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+    return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
+}
+
+/* Whether a lane is larger than `bound`. */
+static INLINE int is_any_above(f32v v, float bound) { return _mm256_movemask_ps((__m256)(v > bound)) != 0; }
+
+/* The first lane with this value, which one of them has. */
+static INLINE int first_lane(f32v v, float value) { return __builtin_ctz(_mm256_movemask_ps((__m256)(v == value))); }
+
+#endif
+
+#endif
