@@ -9,13 +9,17 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import test_gemm
+import test_prefill
+import test_scores
 
 from stoker.kernels.native import build
+from stoker.kernels.native.library import kernels
 
 CASES = Path(__file__).parent / "kernel_cases.c"
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
@@ -61,6 +65,29 @@ def test_x86_with_fewer_features(flags: tuple[str, ...], run: Run, here: np.ndar
     if "-mavx2" in flags and " avx2 " not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this processor has no AVX2")
     check(run(*flags), here)
+
+
+@pytest.fixture
+def avx2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernels of this process are compiled for AVX2, also on processors that have AVX-512."""
+    if " avx2 " not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has no AVX2")
+    flags = [flag for flag in build.FLAGS if flag != "-march=native"]
+    monkeypatch.setattr(build, "FLAGS", (*flags, "-mavx2", "-mfma"))
+    monkeypatch.setenv("STOKER_CACHE", str(tmp_path))
+    kernels.cache_clear()
+    yield
+    kernels.cache_clear()
+
+
+def test_tiles_of_avx2(avx2: None) -> None:
+    """Linears, scores and attention of many rows, against float64."""
+    for count in (9, 61):
+        test_gemm.test_float32_weights("nbgr", count)
+    test_scores.test_float32(13, 33, 31, 3.0, 5.0)
+    test_scores.test_large_and_equal_logits()
+    for case in ("mixed", "head 18", "window"):
+        test_prefill.test_prefill_rows(test_prefill.CASES[case])
 
 
 @pytest.mark.skipif(not (shutil.which(ARM_COMPILER) and shutil.which(ARM_EMULATOR)), reason="no cross-compiler or emulator of ARM")
