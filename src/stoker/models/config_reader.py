@@ -21,7 +21,7 @@ from stoker.core.model_config import (
 )
 from stoker.models.architecture import Architecture
 from stoker.models.config_data import ConfigData, check_all_keys_used
-from stoker.models.config_fields import require_values
+from stoker.models.config_fields import require_values, value_or
 
 MAX_LAYERS = 4096
 MAX_SIZE = 1 << 18  # of one width or count, so that the product of any three is a byte count that fits in 64 bits
@@ -50,9 +50,9 @@ def read_model_config(row: Architecture, hf: dict[str, Any], ignored_keys: tuple
     """
     _check_depths(hf)
     data = ConfigData(hf)
-    for part in (data, data.get("text_config")):
-        require_values(part or {}, is_encoder_decoder=False, add_cross_attention=False)
     try:
+        for part in (data, value_or(data, "text_config", {})):
+            require_values(part, is_encoder_decoder=False, add_cross_attention=False)
         config = decode_model(encode_model(row.read_config(data)))  # the round trip checks the type of every field
     except KeyError as problem:
         raise CheckpointError(f"config.json has no {problem}.", cure=_CURE) from None
