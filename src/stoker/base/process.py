@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,27 @@ def freeze_objects() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def collect_rarely() -> None:
+    """Collect garbage once per 10,000 new objects instead of 700, and never when the process ends.
+
+    For commands, which import torch where they need it: `importing` explains what collections take. With 10,000 it is 0.1 s.
+    """
+    gc.set_threshold(10_000)
+    atexit.register(gc.freeze)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import large modules in the block without garbage collection, and exempt all present objects from later ones.
+
+    torch creates 270,000 objects that stay. Traversing them while they are created, and once more when the process ends, takes 0.7 of
+    2.3 s of CPU time.
+    """
+    with without_garbage_collection():
+        yield
+        gc.freeze()
 
 
 @contextmanager

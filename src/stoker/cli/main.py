@@ -14,6 +14,7 @@ import typer
 from stoker.base import env, logging
 from stoker.base.config import check_choice
 from stoker.base.errors import ConfigError, NotFoundError, RequestError, StokerError
+from stoker.base.process import collect_rarely
 from stoker.cli.command_table import command_group
 from stoker.cli.commands import COMMANDS
 
@@ -37,6 +38,7 @@ def main() -> int:
 
     An error is printed as one line on stderr; STOKER_LOG=debug adds the traceback.
     """
+    collect_rarely()
     _replace_unencodable_characters()
     signal.signal(signal.SIGTERM, _exit_on_sigterm)
     try:

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from stoker.base.process import importing
 from stoker.base.types import Guide
 from stoker.runtime.sampling.grammar_source import compile_guide, load_vocabulary
 
@@ -43,7 +44,9 @@ class Job(msgspec.Struct, frozen=True):
 def main(engine: Path, vocab_size: int) -> None:
     """Fork a child for each socket that arrives, until the control socket is closed."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children
-    vocabulary, parent = load_vocabulary(engine, vocab_size), os.getpid()
+    parent = os.getpid()
+    with importing():  # xgrammar imports torch
+        vocabulary = load_vocabulary(engine, vocab_size)
     prctl = ctypes.CDLL(None).prctl
     with socket.socket(fileno=0) as control:
         while True:

@@ -13,7 +13,7 @@ import msgspec
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import StokerError
 from stoker.base.logging import configure, get_logger
-from stoker.base.process import freeze_objects
+from stoker.base.process import freeze_objects, importing
 from stoker.runtime.worker_group.channels.channel import PlanReader
 from stoker.runtime.worker_group.channels.shared_memory import ChannelAddress, SharedMemoryReader
 
@@ -65,12 +65,13 @@ def main() -> int:
 
 def follow(task: FollowTask) -> None:
     """Load this rank, report its progress to the leader, and run the published steps until the leader ends them."""
-    import torch
-    import torch.distributed as dist
+    with importing():
+        import torch
+        import torch.distributed as dist
 
-    from stoker.distributed.world import join
-    from stoker.engine.reader import Engine
-    from stoker.runtime.worker.rank import load_rank, use_device
+        from stoker.distributed.world import join
+        from stoker.engine.reader import Engine
+        from stoker.runtime.worker.rank import load_rank, use_device
 
     channel = SharedMemoryReader(task.channel, task.reader)
     threading.Thread(target=_beat, args=(channel,), name="heartbeat", daemon=True).start()

@@ -10,7 +10,7 @@ from typing import Any
 
 from stoker.base.errors import StokerError
 from stoker.base.logging import configure, get_logger
-from stoker.base.process import freeze_objects
+from stoker.base.process import freeze_objects, importing
 from stoker.runtime.client import ExecutorInfo, Message, Shutdown
 from stoker.runtime.request import SequenceOutput
 from stoker.runtime.transport.zmq_mailbox import ZmqMailbox
@@ -43,7 +43,8 @@ def main() -> int:
     """Run the executor of the task that the supervisor sends. Returns the exit status."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # inherited by its child processes
     configure()
-    import stoker.runtime.load  # noqa: F401  # torch takes seconds, in which the supervisor may still prepare the task
+    with importing():
+        import stoker.runtime.load  # noqa: F401  # torch takes seconds, in which the supervisor may still prepare the task
 
     task, report_ready = receive_task()
     end_with_parent(EXECUTOR_STOP_SIGNAL)

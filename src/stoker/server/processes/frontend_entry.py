@@ -6,6 +6,7 @@ import sys
 
 from stoker.base.errors import StokerError
 from stoker.base.logging import configure, get_logger
+from stoker.base.process import importing
 
 log = get_logger(__name__)
 
@@ -14,7 +15,8 @@ def main() -> int:
     """Run `frontend.main` and return its exit status. If its import fails, report the error and return 1."""
     configure()
     try:
-        from stoker.server.processes.frontend import main
+        with importing():
+            from stoker.server.processes.frontend import main
     except StokerError as error:
         log.error("%s", error)
         return 1
