@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -79,7 +80,7 @@ def check_model_config(config: ModelConfig) -> None:
     Raises CheckpointError naming the field, its value and its limit.
     """
     for part in _config_parts(config):
-        for field in msgspec.structs.fields(part):
+        for field in _fields_of(type(part)):
             _check_number(field, getattr(part, field.name))
         if isinstance(part, RopeConfig):
             _check_rope(part)
@@ -89,6 +90,12 @@ def check_model_config(config: ModelConfig) -> None:
             _check_experts(part)
         elif isinstance(part, Mamba2Config | DeltaNetConfig):
             _check_state_heads(part)
+
+
+@cache
+def _fields_of(struct: type[msgspec.Struct]) -> tuple[Any, ...]:
+    """The fields of a class. msgspec compiles its annotations in each call, which took 7 ms for a model."""
+    return msgspec.structs.fields(struct)
 
 
 def _config_parts(config: ModelConfig) -> Iterator[msgspec.Struct]:
