@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from cases import CASES
@@ -83,9 +84,8 @@ def check_served(
         engine, device=device, policy="max_utilization", max_num_tokens=40 if in_one_step else 16, kv_cache_tokens=14 * 16, num_threads=1
     ) as llm:
         answers = llm.generate(prompts, params)
-        later = llm.generate(
-            [*prompts[2][:33], *(prompts[2][-2:] if in_one_step else [4])], params
-        )  # shares two blocks with an earlier prompt
+        # Shares two blocks with an earlier prompt. Its answer is short, because the others reach further positions.
+        later = llm.generate([*prompts[2][:33], *(prompts[2][-2:] if in_one_step else [4])], msgspec.structs.replace(params, max_tokens=8))
         stats = llm.stats()
     assert stats.num_preemptions > 0 and (stats.num_reused_tokens > 0) == (not in_one_step)
     check_speculation(engine, prompts, params, [answer.choices[0].token_ids for answer in answers], device, repeats=not has_state)
