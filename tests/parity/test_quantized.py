@@ -31,6 +31,9 @@ BOUNDS: dict[str, tuple[float, dict[str, int]]] = {
     "FP8_KV": (0.28, {}),
     "FP8_BLOCK": (0.3, {"rows": 4, "columns": 8}),
 }
+# Each is a part of another recipe, or combines two others: their formats and the quantized KV cache are tested with those for every row, and
+# by themselves for one row in four.
+COMBINATIONS = {"WEIGHTS_ONLY_INT8", "WEIGHTS_KV_INT4", "FP8"}
 CALIBRATED = set(BOUNDS) - {"WEIGHTS_ONLY_INT8", "WEIGHTS_ONLY_INT4", "FP8", "FP8_BLOCK"}
 
 
@@ -44,6 +47,9 @@ def test_quantized_logits_are_near_the_reference(row: str, tmp_path: Path, lette
     reference.save(tmp_path / "hf")
     limits = Limits(max_input_len=128, max_output_len=128, max_num_tokens=512, max_batch_size=8, tokens_per_block=16)
     for recipe, (bound, format_settings) in BOUNDS.items():
+        is_prefix_lm = row in ("GLMModel", "ChatGLM1Model")  # which has no calibrated recipe that contains the others
+        if recipe in COMBINATIONS and not is_prefix_lm and list(FIRST).index(row) % 4:
+            continue
         settings = BuildConfig(
             tokenizer=str(letters),
             device="cpu",
@@ -54,7 +60,7 @@ def test_quantized_logits_are_near_the_reference(row: str, tmp_path: Path, lette
             calibration_size=4,
             calibration_seq_len=32,
         )
-        if row in ("GLMModel", "ChatGLM1Model") and recipe in CALIBRATED:
+        if is_prefix_lm and recipe in CALIBRATED:
             with pytest.raises(ConfigError, match=rf"^{recipe} .*is refused: it is calibrated on text, and {row} is a prefix LM"):
                 build(tmp_path / "hf", tmp_path / recipe, settings, verify="none")
             continue
