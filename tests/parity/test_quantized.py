@@ -31,8 +31,8 @@ BOUNDS: dict[str, tuple[float, dict[str, int]]] = {
     "FP8_KV": (0.28, {}),
     "FP8_BLOCK": (0.3, {"rows": 4, "columns": 8}),
 }
-# Each is a part of another recipe, or combines two others: their formats and the quantized KV cache are tested with those for every row, and
-# by themselves for one row in four.
+# Each is a part of another recipe, or combines two others: their formats and the quantized KV cache are tested with those for every row,
+# and by themselves for one row in four.
 COMBINATIONS = {"WEIGHTS_ONLY_INT8", "WEIGHTS_KV_INT4", "FP8"}
 CALIBRATED = set(BOUNDS) - {"WEIGHTS_ONLY_INT8", "WEIGHTS_ONLY_INT4", "FP8", "FP8_BLOCK"}
 
