@@ -2,7 +2,7 @@
 
 PYTHONPATH=src python benchmarks/speculation.py --config benchmarks/models/llama-3.1-8b --json results.json    # an H200, 6 minutes
 PYTHONPATH=src python benchmarks/speculation.py --full-load 256 --json results.json    # prompt lookup that finds nothing, at full load
-PYTHONPATH=src python benchmarks/speculation.py --cpu --json results.json    # the demo model on this CPU, 3 minutes
+PYTHONPATH=src python benchmarks/speculation.py --cpu --json results.json    # the demo model on this CPU, 5 minutes
 
 On a GPU the weights are random, so no draft would be accepted. Three of four drafts are then accepted (`forced`): before the verification,
 the sampled tokens are replaced by these drafts, or by others after the third, by two small kernels more than with real drafts. Lookups, the
@@ -25,6 +25,7 @@ from unittest import mock
 
 import torch
 
+from stoker import LLM, SamplingParams
 from stoker.base.config import Limits, Mapping, RuntimeConfig
 from stoker.base.draft_settings import without_unused_drafts
 from stoker.builder.build import build, build_cached
@@ -172,45 +173,63 @@ def full_load(args: argparse.Namespace, name: str, repeats: int = 4) -> dict[str
 
 # On a CPU.
 
-EDIT = """Rewrite the following text, and change nothing except the name Smith, which becomes Jones:
+TEXT = """Mr. Smith has worked at the harbour for twenty years. Every mornnig Mr. Smith opens the gate, reads the list of ships, and calls
+the pilots. On Mondays he checks the cranes with two enginers, and on Fridays he writes a report about the cargo. Mr. Smith says that the
+work is never the same on two days, because the wether, the tides and the ships are always different."""
+SHIPS = """{"name": "harbour", "ships": [{"name": "Anna", "length": 120, "flag": "NO"}, {"name": "Berta", "length": 95, "flag": "SE"},
+{"name": "Clara", "length": 180, "flag": "DK"}, {"name": "Dora", "length": 60, "flag": "NO"}]}"""
+TASKS = {  # the first three edit a given text
+    "spelling": f"Correct the spelling mistakes in this text and repeat the whole text:\n\n{TEXT}",
+    "name": f"Rewrite the following text, and change nothing except the name Smith, which becomes Jones:\n\n{TEXT}",
+    "json": f"Change the flag of Berta to FI in this JSON, and answer with the whole JSON:\n\n{SHIPS}",
+    "free": "Write a long story about a lighthouse keeper and a storm.",
+}
 
-Mr. Smith has worked at the harbour for twenty years. Every morning Mr. Smith opens the gate, reads the list of ships, and calls the
-pilots. On Mondays he checks the cranes with two engineers, and on Fridays he writes a report about the cargo. Mr. Smith says that the
-work is never the same on two days, because the weather, the tides and the ships are always different."""
-FREE = "Write a long story about a lighthouse keeper and a storm."
 
+def on_cpu(quantization: str, repeats: int) -> list[dict[str, Any]]:
+    """Tokens per second of the demo model with and without prompt lookup, alternating, for tasks that copy and one that does not.
 
-def on_cpu(repeats: int = 5) -> dict[str, Any]:
-    """Tokens per second of the demo model with and without prompt lookup, alternating, for a task that copies and one that does not."""
-    from stoker import LLM, SamplingParams
-
+    The prompt is in the KV cache, so that the times are those of decoding.
+    """
     limits = Limits(max_batch_size=4, max_input_len=1024, max_output_len=1024)
-    engine = build_cached(str(default_checkpoint()), BuildConfig(device="cpu", limits=limits), verify="none")
-    models = {"none": LLM(str(engine.path)), "ngram": LLM(str(engine.path), speculate="ngram", draft_tokens=15)}
-    result: dict[str, Any] = {}
-    for task, text in (("edit", EDIT), ("free", FREE)):
-        times: dict[str, list[float]] = {speculate: [] for speculate in models}
-        answers = {}
-        for _ in range(repeats):
-            for speculate, llm in models.items():
-                started = time.perf_counter()
-                (answer,) = llm.chat([[{"role": "user", "content": text}]], SamplingParams(max_tokens=160, temperature=0.0))
-                times[speculate].append(time.perf_counter() - started)
-                answers[speculate] = answer.choices[0].token_ids
-        fastest = {speculate: min(values) for speculate, values in times.items()}
-        result[task] = {
-            "tokens": len(answers["none"]),
-            "equal": list(answers["none"]) == list(answers["ngram"]),
-            **{f"{speculate}_tokens_per_s": len(answers[speculate]) / seconds for speculate, seconds in fastest.items()},
-            "speedup": fastest["none"] / fastest["ngram"],
-        }
-        print(task, result[task], flush=True)
+    config = BuildConfig(device="cpu", limits=limits, quantization=None if quantization == "AS_STORED" else quantization)
+    engine = str(build_cached(str(default_checkpoint()), config, verify="none").path)
+    models = {"none": LLM(engine), "ngram": LLM(engine, speculate="ngram")}
+    return [cpu_task(models, quantization, task, repeats) for task in TASKS]
+
+
+def cpu_task(models: dict[str, LLM], quantization: str, task: str, repeats: int) -> dict[str, Any]:
+    """The fastest of `repeats` answers to one task, after one that is not timed."""
+    seconds: dict[str, list[float]] = {speculate: [] for speculate in models}
+    answers, before = {}, models["ngram"].stats()
+    for repeat in range(1 + repeats):
+        for speculate, llm in models.items():
+            started = time.perf_counter()
+            (answer,) = llm.chat([[{"role": "user", "content": TASKS[task]}]], SamplingParams(max_tokens=160, temperature=0.0))
+            if repeat:
+                seconds[speculate].append(time.perf_counter() - started)
+            answers[speculate] = list(answer.choices[0].token_ids)
+    after = models["ngram"].stats()
+    tokens, fastest = len(answers["none"]), {speculate: min(values) for speculate, values in seconds.items()}
+    steps = (1 + repeats) * tokens - (after.num_accepted_draft_tokens - before.num_accepted_draft_tokens)
+    result = {
+        "format": quantization,
+        "task": task,
+        "tokens": tokens,
+        "equal": answers["none"] == answers["ngram"],
+        "tokens_per_step": (1 + repeats) * tokens / steps,
+        **{f"{speculate}_tokens_per_s": tokens / value for speculate, value in fastest.items()},
+        "speedup": fastest["none"] / fastest["ngram"],
+    }
+    print(result, flush=True)
     return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--cpu", action="store_true", help="the demo model on this CPU")
+    parser.add_argument("--cpu-formats", default="AS_STORED,NO_QUANT", help="quantizations of the demo model")
+    parser.add_argument("--repeats", type=int, default=5, help="timed answers to each task of --cpu")
     parser.add_argument("--config", default="benchmarks/models/llama-3.1-8b")
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--rows", type=lambda text: [int(rows) for rows in text.split(",")], default=[1, 8])
@@ -220,7 +239,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.cpu:
-        found: dict[str, Any] = {**provenance(device="cpu"), "cpu": on_cpu()}
+        found: dict[str, Any] = {
+            **provenance(device="cpu"),
+            "cpu": [row for name in args.cpu_formats.split(",") for row in on_cpu(name, args.repeats)],
+        }
     else:
         what = {"config": args.config, "context": args.context, "drafts": DRAFTS, "forced_accepted": ACCEPTED}
         measure = full_load if args.full_load else on_gpu

@@ -1,4 +1,4 @@
-/* Paged attention of single queries: those of decode rows, and of rows with draft trees. See `ops.attention`.
+/* Paged attention of single queries: those of decode rows, and of rows that verify drafts. See `ops.attention`.
  *
  * A work item is one KV head of one query. It goes through the keys of the query in tiles of KEY_TILE, with an online softmax, and computes
  * up to GROUP_QUERIES query heads of the head's group (GQA) in one pass, so that each key and value is loaded once for all of them.
@@ -23,9 +23,9 @@ struct attention {
     const char *q, *keys, *values;       /* q [rows, heads, size] */
     const float *key_scale, *value_scale; /* [kv_heads] of an int8 cache, else NULL */
     const int32_t *block_tables, *lengths; /* lengths [rows]: the keys up to that of the query */
-    /* For draft trees, else NULL, [rows] each: the row of the block table; the position of the query + 1; the first key of the tree; and
-     * a mask of its keys. */
-    const int32_t *tables, *ends, *tree_starts;
+    const int32_t *tables; /* [rows]: the row of the block table. NULL: each query has its own */
+    /* For draft trees, else NULL, [rows] each: the position of the query + 1; the first key of the tree; and a mask of its keys. */
+    const int32_t *ends, *tree_starts;
     const int64_t *masks;
     void *out; /* [rows, heads × value_size] */
     int64_t rows; /* queries */
@@ -64,26 +64,44 @@ static INLINE int64_t key_place(const struct attention *a, const struct queries 
     return (block * a->kv_heads + s->kv_head) * a->block_size + place;
 }
 
-/* weights[g][i] = q[g] · key first + i, for G queries and `count` keys. */
+/* weights[g][i] = q[g] · key i for G queries and the K keys from i on, which are at `at` in the cache. */
+static INLINE void score_keys(int G, int K, int dtype, const struct attention *a, struct queries *s, int64_t i, int64_t at) {
+    f32v sum[2][GROUP_QUERIES] = {0};
+    for (int64_t d = 0; d < a->size; d += LANES) {
+        f32v key[2];
+        UNROLL for (int k = 0; k < K; k++) key[k] = load(dtype, a->keys, at + k * a->size + d);
+        UNROLL for (int g = 0; g < G; g++) {
+            f32v q = load(FLOAT32, s->q[g], d);
+            UNROLL for (int k = 0; k < K; k++) sum[k][g] += key[k] * q;
+        }
+    }
+    UNROLL for (int k = 0; k < K; k++) {
+        float scores[GROUP_QUERIES];
+        if (G == 1) scores[0] = sum_lanes(sum[k][0]);
+        else sum_lanes_of_4(sum[k][0], sum[k][1], sum[k][2], sum[k][3], scores);
+        UNROLL for (int g = 0; g < G; g++) s->weights[g][i + k] = scores[g];
+    }
+}
+
+/* weights[g][i] = q[g] · key first + i, for G queries and `count` keys. Two keys at a time, which share the loads of q. */
 static INLINE void compute_scores(int G, int dtype, const struct attention *a, struct queries *s, int64_t first, int64_t count) {
     for (int64_t i = 0, run; i < count;) {
-        int64_t at = key_place(a, s, first + i, &run) * a->size;
-        for (int64_t end = min_i64(i + run, count); i < end; i++, at += a->size) {
-            f32v sum[GROUP_QUERIES] = {0};
-            for (int64_t d = 0; d < a->size; d += LANES) {
-                f32v key = load(dtype, a->keys, at + d);
-                UNROLL for (int g = 0; g < G; g++) sum[g] += key * load(FLOAT32, s->q[g], d);
-            }
-            UNROLL for (int g = 0; g < G; g++) s->weights[g][i] = sum_lanes(sum[g]);
-        }
+        int64_t at = key_place(a, s, first + i, &run) * a->size, end = min_i64(i + run, count);
+        for (; i + 2 <= end; i += 2, at += 2 * a->size) score_keys(G, 2, dtype, a, s, i, at);
+        if (i < end) score_keys(G, 1, dtype, a, s, i++, at);
     }
 }
 
 /* Replace the `count` scores in `weights` by exp(score - highest), after raising `highest` to the largest score so far and scaling `sum`
  * and out [size] down accordingly. */
 static void update_softmax(int64_t size, int64_t count, float *weights, float *highest, float *sum, float *out) {
-    float raised = *highest, fade;
-    for (int64_t i = 0; i < count; i++) raised = weights[i] > raised ? weights[i] : raised;
+    float raised = *highest, lanes[LANES], fade;
+    f32v largest = broadcast(raised);
+    int64_t whole = count / LANES * LANES;
+    for (int64_t i = 0; i < whole; i += LANES) largest = blend(load(FLOAT32, weights, i) > largest, load(FLOAT32, weights, i), largest);
+    memcpy(lanes, &largest, sizeof lanes);
+    for (int i = 0; i < LANES; i++) raised = lanes[i] > raised ? lanes[i] : raised;
+    for (int64_t i = whole; i < count; i++) raised = weights[i] > raised ? weights[i] : raised;
     fade = expf(*highest - raised);
     *highest = raised;
     f32v sums = broadcast(0);
@@ -96,19 +114,26 @@ static void update_softmax(int64_t size, int64_t count, float *weights, float *h
     for (int64_t d = 0; d < size; d++) out[d] *= fade;
 }
 
-/* out[g] += Σ_i weights[g][i] × value first + i, for G queries and `count` keys. */
+/* out[g][d :] += Σ_i weights[g][i] × value i, for G queries, V vectors of features, and keys i : end, which are at `at` in the cache. */
+static INLINE void add_features(int G, int V, int dtype, const struct attention *a, struct queries *s, int64_t i, int64_t end, int64_t at,
+                                int64_t d) {
+    f32v sum[GROUP_QUERIES][2];
+    UNROLL for (int g = 0; g < G; g++) UNROLL for (int v = 0; v < V; v++) sum[g][v] = load(FLOAT32, s->out[g], d + v * LANES);
+    for (; i < end; i++, at += a->value_size) {
+        f32v value[2];
+        UNROLL for (int v = 0; v < V; v++) value[v] = load(dtype, a->values, at + d + v * LANES);
+        UNROLL for (int g = 0; g < G; g++) UNROLL for (int v = 0; v < V; v++) sum[g][v] += s->weights[g][i] * value[v];
+    }
+    UNROLL for (int g = 0; g < G; g++) UNROLL for (int v = 0; v < V; v++) store_up_to(FLOAT32, s->out[g], d + v * LANES, sum[g][v], LANES);
+}
+
+/* out[g] += Σ_i weights[g][i] × value first + i, for G queries and `count` keys. Two vectors at a time, which share the weights. */
 static INLINE void add_values(int G, int dtype, const struct attention *a, struct queries *s, int64_t first, int64_t count) {
     for (int64_t i = 0, run, end; i < count; i = end) {
-        int64_t at = key_place(a, s, first + i, &run) * a->value_size;
+        int64_t at = key_place(a, s, first + i, &run) * a->value_size, d = 0;
         end = min_i64(i + run, count);
-        for (int64_t d = 0; d < a->value_size; d += LANES) {
-            f32v sum[GROUP_QUERIES] = {0};
-            for (int64_t j = i; j < end; j++) {
-                f32v value = load(dtype, a->values, at + (j - i) * a->value_size + d);
-                UNROLL for (int g = 0; g < G; g++) sum[g] += s->weights[g][j] * value;
-            }
-            UNROLL for (int g = 0; g < G; g++) store_up_to(FLOAT32, s->out[g], d, sum[g] + load(FLOAT32, s->out[g], d), LANES);
-        }
+        for (; d + 2 * LANES <= a->value_size; d += 2 * LANES) add_features(G, 2, dtype, a, s, i, end, at, d);
+        if (d < a->value_size) add_features(G, 1, dtype, a, s, i, end, at, d);
     }
 }
 

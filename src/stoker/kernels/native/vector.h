@@ -159,7 +159,7 @@ static INLINE float sum_lanes(f32v v) {
     return parts[0];
 }
 
-/* to[i] = sum_lanes of vector i, bitwise. On AVX-512 all four are halved at once, in a third of the instructions. */
+/* to[i] = sum_lanes of vector i, bitwise. With AVX, all four are halved at once, in a third of the instructions. */
 static INLINE void sum_lanes_of_4(f32v a, f32v b, f32v c, f32v d, float *to) {
 #ifdef __AVX512F__
     __m512 left = _mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x44) + _mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xee);
@@ -168,6 +168,12 @@ static INLINE void sum_lanes_of_4(f32v a, f32v b, f32v c, f32v d, float *to) {
     sum += _mm512_permute_ps(sum, 0x4e);
     sum += _mm512_permute_ps(sum, 0xb1);
     _mm_storeu_ps(to, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, sum))); /* a compressing store takes 100 cycles on Zen 4 */
+#elif defined(__AVX2__)
+    __m256 left = _mm256_permute2f128_ps((__m256)a, (__m256)c, 0x20) + _mm256_permute2f128_ps((__m256)a, (__m256)c, 0x31);
+    __m256 right = _mm256_permute2f128_ps((__m256)b, (__m256)d, 0x20) + _mm256_permute2f128_ps((__m256)b, (__m256)d, 0x31);
+    __m256 sum = _mm256_shuffle_ps(left, right, 0x44) + _mm256_shuffle_ps(left, right, 0xee); /* a, a, b, b, c, c, d, d */
+    sum = _mm256_shuffle_ps(sum, sum, 0x88) + _mm256_shuffle_ps(sum, sum, 0xdd);              /* a, b, a, b, c, d, c, d */
+    _mm_storeu_ps(to, _mm_shuffle_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1), 0x44));
 #else
     to[0] = sum_lanes(a), to[1] = sum_lanes(b), to[2] = sum_lanes(c), to[3] = sum_lanes(d);
 #endif
