@@ -10,6 +10,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,15 @@ class Answers:
         return (at + ahead >= self.first[:, None]) & (at + ahead < self.length[:, None])
 
 
+def products() -> AbstractContextManager[Any]:
+    """Products in bfloat16 where the processor has them, which is twice as fast; weights and their updates are float32.
+
+    Without them, PyTorch needs 15 s instead of 0.9 s for a training step of the Medusa heads on a Zen 3 core.
+    """
+    has_bfloat16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+    return torch.autocast("cpu", torch.bfloat16) if has_bfloat16 else nullcontext()
+
+
 def default_layers(num_layers: int) -> tuple[int, int, int]:
     """The layers before which the published EAGLE-3 heads read hidden states, if their config.json names none."""
     return 2, num_layers // 2, num_layers - 3
@@ -59,7 +69,7 @@ def read_states(model: Any, sequences: list[tuple[list[int], list[int]]]) -> Ans
     chosen = default_layers(model.config.num_hidden_layers)
     layers, last = [], []
     for batch in tokens.split(BATCH):
-        with torch.autocast("cpu", torch.bfloat16):
+        with products():
             states = [state.float() for state in model.model(batch, output_hidden_states=True).hidden_states]
         layers.append(torch.cat([states[layer] for layer in chosen], dim=-1))
         last.append(states[-1])
@@ -195,7 +205,7 @@ def train(module: nn.Module, steps: int, rate: float, loss_of: Callable[[Tensor]
     for step in range(steps):
         if len(order) < BATCH:
             order = torch.randperm(count)
-        with torch.autocast("cpu", torch.bfloat16):  # twice as fast with AVX-512; weights and their updates are float32
+        with products():
             loss = loss_of(order[:BATCH])
         order = order[BATCH:]
         optimizer.zero_grad()
