@@ -336,7 +336,7 @@ def test_a_fused_layer_equals_its_linears(form: str, last: bool, dtype: torch.dt
 @needs_compiler
 def test_unsupported_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = fused_layer_of("float32", torch.float32)
-    assert fused_layer.supports_fused_layer(parts, 8) and not fused_layer.supports_fused_layer(parts, 9)
+    assert fused_layer.supports_fused_layer(parts, 16) and not fused_layer.supports_fused_layer(parts, 17)
     unknown = replace(parts.up, weight=replace(parts.up.weight, format="fp8"))  # type: ignore[type-var]
     narrow = fused_layer_of("float32", torch.float32, hidden=64)
     for other in (unknown, replace(parts.up, weight=None), narrow.up):
