@@ -351,7 +351,7 @@ def test_unsupported_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
         (x, halves[0]),
         (x, halves[1]),
         (x.half(), stream.half()),
-        (torch.randn(9, 64), torch.randn(9, 96)),
+        (torch.randn(17, 64), torch.randn(17, 96)),
     ):
         fused_layer.fused_layer(*refused, parts)
     assert len(ran) == 5
