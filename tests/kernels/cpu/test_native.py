@@ -11,7 +11,7 @@ import torch
 from oracle import Case, expected_attention, relative_error
 from torch import Tensor
 
-from stoker.core.forward_batch import KVCache, VerifiedRows
+from stoker.core.forward_batch import KVCache
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.native import attention, build, fused_layer, linear, quant_fp8, quant_int4, quant_int8, rope
 from stoker.kernels.reference import activation as activation_reference
@@ -441,26 +441,6 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_attention_of_single_queries(case: Case) -> None:
     q, cache, batch, params = case.build()
-    found = attention.attention(q, cache, batch, params)
-    assert found.dtype == q.dtype
-    assert relative_error(found, expected_attention(q, cache, batch, params)) < TOLERANCE[case.dtype]
-
-
-DRAFTED = {
-    "chains": Case([(1, 37), (5, 60), (2, 2), (16, 150)], heads=9, kv_heads=3),
-    "window": Case([(4, 97), (8, 300)], window=64, dtype=torch.bfloat16),
-    "chunk": Case([(1, 65), (5, 67), (3, 131)], chunk=64),
-    "int8": Case([(1, 33), (7, 140)], cache_dtype=torch.int8),
-}
-
-
-@needs_compiler
-@kernel_only
-@pytest.mark.parametrize("case", DRAFTED.values(), ids=DRAFTED.keys())
-def test_attention_of_chains_of_drafts(case: Case) -> None:
-    q, cache, batch, params = case.build()
-    drafted = [queries for queries, _ in case.rows if queries > 1]
-    batch.verified = VerifiedRows(len(drafted), sum(drafted), max(drafted))
     found = attention.attention(q, cache, batch, params)
     assert found.dtype == q.dtype
     assert relative_error(found, expected_attention(q, cache, batch, params)) < TOLERANCE[case.dtype]

@@ -1,4 +1,4 @@
-/* Paged attention of single queries: those of decode rows, and of rows that verify drafts. See `ops.attention`.
+/* Paged attention of single queries: those of decode rows, and of rows with draft trees. See `ops.attention`.
  *
  * A work item is one KV head of one query. It goes through the keys of the query in tiles of KEY_TILE, with an online softmax, and computes
  * up to GROUP_QUERIES query heads of the head's group (GQA) in one pass, so that each key and value is loaded once for all of them.
@@ -23,9 +23,9 @@ struct attention {
     const char *q, *keys, *values;       /* q [rows, heads, size] */
     const float *key_scale, *value_scale; /* [kv_heads] of an int8 cache, else NULL */
     const int32_t *block_tables, *lengths; /* lengths [rows]: the keys up to that of the query */
-    const int32_t *tables; /* [rows]: the row of the block table. NULL: each query has its own */
-    /* For draft trees, else NULL, [rows] each: the position of the query + 1; the first key of the tree; and a mask of its keys. */
-    const int32_t *ends, *tree_starts;
+    /* For draft trees, else NULL, [rows] each: the row of the block table; the position of the query + 1; the first key of the tree; and
+     * a mask of its keys. */
+    const int32_t *tables, *ends, *tree_starts;
     const int64_t *masks;
     void *out; /* [rows, heads × value_size] */
     int64_t rows; /* queries */

@@ -1,4 +1,4 @@
-"""Paged attention by the C kernels: decode rows and rows that verify drafts (attention.c), other rows (prefill.c)."""
+"""Paged attention by the C kernels: decode rows and rows with draft trees (attention.c), other rows (prefill.c)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from stoker.kernels.reference.attention import step_value
 from stoker.kernels.types import AttentionParams
 
 MAX_TREE_QUERIES = 64  # queries of a row in a step with trees; the reference computes longer prefills beside trees
-MAX_DRAFTED_QUERIES = 16  # of a row with a chain of drafts, whose keys are read once per query
 
 if TYPE_CHECKING:
     from stoker.core.forward_batch import ForwardBatch, KVCache
@@ -25,24 +24,14 @@ if TYPE_CHECKING:
 def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
     """Paged attention (`ops.attention`) by the C kernels for steps that they support, otherwise by the reference.
 
-    The kernel of decode steps computes each query by itself, and therefore serves steps that verify drafts and have short rows only, too.
+    The kernel of decode steps computes each query by itself, and therefore serves steps with draft trees whose rows are short, too.
     """
     out = None
-    if _has_single_queries(q.shape[0], batch):
+    if batch.num_decodes == q.shape[0] or (batch.tree is not None and batch.max_query_len <= MAX_TREE_QUERIES):
         out = _attend(q, cache, batch, params)
     elif batch.tree is None and batch.prefix_lens is None:
         out = _prefill(q, cache, batch, params)
     return reference.attention(q, cache, batch, params) if out is None else out
-
-
-def _has_single_queries(tokens: int, batch: ForwardBatch) -> bool:
-    """Whether a step of `tokens` tokens consists of rows whose queries are computed one by one."""
-    if batch.num_decodes == tokens:
-        return True
-    if batch.tree is not None:
-        return batch.max_query_len <= MAX_TREE_QUERIES
-    is_drafted = batch.verified is not None and batch.prefix_lens is None
-    return is_drafted and batch.max_query_len <= MAX_DRAFTED_QUERIES
 
 
 class _Queries(NamedTuple):
@@ -50,18 +39,16 @@ class _Queries(NamedTuple):
 
     lengths: Tensor  # the keys up to that of the query
     tables: Tensor | None = None  # the row of the block table
-    ends: Tensor | None = None  # the position of the query + 1; from here on for draft trees
+    ends: Tensor | None = None  # the position of the query + 1
     tree_starts: Tensor | None = None  # the position of the first key of the tree
     masks: Tensor | None = None  # the keys of the tree to which the query attends
 
 
-def _queries(batch: ForwardBatch, tree: TreeMask | None) -> _Queries:
-    """The queries of a step that verifies drafts."""
+def _queries(batch: ForwardBatch, tree: TreeMask) -> _Queries:
+    """The queries of a step with trees."""
     starts = batch.query_starts.long()
     tables = torch.arange(batch.num_rows).repeat_interleave(starts.diff())
     lengths = batch.seq_lens[tables] - starts[1:][tables] + torch.arange(len(tables)) + 1
-    if tree is None:
-        return _Queries(lengths.int(), tables.int())
     tree_starts = tree.starts[tables]
     ends = torch.where(tree_starts == NO_TREE, lengths, batch.positions[: len(tables)] + 1)
     return _Queries(lengths.int(), tables.int(), ends.int(), tree_starts, tree.masks[: len(tables)].contiguous())
@@ -70,12 +57,12 @@ def _queries(batch: ForwardBatch, tree: TreeMask | None) -> _Queries:
 def _attend(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor | None:
     """Attention [Q, heads × Dv] of Q queries, which are the first ones of the step, or None when the kernel does not support the arguments.
 
-    Q is the number of tokens of the step, or that of its decode rows.
+    Without draft trees, these are those of the first Q rows, which are decode rows.
     """
     library, dtype = kernels(), ACTIVATION_DTYPES.get(q.dtype, -1)
     queries = _Queries(batch.seq_lens)
-    if batch.tree is not None or q.shape[0] > batch.num_decodes:
-        queries = step_value(batch, "queries", lambda: _queries(batch, batch.tree))
+    if (tree := batch.tree) is not None:
+        queries = step_value(batch, "queries", lambda: _queries(batch, tree))
     pages, tables, lens = native_pages(cache, dtype), tensor_info(batch.block_tables), tensor_info(queries.lengths)
     if isinstance(library, str) or pages is None or not _is_supported(params):
         return None
