@@ -59,6 +59,7 @@ class Architecture:
     ignored_keys: tuple[str, ...] = ()  # fnmatch patterns of config.json keys without effect, beyond those of config_data.NO_EFFECT
     tensor_renames: tuple[tuple[str, str], ...] = ()  # (regular expression, replacement) for older spellings of tensor names
     stacks_experts: bool = False  # whether checkpoints may have stacked experts instead of single ones, see `models.stacked_experts`
+    plain_export: bool = False  # whether exported checkpoints have plain numbers only: quantized ones have experts of another kind
     # Foreign option that names a model version, such as gpt_model_version → the values that agree with a config.json.
     version_options: Mapping[str, Callable[[dict[str, Any]], tuple[str, ...]]] = field(default_factory=dict)
     # Engine module → the number of parts of a fused linear that each of its sources has, where one has several; for the export.

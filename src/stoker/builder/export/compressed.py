@@ -19,7 +19,7 @@ from stoker.quant.formats.int8 import Int8
 from stoker.quant.formats.int8_grouped import GroupedInt8, in_feature_order
 from stoker.quant.formats.smoothquant import SmoothQuant
 
-PER_WORD = 8  # int4 values of an int32 word
+WORD_BITS = 32
 
 
 def scheme_of(chosen: Format, stored: dict[str, Tensor]) -> dict[str, Any] | None:
@@ -80,6 +80,47 @@ def module_tensors(chosen: Format, stored: dict[str, Tensor], dtype: torch.dtype
     return tensors | ({"input_scale": stored["input_scale"]} if "input_scale" in stored else {})
 
 
+def expert_module(chosen: Format, stored: dict[str, Tensor], dtype: torch.dtype) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
+    """(settings, tensors by suffix) of a linear of an expert, in a form that transformers reads. The settings are None for plain numbers.
+
+    transformers dequantizes experts when it loads them: FP8 with a scale per row, and packed integers without zero points. Other integers
+    with a scale per row or group, which differ from their zero points by -128 to 127, are packed with 8 bits, without a change of values.
+    """
+    symmetric_int4 = isinstance(chosen, Int4) and chosen.zero == "none" and not chosen.reorder
+    if isinstance(chosen, (Dense, Fp8, Fp4)) or symmetric_int4:
+        return scheme_of(chosen, stored), module_tensors(chosen, stored, dtype)
+    values = _symmetric_values(chosen, stored)
+    if values is None or int(values.min()) < -128 or int(values.max()) > 127:
+        return None, {"weight": dequantize(chosen, stored).to(dtype)}
+    scale = stored["scale"].float() if stored["scale"].dim() == 1 else stored["scale"]
+    weights = _weights(8, "int", "channel")
+    if isinstance(chosen, (GroupedInt8, Int4)):
+        weights = _weights(8, "int", "group", group_size=chosen.group_size)
+    tensors = {
+        "weight_packed": _pack_words(values + 128, 8),
+        "weight_scale": scale if scale.dim() == 2 else scale[:, None],
+        "weight_shape": torch.tensor(values.shape, dtype=torch.int64),
+    }
+    return _scheme("pack-quantized", weights, None), tensors
+
+
+def _symmetric_values(chosen: Format, stored: dict[str, Tensor]) -> Tensor | None:
+    """The stored integers minus their zero points, int16 [out, in]; None for other formats, and for columns in another order."""
+    if isinstance(chosen, (Int8, SmoothQuant)):
+        return stored["weight"].to(torch.int16)
+    if not isinstance(chosen, (GroupedInt8, Int4)) or chosen.reorder:
+        return None
+    bits = 4 if isinstance(chosen, Int4) else 8
+    values = stored["weight"].to(torch.int16) if bits == 8 else unpack(stored["weight"]).to(torch.int16) - 8
+    if "zero" in stored:
+        zero: Tensor | None = stored["zero"].to(torch.int16) - 8
+    elif "offset" in stored:
+        zero = _zero_points(stored, bits)
+    else:
+        return values
+    return None if zero is None else values - zero.repeat_interleave(chosen.group_size, 1)[:, : values.shape[1]]
+
+
 def _zero_points(stored: dict[str, Tensor], bits: int) -> Tensor | None:
     """The zero points [out, groups] as integers of `bits` bits around 0; None if they are none, or out of range."""
     half = 1 << bits - 1
@@ -110,14 +151,15 @@ def _grouped_tensors(chosen: GroupedInt8 | Int4, stored: dict[str, Tensor]) -> d
     zero = _zero_points(stored, bits) if "zero" in stored or "offset" in stored else None
     if bits == 8:
         return tensors | {"weight": values} | ({} if zero is None else {"weight_zero_point": zero.to(torch.int8)})
-    tensors |= {"weight_packed": _pack_words(values), "weight_shape": torch.tensor(values.shape, dtype=torch.int64)}
-    return tensors if zero is None else tensors | {"weight_zero_point": _pack_words((zero + 8).t()).t()}
+    tensors |= {"weight_packed": _pack_words(values, 4), "weight_shape": torch.tensor(values.shape, dtype=torch.int64)}
+    return tensors if zero is None else tensors | {"weight_zero_point": _pack_words((zero + 8).t(), 4).t()}
 
 
-def _pack_words(values: Tensor) -> Tensor:
-    """int32 [n, ceil(k / 8)] from values 0 to 15 [n, k]."""
-    padded = torch.nn.functional.pad(values.to(torch.int64), (0, -values.shape[1] % PER_WORD)).unflatten(1, (-1, PER_WORD))
-    words = (padded << (4 * torch.arange(PER_WORD))).sum(-1)
+def _pack_words(values: Tensor, bits: int) -> Tensor:
+    """int32 [n, ceil(k × bits / 32)] from values of 4 or 8 bits that are not negative [n, k]."""
+    per_word = WORD_BITS // bits
+    padded = torch.nn.functional.pad(values.to(torch.int64), (0, -values.shape[1] % per_word)).unflatten(1, (-1, per_word))
+    words = (padded << (bits * torch.arange(per_word))).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 

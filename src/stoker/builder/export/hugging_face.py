@@ -18,7 +18,7 @@ from stoker.base.logging import get_logger
 from stoker.builder.conversion.import_linear import SHARED_SUFFIXES
 from stoker.builder.conversion.tensor_plan import TensorPlan, plans_of
 from stoker.builder.export.cache_scales import KV_CACHE, KV_CACHE_SCHEME, plain_cache_scales
-from stoker.builder.export.compressed import module_tensors, scheme_of
+from stoker.builder.export.compressed import expert_module, module_tensors, scheme_of
 from stoker.builder.export.merged_ranks import MergedRanks
 from stoker.builder.export.weight_files import WeightFiles
 from stoker.builder.prequantized.dequantize import dequantize
@@ -32,6 +32,7 @@ from stoker.models.architectures.qwen_vl import VISION_KEYS, text_data
 from stoker.models.config_reader import read_model_config
 from stoker.quant.format import Format
 from stoker.quant.formats.dense import Dense
+from stoker.quant.formats.fp8 import Fp8
 
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
 # Text models that transformers knows only inside of a multimodal model, and the model with the same weights and, for text, the same logits.
@@ -40,6 +41,7 @@ _TEXT_MODELS: dict[str, dict[str, Any]] = {
     "qwen3_vl_text": {"model_type": "qwen3"},
     "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},  # Qwen3-VL has no such setting
 }
+_EXPERTS = r"re:.*\.experts\.\d+\..*"  # the target from which transformers takes the settings of experts
 _REBUILD = "Build an engine from the checkpoint with this version of Stoker."
 
 log = get_logger(__name__)
@@ -126,7 +128,8 @@ class _Exported:
         self.architecture = architecture
         self.schemes: dict[str, dict[str, Any] | None] = {}  # of the linears by module name; None: plain numbers
         self.has_cache_scales = False
-        self._has_quantized_experts = False
+        self._experts: set[str] = set()  # the modules of `schemes` that are linears of experts
+        self._num_dequantized = 0  # of them, those that are plain numbers in the checkpoint only
         self._names = self.architecture.tensor_names(engine.config.model)
         self._specs = declare(engine.config.model)
         self._ranks = MergedRanks(engine)
@@ -137,11 +140,20 @@ class _Exported:
         for spec in self._specs.values():
             for name, tensor in self._tensors(spec):
                 self._files.add(name, tensor)
-        if self.engine.config.recipe.kv_cache is not None:
+        if self.engine.config.recipe.kv_cache is not None and not self.architecture.plain_export:
             self._write_cache_scales()
         self._files.finish()
-        if self._has_quantized_experts:
-            log.warning("transformers does not read quantized experts. vLLM does, and `stoker build`.")
+        if self._num_dequantized:
+            log.warning(
+                "%d linears of experts are exported as %s: transformers reads no experts in their format.",
+                self._num_dequantized,
+                self.engine.config.dtype,
+            )
+        if self.architecture.plain_export and any(self._stores_quantized(spec) for spec in self._specs.values()):
+            log.warning(
+                "The checkpoint has plain numbers only: transformers reads a quantized %s with experts of another kind.",
+                self.architecture.name,
+            )
 
     def quantization_config(self) -> dict[str, Any] | None:
         """The settings of compressed-tensors; None if nothing is quantized. The most frequent scheme is that of all other linears."""
@@ -151,27 +163,39 @@ class _Exported:
                 groups.setdefault(json.dumps(scheme), (scheme, []))[1].append(module)
         if not groups and not self.has_cache_scales:
             return None
-        ordered = sorted(groups.values(), key=lambda group: -len(group[1]))
+        # The first group is that of most modules, without experts: transformers reads those of experts from the group of their pattern.
+        ordered = sorted(groups.values(), key=lambda group: (-len({*group[1]} - self._experts), -len(group[1])))
         forms = {scheme["format"] for scheme, _ in ordered}
         plain = {module for module, scheme in self.schemes.items() if scheme is None}
         model = self.engine.config.model
         if model.tie_head:  # no weight of the checkpoint, but a linear of the model
             head = self._names.get("head")
             plain.add(head if isinstance(head, str) else "lm_head")
+        config_groups = {
+            f"group_{i}": scheme | {"targets": ["Linear"] if i == 0 else self._targets(modules)}
+            for i, (scheme, modules) in enumerate(ordered)
+        }
+        if self._experts & plain == self._experts != set():
+            # transformers passes plain experts on only if their group is FP8. Other readers ignore them, as `ignore` says.
+            config_groups["experts"] = (scheme_of(Fp8(activations="none"), {}) or {}) | {"targets": [_EXPERTS]}
         return {
             "quant_method": "compressed-tensors",
             "format": forms.pop() if len(forms) == 1 else "mixed-precision" if forms else "dense",
             "quantization_status": "compressed",
-            "config_groups": {
-                f"group_{i}": scheme | {"targets": ["Linear"] if i == 0 else modules} for i, (scheme, modules) in enumerate(ordered)
-            },
+            "config_groups": config_groups,
             "ignore": sorted(plain),
             "kv_cache_scheme": KV_CACHE_SCHEME if self.has_cache_scales else None,
         }
 
-    def _is_quantized(self, spec: LinearSpec) -> bool:
-        """Whether the engine stores the linear in a format other than plain numbers."""
-        return not isinstance(self.engine.config.recipe.format_for(spec), Dense)
+    def _targets(self, modules: list[str]) -> list[str]:
+        """The targets of a group: its modules, of which all experts are one pattern."""
+        others = [module for module in modules if module not in self._experts]
+        quantized = {module for module in self._experts if self.schemes[module] is not None}
+        return [_EXPERTS, *others] if quantized and quantized <= set(modules) else modules
+
+    def _stores_quantized(self, spec: Spec) -> bool:
+        """Whether the engine stores a spec in a format other than plain numbers."""
+        return isinstance(spec, LinearSpec) and not isinstance(self.engine.config.recipe.format_for(spec), Dense)
 
     def _tensors(self, spec: Spec) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, tensor) of everything that a spec stores."""
@@ -209,7 +233,7 @@ class _Exported:
 
     def _dequantized(self, spec: Spec, name: str, stored: dict[str, Tensor]) -> Tensor:
         """The engine tensor `name` of a spec as plain numbers. Logs a warning if the engine has it quantized."""
-        if not (isinstance(spec, LinearSpec) and name.endswith(".weight") and self._is_quantized(spec)):
+        if not (isinstance(spec, LinearSpec) and name.endswith(".weight") and self._stores_quantized(spec)):
             return stored[name]
         log.warning("%s is exported as %s: the engine has it in another arrangement.", name, self.engine.config.dtype)
         return dequantize(self.engine.config.recipe.format_for(spec), self._by_suffix(spec, stored))
@@ -222,9 +246,11 @@ class _Exported:
     def _linear(self, spec: LinearSpec, plan: TensorPlan, stored: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, tensor) of the modules that make a linear, of each expert if it has several."""
         chosen = self.engine.config.recipe.format_for(spec)
-        if not self._is_quantized(spec):
+        if not self._stores_quantized(spec):
             if spec.name != "embed" and (plan.stacked or not spec.num_experts):
-                self.schemes |= {name.removesuffix(".weight"): None for group in plan.sources for name in group}
+                modules = {name.removesuffix(".weight") for group in plan.sources for name in group}
+                self.schemes |= dict.fromkeys(modules)
+                self._experts |= modules if plan.stacked else set()
             yield from self._plain(plan, stored[plan.name])
             return
         tensors = self._by_suffix(spec, stored)
@@ -233,7 +259,10 @@ class _Exported:
                 log.warning("%s is exported as %s: the checkpoint has one tensor of all experts.", spec.name, self.engine.config.dtype)
             yield from self._plain(plan, dequantize(chosen, tensors).to(self.engine.dtype))
             return
-        self._has_quantized_experts |= plan.stacked
+        if self.architecture.plain_export:
+            self.schemes |= {name.removesuffix(".weight"): None for group in plan.sources for name in group}
+            yield from self._plain(plan, dequantize(chosen, tensors).to(self.engine.dtype))
+            return
         for index, names in enumerate(plan.sources):
             of_expert = {suffix: t[index] if plan.stacked and suffix not in SHARED_SUFFIXES else t for suffix, t in tensors.items()}
             yield from self._modules(spec, dict(zip(names, self._rows_of(plan), strict=True)), chosen, of_expert)
@@ -267,10 +296,15 @@ class _Exported:
                 unit, axis = layout.row_unit, layout.row_axis
                 part[suffix] = tensors[suffix] if axis is None else tensors[suffix].narrow(axis, start // unit, -(-rows // unit))
             start += rows
-            self.schemes[module] = scheme_of(chosen, part)
-            if self.schemes[module] is None:
+            if spec.num_experts:
+                self._experts.add(module)
+                self.schemes[module], exported = expert_module(chosen, part, self.engine.dtype)
+                self._num_dequantized += self.schemes[module] is None
+            else:
+                self.schemes[module], exported = scheme_of(chosen, part), module_tensors(chosen, part, self.engine.dtype)
+            if self.schemes[module] is None and module not in self._experts:
                 log.warning("%s is exported as %s: compressed-tensors has no format for it.", module, self.engine.config.dtype)
-            yield from ((f"{module}.{suffix}", tensor) for suffix, tensor in module_tensors(chosen, part, self.engine.dtype).items())
+            yield from ((f"{module}.{suffix}", tensor) for suffix, tensor in exported.items())
 
     def _plain(self, plan: TensorPlan, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, tensor) of an engine tensor that is not quantized: its experts, and the parts of each."""

@@ -87,6 +87,7 @@ ARCHITECTURES = (
         model_types=("llama4_text",),
         ignored_tensors=IGNORED,
         ignored_keys=(*_IGNORED_KEYS, "for_llm_compressor"),
+        plain_export=True,
     ),
     Architecture(
         name="Llama4ForConditionalGeneration",
