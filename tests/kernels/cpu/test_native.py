@@ -436,6 +436,13 @@ CASES = {
 }
 
 
+def test_integer_products_without_vnni_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8_reference, "has_integer_products", lambda: False)
+    x, weight = torch.randint(-127, 128, (3, 5001), dtype=torch.int8), torch.randint(-128, 128, (7, 5001), dtype=torch.int8)
+    x[0], weight[0] = 127, 127  # a sum of 80,661,129, which float32 has only rounded
+    assert torch.equal(int8_reference._integer_product(x, weight), (x.long() @ weight.long().t()).float())
+
+
 @needs_compiler
 @kernel_only
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

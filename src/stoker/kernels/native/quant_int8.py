@@ -9,7 +9,7 @@ from torch import Tensor
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.native.linear import grouped_int8_weight, grouped_product, int8_weight, product
 from stoker.kernels.reference import quant_int8 as reference
-from stoker.kernels.reference.quant_int8 import exact_integers, packed_embedding, prepare_weight
+from stoker.kernels.reference.quant_int8 import has_integer_products, packed_embedding, prepare_weight
 from stoker.kernels.types import PLAIN, Fusion
 
 __all__ = ["packed_embedding", "packed_linear", "prepare_weight", "supports_groups"]
@@ -36,4 +36,4 @@ def max_rows() -> int:
 
     With a weight [3072, 576], 8 rows need 650 µs in the kernel, and 490 µs as exact integer products of two digits.
     """
-    return 4 if exact_integers() else 16
+    return 4 if has_integer_products() else 16
