@@ -9,7 +9,6 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
-import msgspec
 import numpy as np
 import pytest
 import tritonclient.grpc.aio as triton
@@ -105,10 +104,12 @@ async def test_calls_are_forwarded_and_repeated() -> None:
 async def test_replicas_without_grpc_are_no_attempts(is_stream: bool) -> None:
     """Of three replicas, one has no gRPC port and one has ended. The only repetition is left for the third one."""
     services, routing = [ScriptedService("Hello") for _ in range(3)], RoutingSettings(policy="round_robin", max_retries=1)
-    async with replicas(*services) as stubs, grpc_router(stubs, routing=routing, health_interval_s=60.0) as (application, client):
-        reports = application.checker.reports
-        reports[stubs[0].url] = msgspec.structs.replace(reports[stubs[0].url], grpc_port=None)
-        await stubs[1].kill()
+    async with (
+        replicas(services[0], grpc_port=None) as without,
+        replicas(*services[1:]) as others,
+        grpc_router(without + others, routing=routing, health_interval_s=60.0) as (_, client),
+    ):
+        await others[0].kill()
         assert (await (_joined(client) if is_stream else text_of(client))).endswith("Hello")
         assert [len(service.requests) for service in services] == [0, 0, 1]
 

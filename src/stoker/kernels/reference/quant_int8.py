@@ -1,6 +1,6 @@
 """Linears with int8 weights in plain PyTorch: weight-only, or with int8 activations (W8A8).
 
-Integer products use PyTorch's int8 kernel (oneDNN) on CPUs with VNNI, where it is exact; elsewhere products of float32, which are exact, too.
+Integer products use PyTorch's int8 kernel (oneDNN) on CPUs with VNNI, where it is exact, and elsewhere float32, which is exact, too.
 
 There, a weight-only product also uses integers: each activation is written as two int8 digits, x ≈ (coarse × 254 + fine) × unit, with
 unit = largest magnitude of the row ÷ (127 × 254). That is 15 bits and a sign, so the result is close to that of float32.
