@@ -246,11 +246,11 @@ class _Exported:
     def _linear(self, spec: LinearSpec, plan: TensorPlan, stored: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, tensor) of the modules that make a linear, of each expert if it has several."""
         chosen = self.engine.config.recipe.format_for(spec)
+        plain_modules = dict.fromkeys(name.removesuffix(".weight") for group in plan.sources for name in group)
         if not self._stores_quantized(spec):
             if spec.name != "embed" and (plan.stacked or not spec.num_experts):
-                modules = {name.removesuffix(".weight") for group in plan.sources for name in group}
-                self.schemes |= dict.fromkeys(modules)
-                self._experts |= modules if plan.stacked else set()
+                self.schemes |= plain_modules
+                self._experts |= plain_modules.keys() if plan.stacked else set()
             yield from self._plain(plan, stored[plan.name])
             return
         tensors = self._by_suffix(spec, stored)
@@ -260,7 +260,7 @@ class _Exported:
             yield from self._plain(plan, dequantize(chosen, tensors).to(self.engine.dtype))
             return
         if self.architecture.plain_export:
-            self.schemes |= {name.removesuffix(".weight"): None for group in plan.sources for name in group}
+            self.schemes |= plain_modules
             yield from self._plain(plan, dequantize(chosen, tensors).to(self.engine.dtype))
             return
         for index, names in enumerate(plan.sources):

@@ -59,13 +59,20 @@ def _attention(q: str, k: str, v: str, out: str) -> Modules:
     return {"attention.qkv": Module((q, k, v), "rows"), "attention.dense": Module((out,), "columns")}
 
 
+def _mlp(up: str, down: str, *, transposed: bool = False) -> Modules:
+    """An MLP without a gate. `transposed`: whether Hugging Face stores its weights as [in, out]."""
+    return {
+        "mlp.fc": Module((up,), "rows", transposed=transposed),
+        "mlp.proj": Module((down,), "columns", transposed=transposed),
+    }
+
+
 def _plain(qkv: str, out: str, up: str, down: str, norm: str, mlp_norm: str, *, layout: Layout, transposed: bool = False) -> Modules:
     """A layer with a fused qkv in the given layout, and an MLP without a gate."""
     return {
         "attention.qkv": Module((qkv,), "rows", layout=layout, transposed=transposed),
         "attention.dense": Module((out,), "columns", transposed=transposed),
-        "mlp.fc": Module((up,), "rows", transposed=transposed),
-        "mlp.proj": Module((down,), "columns", transposed=transposed),
+        **_mlp(up, down, transposed=transposed),
         "input_layernorm": Module((norm,), "same"),
         "post_layernorm": Module((mlp_norm,), "same"),
     }
@@ -128,26 +135,22 @@ _NEMOTRON: Modules = {
 }
 _STARCODER2: Modules = {
     **_NEMOTRON,
-    "mlp.fc": Module(("mlp.c_fc",), "rows"),
-    "mlp.proj": Module(("mlp.c_proj",), "columns"),
+    **_mlp("mlp.c_fc", "mlp.c_proj"),
 }
 _PHI: Modules = {
     **_attention("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.dense"),
-    "mlp.fc": Module(("mlp.fc1",), "rows"),
-    "mlp.proj": Module(("mlp.fc2",), "columns"),
+    **_mlp("mlp.fc1", "mlp.fc2"),
     "input_layernorm": Module(("input_layernorm",), "same"),
 }
 _OPT: Modules = {
     **_attention("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"),
-    "mlp.fc": Module(("fc1",), "rows"),
-    "mlp.proj": Module(("fc2",), "columns"),
+    **_mlp("fc1", "fc2"),
     "input_layernorm": Module(("self_attn_layer_norm",), "same"),
     "post_layernorm": Module(("final_layer_norm",), "same"),
 }
 _GPTJ: Modules = {
     **_attention("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.out_proj"),
-    "mlp.fc": Module(("mlp.fc_in",), "rows"),
-    "mlp.proj": Module(("mlp.fc_out",), "columns"),
+    **_mlp("mlp.fc_in", "mlp.fc_out"),
     "input_layernorm": Module(("ln_1",), "same"),
 }
 _QWEN: Modules = {
@@ -198,6 +201,7 @@ def _learned(variant: str) -> Values:
 
 
 def _neox_config(data: Data) -> dict[str, Any]:
+    """The rotary keys of GPT-NeoX, in the names of either converter."""
     return {
         "rotary_emb_base": data.get("rotary_emb_base", data.get("rotary_base", 10000)),
         "rotary_pct": data.get("rotary_pct", 1.0),
@@ -205,6 +209,7 @@ def _neox_config(data: Data) -> dict[str, Any]:
 
 
 def _falcon_config(data: Data) -> dict[str, Any]:
+    """The block of Falcon: positions, biases, and which of its three forms of attention."""
     heads, kv_heads = data.get("num_attention_heads"), data.get("num_key_value_heads")
     return {
         "alibi": data.get("position_embedding_type") == "alibi_with_scale",
@@ -216,6 +221,7 @@ def _falcon_config(data: Data) -> dict[str, Any]:
 
 
 def _mpt_config(data: Data) -> dict[str, Any]:
+    """The sizes and the attn_config of MPT."""
     inner, hidden = data.get("intermediate_size"), data.get("hidden_size")
     ratio = inner // hidden if isinstance(inner, int) and isinstance(hidden, int) and hidden > 0 and inner % hidden == 0 else 4
     attention = {"alibi": True, "clip_qkv": data.get("clip_qkv"), "alibi_bias_max": data.get("alibi_bias_max", 8)}
@@ -228,6 +234,7 @@ def _phi_config(data: Data) -> dict[str, Any]:
 
 
 def _phi3_config(data: Data) -> dict[str, Any]:
+    """The rotary keys of Phi-3, with the divisors of longrope."""
     found: dict[str, Any] = {"partial_rotary_factor": data.get("rotary_pct") or 1.0}
     if data.get("position_embedding_type") == "long_rope":
         factors = {kind: data.get(f"longrope_scaling_{kind}_factors") for kind in ("short", "long")}

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
+from stoker.kernels.reference.quant_int4 import unpack
 
 _TILE = 64  # neighbouring input features of an output feature where output features are interleaved
 _CLEAR_RATIO = 1.2  # by which the variances of two orders must differ at least. Those of Gaussian weights differ 1.6 to 5 times.
@@ -67,7 +68,7 @@ def decode_integers(name: str, stored: Tensor, bits: int, scale: Tensor, zero: T
             cure=DOWNLOAD_AGAIN,
         )
     half = 1 << (bits - 1)
-    values = (torch.stack((data & 15, data >> 4), -1) if bits == 4 else data).flatten()
+    values = (unpack(data) if bits == 4 else data).flatten()
     biased, signed = _signed(values ^ half, bits), _signed(values, bits)
     if _magnitude(signed) <= _magnitude(biased):
         return signed.view(columns, rows)

@@ -69,7 +69,10 @@ def reading_tile(rows: int, n: int, k: int, gated: bool, num_sms: int, tuning: T
 
 
 def choose_splits(num_tiles: int, k: int, block_k: int, num_sms: int, ctas_per_sm: float = 2) -> int:
-    """The number of split-K slices: `ctas_per_sm`, unless a slice would have fewer than three iterations of block_k features."""
+    """The number of split-K slices, a power of two, so that each SM has at least `ctas_per_sm` CTAs of the `num_tiles` tiles.
+
+    Fewer where a slice would have less than three iterations of block_k features.
+    """
     splits = 1
     while num_tiles * splits < ctas_per_sm * num_sms and k // (block_k * splits * 2) >= 3:
         splits *= 2
