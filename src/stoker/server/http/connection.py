@@ -20,7 +20,8 @@ from stoker.server.http.library import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers, or trailers; the parser itself has no limit
 MAX_PIPELINED = 256  # pipelined requests of one connection
-READ_S = 0.05  # between the end of the keep-alive time and closing, for requests that have arrived but were not read
+READ_S = 0.05  # before idle connections are closed, for requests that have arrived but were not read
+FIRST_REQUEST_S = 0.5  # at the end of the server, for connections that have not sent a request yet
 HEAD_S = 75.0  # limit for a complete head, from the connection or from the first byte of the request
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _BAD_HOST = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -40,6 +41,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusal = b""  # the response to a head that HTTP does not allow
         self._half_closed: HalfClosed | None = None  # the client sends nothing more
         self._answered: Cycle | None = None  # the request being answered; `cycle` may be a later, pipelined one
+        self._stopping = False  # the server ends, and the response to the next request closes the connection
 
     def connection_made(self, transport: Any) -> None:
         """asyncio's callback: the client has connected."""
@@ -125,7 +127,7 @@ class BoundedProtocol(HttpToolsProtocol):
             message_event=asyncio.Event(),
             expect_100_continue=self.expect_100_continue,
             on_response=self.on_response_complete,
-            keep_alive=self.scope["http_version"] != "1.0" and self.parser.should_keep_alive() and not self.parser.should_upgrade(),
+            keep_alive=self._keeps_alive(),
         )
         self.cycle = cycle
         self.scope["extensions"] = {CYCLE: cycle}  # type: ignore[dict-item]  # ASGI allows a server's own objects there
@@ -137,6 +139,12 @@ class BoundedProtocol(HttpToolsProtocol):
                 raise RuntimeError(f"more than {MAX_PIPELINED} pipelined requests")
             self.flow.pause_reading()
             self.pipeline.appendleft((cycle, self.app))
+
+    def _keeps_alive(self) -> bool:
+        """Whether the connection stays open after the response to the request whose head is complete."""
+        if self._stopping or self.scope["http_version"] == "1.0":
+            return False
+        return bool(self.parser.should_keep_alive()) and not self.parser.should_upgrade()
 
     def _check_head(self) -> None:
         """Refuse a head without exactly one Host (RFC 9112, 3.2), or with a transfer coding other than chunked (6.1).
@@ -187,6 +195,18 @@ class BoundedProtocol(HttpToolsProtocol):
         has arrived on it, which the client could not tell from a lost request.
         """
         self.timeout_keep_alive_task = self.loop.call_later(READ_S, super().timeout_keep_alive_handler)
+
+    def shutdown(self) -> None:
+        """uvicorn's callback at the end of the server. Closes the connection after its response, or at once if it is idle.
+
+        A connection without a request so far, or with an incomplete head, has FIRST_REQUEST_S: its client is about to send the request,
+        and would see a reset instead of a response.
+        """
+        if (self._answered is None or self._in_head) and not self._stopping:
+            self.loop.call_later(FIRST_REQUEST_S, self.shutdown)
+        else:
+            super().shutdown()
+        self._stopping = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio's callback: the connection has ended. The request in progress sees a disconnected client."""

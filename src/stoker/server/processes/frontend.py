@@ -21,7 +21,7 @@ from stoker.base.process import freeze_objects
 from stoker.server.application import make_app
 from stoker.server.coordination import Coordination, Coordinator
 from stoker.server.http.accepting import Acceptor
-from stoker.server.http.connection import BoundedProtocol
+from stoker.server.http.connection import READ_S, BoundedProtocol
 from stoker.server.metrics.frontend import FrontendMetrics
 from stoker.server.processes.child import end_with_parent, receive_task
 from stoker.server.processes.coordinator import FrontendCoordination
@@ -60,6 +60,16 @@ class HttpServer(uvicorn.Server):
 
         accepting: Any = [Acceptor(listener, create, self.config.ssl, self._on_exhausted) for listener in sockets or []]
         self.servers = accepting  # uvicorn closes them before it waits for the requests in flight
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Replaces uvicorn's method, which resets accepted connections whose requests have arrived but were not read."""
+        for acceptor in self.servers:
+            acceptor.close()
+            await acceptor.wait_closed()
+        if self.server_state.connections and not self.force_exit:
+            await asyncio.sleep(READ_S)
+            await asyncio.sleep(0)  # libuv runs timers before it reads sockets: after a suspension, the requests are read now
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
