@@ -15,7 +15,7 @@ from stoker import __version__
 from stoker.base.config import Limits
 from stoker.base.errors import ConfigError
 from stoker.builder.checkpoint.gguf.registry import ARCHITECTURES as GGUF_ARCHITECTURES
-from stoker.builder.checkpoint.tensorrt_llm.families import FAMILIES as TENSORRT_LLM_FAMILIES
+from stoker.builder.checkpoint.tensorrt_llm.families.table import FAMILIES as TENSORRT_LLM_FAMILIES
 from stoker.builder.conversion.shard_plan import check_shards
 from stoker.builder.conversion.tensor_plan import is_computed
 from stoker.builder.prequantized.methods import METHODS

@@ -34,7 +34,7 @@ from tensorrt_llm_writer import Config, Conversion, grouped, separate, stacked, 
 
 from stoker.base.config import Limits
 from stoker.builder.build import build
-from stoker.builder.checkpoint.tensorrt_llm.families import FAMILIES
+from stoker.builder.checkpoint.tensorrt_llm.families.table import FAMILIES
 from stoker.builder.config import BuildConfig
 
 LIMITS = Limits(max_input_len=64, max_output_len=64, max_num_tokens=256, max_batch_size=4, tokens_per_block=16)

@@ -6,7 +6,8 @@ import fnmatch
 from typing import Any
 
 from stoker.base.errors import CheckpointError
-from stoker.builder.checkpoint.tensorrt_llm.families import FAMILIES, Family, family_of
+from stoker.builder.checkpoint.tensorrt_llm.families.family import Family
+from stoker.builder.checkpoint.tensorrt_llm.families.table import FAMILIES, family_of
 
 MIGRATION = "Build from the Hugging Face checkpoint that it was converted from."
 MAX_RANKS = 1024

@@ -15,7 +15,7 @@ from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
 from stoker.builder.checkpoint.safetensors import SafetensorsWeights
 from stoker.builder.checkpoint.tensorrt_llm.config import MIGRATION, rank_counts
-from stoker.builder.checkpoint.tensorrt_llm.families import family_of
+from stoker.builder.checkpoint.tensorrt_llm.families.table import family_of
 from stoker.builder.checkpoint.tensorrt_llm.gpu_order import decode_integers
 from stoker.builder.checkpoint.tensorrt_llm.tensors import (
     NO_EFFECT,
