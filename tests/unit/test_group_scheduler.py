@@ -50,7 +50,7 @@ def sequences(requests: list[tuple[int, list[int], int]], check: Callable[[Token
 
 
 def changes(log: BlockEventLog) -> Record:
-    return [(change.stored, change.node.block, change.node.digest) for change in log.pop()]
+    return [(stored, node.block, node.digest) for nodes, stored in log.pop() for node in nodes]
 
 
 def state(scheduler: Scheduler) -> Record:
@@ -82,10 +82,20 @@ def one_by_one(config: dict[str, Any], requests: list[tuple[int, list[int], int]
     return record
 
 
-def together(config: dict[str, Any], requests: list[tuple[int, list[int], int]], limits: list[int]) -> Record:
+def evictions(record: Record) -> Record:
+    """The blocks that have been evicted after each step, and all block events after each step in which a sequence ends."""
+    events, rows = Record(), Record()
+    for *row, changed, ended, after in record:
+        events += changed
+        rows.append([*row, [event for event in changed if not event[0]], events if ended else None, ended, after])
+        events = [] if ended else events
+    return rows
+
+
+def together(config: dict[str, Any], requests: list[tuple[int, list[int], int]], limits: list[int], stops_at_blocks: bool) -> Record:
     """The same record from steps that are planned together, and stopped after at most `limits` steps."""
     log, record, step = BlockEventLog(), [], 0
-    scheduler = GroupScheduler(**config, event_log=log)
+    scheduler = GroupScheduler(**config, event_log=log, stops_at_blocks=stops_at_blocks)
     arrivals = sequences(requests, scheduler.check)
     while arrivals or scheduler.has_work:
         while arrivals and arrivals[0][0] <= step:
@@ -98,12 +108,14 @@ def together(config: dict[str, Any], requests: list[tuple[int, list[int], int]],
         if scheduler.budget.has_target:
             assert count == 1
         scheduler.record_time(plan, STEP_S * (1 + 0.1 * plan.num_tokens))
-        outcome = scheduler.commit_steps(plan, count)
         for i in range(count):
             step += 1
-            record.append(
-                [step, plan.num_decodes, plan.num_prefill_tokens, plan.num_context_tokens + i * plan.num_decodes, [], [], [], None]
-            )
+            context = plan.num_context_tokens + i * plan.num_decodes
+            record.append([step, plan.num_decodes, plan.num_prefill_tokens, context, [], [], [], None])
+            if not stops_at_blocks and scheduler.num_steps_to_events(count) == i + 1:
+                scheduler.pass_steps(i + 1)
+                record[-1][5] = changes(log)
+        outcome = scheduler.commit_steps(plan, count)
         ended = [(seq.seq_id, seq.tokens, seq.finish_reason, seq.num_cached) for seq in outcome.finished]
         has_state = ended or plan.num_prefill_tokens
         record[-1][4:] = [[seq.seq_id for seq in outcome.sequences], changes(log), ended, state(scheduler) if has_state else None]
@@ -119,6 +131,7 @@ def together(config: dict[str, Any], requests: list[tuple[int, list[int], int]],
     st.sampled_from([6, 16, 100]),
     st.booleans(),
     st.sampled_from([None, 0.02]),
+    st.booleans(),
 )
 def test_steps_that_are_planned_together_equal_single_ones(
     requests: list[tuple[int, list[int], int]],
@@ -128,21 +141,25 @@ def test_steps_that_are_planned_together_equal_single_ones(
     tokens: int,
     reuse: bool,
     target: float | None,
+    stops_at_blocks: bool,
 ) -> None:
+    """Without `stops_at_blocks`, the blocks that answers fill are indexed later, but in the same order, and with the same evictions."""
     config = {
         "num_blocks": num_blocks, "tokens_per_block": 4, "max_batch_size": rows, "max_num_tokens": tokens, "max_seq_len": 64,
         "prefix_reuse": reuse, "target_itl_s": target, "target_ttft_s": None,
     }  # fmt: skip
-    assert together(config, requests, limits) == one_by_one(config, requests)
+    expected, found = one_by_one(config, requests), together(config, requests, limits, stops_at_blocks)
+    assert found == expected if stops_at_blocks else evictions(found) == evictions(expected)
 
 
 TIMES = StepTimes(fixed_s=0.002, row_s=0.0003, prefill_token_s=0.0001, context_token_s=0.000002)
 SMALL = ReplicaSettings(max_batch_size=12, max_num_tokens=256, kv_cache_tokens=8192, tokens_per_block=16)
 
 
-def trace(count: int) -> list[Arrival]:
-    """Prompts whose first tokens differ."""
-    return [Arrival(i * 0.004 + i % 7 * 0.0005, [i] + [0] * (i * 37 % 250), 1 + i * 29 % 90) for i in range(count)]
+def trace(count: int, num_prefixes: int | None = None) -> list[Arrival]:
+    """Prompts whose first tokens differ; with `num_prefixes`, only as many do."""
+    first = range(count) if num_prefixes is None else [i * i % num_prefixes for i in range(count)]
+    return [Arrival(i * 0.004 + i % 7 * 0.0005, [first[i]] + [0] * (i * 37 % 250), 1 + i * 29 % 90) for i in range(count)]
 
 
 def summary(results: Results) -> list[float]:
@@ -152,12 +169,14 @@ def summary(results: Results) -> list[float]:
     return [*numbers, results.end_s, steps.total_s, steps.min_s, steps.max_s, *series]
 
 
-@pytest.mark.parametrize("num_prefill", [0, 1])
+@pytest.mark.parametrize(("num_prefill", "num_prefixes"), [(0, None), (0, 40), (1, None), (1, 40)])
 def test_a_simulation_does_not_depend_on_the_number_of_steps_that_are_planned_together(
-    num_prefill: int, monkeypatch: pytest.MonkeyPatch
+    num_prefill: int, num_prefixes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With 40 prefixes, blocks are reused, and evicted while steps run; the router chooses by what the replicas hold then."""
+    arrivals = trace(400, num_prefixes)
     routing = RoutingSettings(disaggregate_tokens=64 if num_prefill else 0)
-    bulk = Simulator(3, SMALL, TIMES, routing, num_prefill).run(trace(400))
+    bulk = Simulator(3, SMALL, TIMES, routing, num_prefill).run(arrivals)
     plan_steps = GroupScheduler.plan_steps
 
     def plan_one(self: GroupScheduler, now: float) -> GroupPlan:
@@ -166,8 +185,9 @@ def test_a_simulation_does_not_depend_on_the_number_of_steps_that_are_planned_to
         return plan
 
     monkeypatch.setattr(GroupScheduler, "plan_steps", plan_one)
-    single = Simulator(3, SMALL, TIMES, routing, num_prefill).run(trace(400))
+    single = Simulator(3, SMALL, TIMES, routing, num_prefill).run(arrivals)
     assert summary(bulk) == pytest.approx(summary(single), rel=1e-9) and bulk.num_steps > 1000
+    assert bulk.num_reused_tokens == single.num_reused_tokens and (num_prefixes is None or bulk.num_reused_tokens > 1000)
     assert (num_prefill > 0) == (len(bulk.transfer_s) > 0)
 
 

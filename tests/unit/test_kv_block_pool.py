@@ -19,7 +19,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.evicted: list[int] = []
-        self.pool = BlockPool(NUM_BLOCKS, self.evicted.append)
+        self.pool = BlockPool(NUM_BLOCKS, self.evicted.extend)
         self.refs = [0] * NUM_BLOCKS
         self.reusable: set[int] = set()
         self.oldest: list[int] = []

@@ -181,10 +181,10 @@ def test_children_of_an_evicted_parent_are_not_found() -> None:
     first, rest = pack([1] * 4), pack([2] * 4)
     parent = index.add(("", first), 0)
     index.add((parent, rest), 1)
-    index.forget(0)
+    index.forget([0])
     again = index.add(("", first), 2)
     assert isinstance(again, PrefixNode) and index.find((again, rest)) is None
-    index.forget(1)
+    index.forget([1])
     assert len(index) == 1
 
 

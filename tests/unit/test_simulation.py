@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from stoker.base.config import TOKENS_PER_BLOCK
 from stoker.base.errors import ConfigError
 from stoker.cli.command_table import load_command
 from stoker.cli.commands import COMMANDS
 from stoker.router.core.settings import RoutingSettings
-from stoker.runtime.kv.events.wire import block_hash
-from stoker.runtime.kv.prefix_index import child_digest
+from stoker.runtime.kv.events.wire import block_hashes
+from stoker.runtime.kv.prefix_index import block_digests, child_digest, pack_blocks
 from stoker.simulation.latencies import Latencies
 from stoker.simulation.replica import ReplicaSettings
 from stoker.simulation.report import make_report
@@ -70,7 +71,7 @@ def test_the_router_knows_the_blocks_of_each_replica_by_the_digests_of_their_tok
         assert index is not None
         nodes = index._entries.values()
         assert len(nodes) > 50 and all(node.digest == child_digest(node.parent, node.chunk) for node in nodes)
-        assert {block_hash(node) for node in nodes} == stored._blocks[replica.replica.slot]
+        assert set(block_hashes(list(nodes))) == stored._blocks[replica.replica.slot]
 
 
 def test_every_request_ends_once_and_a_queue_forms_under_load() -> None:
@@ -160,6 +161,17 @@ def test_trace_formats(name: str, tmp_path: Path) -> None:
     first, second = (arrival.prompt_ids for arrival in arrivals)
     shared = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     assert shared == (512 if name == "mooncake" else 0)
+
+
+@pytest.mark.parametrize("size", TOKENS_PER_BLOCK)
+@pytest.mark.parametrize("name", TRACES)
+def test_the_blocks_of_a_traced_request_are_those_of_its_token_ids(name: str, size: int, tmp_path: Path) -> None:
+    file = tmp_path / "trace"
+    file.write_text(TRACES[name])
+    for request in read_trace(file, name):
+        arrival = request.arrival(size)
+        packed = pack_blocks(arrival.prompt_ids, size)
+        assert arrival.blocks == (packed, block_digests(packed, "")) and arrival[:4] == request.arrival()[:4]
 
 
 @pytest.mark.parametrize(

@@ -111,15 +111,21 @@ def _simulate_routers(fleet: FleetSettings, trace: TraceSettings, routers: range
     prefix_reuse = trace.format in FORMATS_WITH_PREFIXES or bool(fleet.num_prefill)
     simulators = {router: fleet.simulator(router, prefix_reuse) for router in routers}
     waiting: dict[int, list[TracedRequest]] = {router: [] for router in routers}
+
+    def simulate(router: int) -> None:
+        """Simulate the requests that wait at a router."""
+        tokens_per_block = fleet.replica.tokens_per_block if prefix_reuse else None
+        simulators[router].add_all(request.arrival(tokens_per_block) for request in waiting[router])
+        waiting[router].clear()
+
     for number, request in enumerate(trace.requests()):
         router = number % fleet.num_routers
         if router in simulators:
             waiting[router].append(request)
             if len(waiting[router]) == BATCH:
-                simulators[router].add_all(map(TracedRequest.arrival, waiting[router]))
-                waiting[router].clear()
-    for router, simulator in simulators.items():
-        simulator.add_all(map(TracedRequest.arrival, waiting[router]))
+                simulate(router)
+    for router in routers:
+        simulate(router)
     first, *others = [simulator.finish() for simulator in simulators.values()]
     for results in others:
         first.merge(results)

@@ -1,7 +1,7 @@
 """A simulated replica: the real scheduler and KV cache manager; a step takes the time that StepTimes states.
 
-Steps that only decode are run together up to the one in which a sequence fills a block or ends. If a sequence is added before that, the
-steps after the current one are planned again.
+Steps that only decode are run together up to the one in which a sequence ends. If a sequence is added before that, the steps after the
+current one are planned again. Evictions of blocks during these steps are reported to the fleet when the step ends that caused them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence as Seq
-from itertools import groupby
-from operator import attrgetter
 
 import msgspec
 
@@ -18,16 +16,14 @@ from stoker.base.config import TOKENS_PER_BLOCK, RuntimeConfig, check_choice, ch
 from stoker.base.errors import ConfigError
 from stoker.router.core.fleet import Fleet
 from stoker.router.core.replica import Replica
-from stoker.runtime.kv.events.log import BlockChange, BlockEventLog
-from stoker.runtime.kv.events.wire import block_hash
+from stoker.runtime.kv.events.log import BlockChanges, BlockEventLog
+from stoker.runtime.kv.events.wire import block_hashes
 from stoker.runtime.kv.prefix_index import PrefixNode
 from stoker.runtime.request import Sequence
 from stoker.runtime.schedule.group_scheduler import GroupPlan, GroupScheduler
 from stoker.runtime.schedule.plan import StepOutcome
 from stoker.runtime.transfer.held_prompts import HeldPrompts
 from stoker.simulation.step_times import StepTimes
-
-_is_stored = attrgetter("stored")
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +92,16 @@ class RunningSteps:
 class SimulatedReplica:
     """The scheduler of one replica, the step that it runs, and the events that its fleet receives after each step."""
 
-    def __init__(self, fleet: Fleet, replica: Replica, settings: ReplicaSettings, step_times: StepTimes, prefix_reuse: bool) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        replica: Replica,
+        settings: ReplicaSettings,
+        step_times: StepTimes,
+        prefix_reuse: bool,
+        has_transfers: bool,
+    ) -> None:
+        """`has_transfers`: prompts of other replicas arrive, whose blocks are allocated while steps run."""
         self.replica = replica
         self.max_seq_len = settings.kv_cache_tokens
         self._fleet = fleet
@@ -112,12 +117,18 @@ class SimulatedReplica:
             target_ttft_s=settings.target_ttft_ms / 1000 if settings.target_ttft_ms is not None else None,
             prefix_reuse=prefix_reuse,
             event_log=self._log,
+            stops_at_blocks=has_transfers,
         )
+        self._has_target = self.scheduler.budget.has_target
         self._held = HeldPrompts(self.scheduler.kv_cache)
         self._digests: dict[int, Seq[bytes]] = {}  # of the prompts of sequences without a token, by seq_id
         self.steps: RunningSteps | None = None
         self.imports: deque[Sequence] = deque()  # whose prompts have arrived from other replicas, and wait for blocks
         self.end_s = math.inf  # of the running steps
+        self._has_transfers = has_transfers
+        self._reports = prefix_reuse and not has_transfers  # evictions while steps run; otherwise they do not happen, or end the steps
+        self._num_passed = 0  # running steps after which evictions are reported
+        self.report_s = math.inf  # when they end
 
     def add(self, seq: Sequence, digests: Seq[bytes]) -> None:
         """Queue a sequence. `digests`: of the blocks of its prompt, which block events contain."""
@@ -148,11 +159,13 @@ class SimulatedReplica:
         if self.steps.count == 1 or not self.steps.stop(now_s):
             return False
         self.end_s = self.steps.end_s(self.steps.count)
+        if self.report_s >= self.end_s:
+            self.report_s = math.inf
         return True
 
     def start(self, now_s: float) -> bool:
         """Plan steps and start them on an idle replica. False if there is nothing to compute."""
-        plan, num_held = self.scheduler.plan_steps(now_s), len(self._held)
+        plan, num_held = self.scheduler.plan_steps(now_s), len(self._held) if self._has_transfers else 0
         if not plan.num_tokens and num_held:  # the first waiting sequence needs blocks that are held for later ones
             self._held.release_all()
             self.scheduler.on_free_blocks()
@@ -162,15 +175,29 @@ class SimulatedReplica:
         if num_held:
             for seq in plan.sequences:
                 self._held.release(seq.seq_id)
-        self.steps = RunningSteps(plan, now_s, self._step_times.of(plan), self._step_times.growth(plan))
-        self.end_s = self.steps.end_s(self.steps.count)
+        steps = self.steps = RunningSteps(plan, now_s, *self._step_times.series(plan))
+        self.end_s = steps.end_s(steps.count)
+        if self._reports and steps.count > 1:
+            self._plan_report(steps)
         return True
+
+    def _plan_report(self, steps: RunningSteps) -> None:
+        """Set when evictions are reported next."""
+        self._num_passed = self.scheduler.num_steps_to_events(steps.count)
+        self.report_s = steps.end_s(self._num_passed) if self._num_passed else math.inf
+
+    def report(self) -> None:
+        """Apply the block events up to `report_s` to the fleet, while the steps after that run."""
+        assert self.steps is not None
+        self.scheduler.pass_steps(self._num_passed)
+        self._apply(self._log.pop())
+        self._plan_report(self.steps)
 
     def end_steps(self) -> tuple[RunningSteps, StepOutcome]:
         """Commit the running steps, and apply their block events to the fleet."""
-        steps, self.steps, self.end_s = self.steps, None, math.inf
+        steps, self.steps, self.end_s, self.report_s = self.steps, None, math.inf, math.inf
         assert steps is not None
-        if self.scheduler.budget.has_target:
+        if self._has_target:
             self.scheduler.record_time(steps.plan, steps.first_s)
         outcome = self.scheduler.commit_steps(steps.plan, steps.count)
         for seq in outcome.sequences:
@@ -182,12 +209,8 @@ class SimulatedReplica:
             self.admit_imports()
         return steps, outcome
 
-    def _apply(self, changes: Seq[BlockChange]) -> None:
+    def _apply(self, changes: Seq[BlockChanges]) -> None:
         """Change the blocks of the replica in the index of the fleet."""
-        slot, stored = self.replica.slot, self._fleet.stored
-        for is_stored, same in groupby(changes, key=_is_stored):
-            hashes = [block_hash(change.node) for change in same]
-            if is_stored:
-                stored.store(slot, hashes)
-            else:
-                stored.remove(slot, hashes)
+        slot, index = self.replica.slot, self._fleet.stored
+        for nodes, stored in changes:
+            (index.store if stored else index.remove)(slot, block_hashes(nodes))

@@ -24,7 +24,7 @@ from stoker.runtime.transfer.address import TransferAddress
 from stoker.simulation.latencies import Latencies
 from stoker.simulation.replica import ReplicaSettings, SimulatedReplica
 from stoker.simulation.step_times import StepTimes
-from stoker.simulation.traces import Arrival
+from stoker.simulation.traces import Arrival, PromptBlocks
 from stoker.simulation.transfers import SimulatedTransfer, TransferLinks, TransferSettings
 
 Follow = Callable[[Arrival, Sequence, float], Arrival | None]  # the request that follows an ended one, with the time of the end
@@ -93,7 +93,7 @@ class Simulator:
             if num_prefill:
                 self.router.fleet.set_transfer(added, TransferAddress("decode" if i < num_replicas else "prefill", added.name, 1))
             self.router.fleet.set_health(added, ReplicaState.READY, 0.0)
-            self._replicas[added.name] = SimulatedReplica(self.router.fleet, added, replica, step_times, prefix_reuse)
+            self._replicas[added.name] = SimulatedReplica(self.router.fleet, added, replica, step_times, prefix_reuse, bool(num_prefill))
         self._links = TransferLinks(transfers) if num_prefill else None
         self._running: dict[int, _Running] = {}  # by seq_id
         self._events: list[tuple[float, int, SimulatedReplica | Arrival | SimulatedTransfer]] = []
@@ -126,6 +126,10 @@ class Simulator:
                 if at_s == event.end_s:  # otherwise its steps were stopped earlier
                     self.now_s = at_s
                     self._end_steps(event, follow)
+                elif at_s == event.report_s:
+                    event.report()
+                    if event.report_s != math.inf:
+                        self._push(event.report_s, event)
                 continue
             self.now_s = at_s
             if isinstance(event, SimulatedTransfer):
@@ -139,7 +143,7 @@ class Simulator:
     def _arrive(self, arrival: Arrival) -> None:
         """Send a request to the replica that the router chooses."""
         request = TokenRequest(request_id=str(next(self._numbers)), prompt_ids=arrival.prompt_ids, params=_sampling(arrival.max_tokens))
-        blocks, digests = self._blocks(arrival.prompt_ids)
+        blocks, digests = arrival.blocks or self._blocks(arrival.prompt_ids)
         route = Route(None, digest_prefix(digests, self._settings.tokens_per_block, len(arrival.prompt_ids)), arrival.session)
         decision = self.router.choose(route)
         assert decision is not None  # no replica is ever full
@@ -160,12 +164,11 @@ class Simulator:
             running.lease.start_decode()
             self._compute_elsewhere(route, prefill, seq, digests, replica)
 
-    def _blocks(self, prompt_ids: list[int]) -> tuple[list[bytes], list[bytes]]:
-        """(packed token ids, digests) of the blocks of a prompt. Without reuse, only of the first one, which decides between equal
-        replicas."""
+    def _blocks(self, prompt_ids: list[int]) -> PromptBlocks:
+        """The full blocks of a prompt. Without reuse, only the first one, which decides between equal replicas."""
         size = self._settings.tokens_per_block
         blocks = pack_blocks(prompt_ids if self._prefix_reuse else prompt_ids[:size], size)
-        return blocks, block_digests(blocks, "")
+        return PromptBlocks(blocks, block_digests(blocks, ""))
 
     def _compute_elsewhere(self, route: Route, decision: Decision, seq: Sequence, digests: list[bytes], target: SimulatedReplica) -> None:
         """Let another replica compute the prompt of a sequence."""
@@ -189,7 +192,13 @@ class Simulator:
     def _run(self, replica: SimulatedReplica) -> None:
         """Start steps of an idle replica if there is something to compute, or let a busy one plan its next step again."""
         if replica.run(self.now_s):
-            heapq.heappush(self._events, (replica.end_s, next(self._numbers), replica))
+            self._expect(replica)
+
+    def _expect(self, replica: SimulatedReplica) -> None:
+        """Add the events of the running steps of a replica."""
+        heapq.heappush(self._events, (replica.end_s, next(self._numbers), replica))
+        if replica.report_s != math.inf:
+            self._push(replica.report_s, replica)
 
     def _end_steps(self, replica: SimulatedReplica, follow: Follow | None) -> None:
         """Measure the tokens of the ended steps, and start the next ones."""
@@ -218,7 +227,7 @@ class Simulator:
             if follow is not None and (following := follow(running.arrival, seq, now)) is not None:
                 self._push(following.at_s, following)
         if replica.start(now):
-            heapq.heappush(self._events, (replica.end_s, next(self._numbers), replica))
+            self._expect(replica)
 
 
 @lru_cache(1 << 16)

@@ -35,18 +35,15 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.fixed_s <= 0:
             raise ConfigError(f"fixed_s={self.fixed_s} is refused: a step takes time.", cure="Use the time of a step of one row.")
 
-    def of(self, plan: GroupPlan) -> float:
-        """The seconds of the first of the planned steps."""
-        return (
+    def series(self, plan: GroupPlan) -> tuple[float, float]:
+        """(seconds of the first of the planned steps, seconds by which each further one takes longer: each row reads one more token)."""
+        first_s = (
             self.fixed_s
             + self.row_s * plan.num_decodes
             + self.prefill_token_s * plan.num_prefill_tokens
             + self.context_token_s * plan.num_context_tokens
         )  # fmt: skip
-
-    def growth(self, plan: GroupPlan) -> float:
-        """The seconds by which each further step of the plan takes longer than the one before it: each row reads one more token."""
-        return self.context_token_s * plan.num_decodes
+        return first_s, self.context_token_s * plan.num_decodes
 
 
 def read_step_times(file: Path) -> StepTimes:

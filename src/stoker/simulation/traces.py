@@ -6,12 +6,14 @@ import csv
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from stoker.base.errors import ConfigError, reason_of
+from stoker.runtime.kv.prefix_index import ID_BYTES, extend_digests, pack, root_digest
 
 FORMATS = ("azure", "mooncake", "burstgpt")
 FORMATS_WITH_PREFIXES = ("mooncake",)  # prompts of the others have no common blocks
@@ -21,6 +23,13 @@ _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
 
 
+class PromptBlocks(NamedTuple):
+    """Leading full blocks of a prompt, as `pack_blocks` and `block_digests` compute them from its token ids."""
+
+    packed: list[bytes]
+    digests: list[bytes]
+
+
 class Arrival(NamedTuple):
     """One request of a trace. Prompts with the same beginning have equal token ids there."""
 
@@ -28,6 +37,7 @@ class Arrival(NamedTuple):
     prompt_ids: list[int]
     max_tokens: int
     session: str = ""
+    blocks: PromptBlocks | None = None  # if they are known already
 
 
 class TracedRequest(NamedTuple):
@@ -39,15 +49,44 @@ class TracedRequest(NamedTuple):
     num_prompt: int
     max_tokens: int
 
-    def arrival(self) -> Arrival:
-        """The request with the token ids of its prompt. Of each block, only the first id depends on the block."""
+    def arrival(self, tokens_per_block: int | None = None) -> Arrival:
+        """The request with the token ids of its prompt. Of each block, only the first id depends on the block.
+
+        `tokens_per_block`: of a KV cache, whose blocks the arrival then contains. A block of the trace that is not the last one of its
+        prompt has a multiple of it.
+        """
         prompt_ids: list[int] = []
         same = [0] * (self.tokens_per_block - 1)
         for block_id in self.block_ids:
             prompt_ids.append(block_id % VOCAB_SIZE)
             prompt_ids += same
         del prompt_ids[self.num_prompt :]
-        return Arrival(self.at_s, prompt_ids, self.max_tokens)
+        return Arrival(self.at_s, prompt_ids, self.max_tokens, "", self._blocks(tokens_per_block) if tokens_per_block else None)
+
+    def _blocks(self, tokens_per_block: int) -> PromptBlocks:
+        """The full blocks of the KV cache."""
+        blocks, digest, each = PromptBlocks([], []), root_digest(""), max(self.tokens_per_block // tokens_per_block, 1)
+        num_blocks = self.num_prompt // tokens_per_block
+        for first, block_id in zip(range(0, num_blocks, each), self.block_ids, strict=False):
+            packed, digests = _kv_blocks(digest, block_id % VOCAB_SIZE, min(num_blocks - first, each), tokens_per_block)
+            blocks.packed.extend(packed)
+            blocks.digests.extend(digests)
+            digest = digests[-1]
+        return blocks
+
+
+@lru_cache(1 << 13)
+def _kv_blocks(digest: bytes, first_id: int, count: int, tokens_per_block: int) -> PromptBlocks:
+    """`count` blocks of the KV cache after the one with this digest. All their token ids are 0, except for the first one."""
+    zeros = _zeros(tokens_per_block)
+    packed = [pack((first_id,)) + zeros[ID_BYTES:]] + [zeros] * (count - 1)
+    return PromptBlocks(packed, extend_digests(digest, packed))
+
+
+@lru_cache(8)
+def _zeros(tokens_per_block: int) -> bytes:
+    """A packed block of zeros; all prompts share it."""
+    return bytes(tokens_per_block * ID_BYTES)
 
 
 class _MooncakeLine(msgspec.Struct):

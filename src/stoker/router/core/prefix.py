@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Sequence as Seq
-from functools import lru_cache
 from typing import NamedTuple
 
+from stoker.runtime.kv.events.wire import hashes_of_digests
 from stoker.runtime.kv.prefix_index import block_digests, pack_blocks
 from stoker.runtime.request import PrefixRoot
 
@@ -41,7 +40,7 @@ def token_prefix(token_ids: Seq[int], tokens_per_block: int, root: PrefixRoot = 
 def digest_prefix(digests: Seq[bytes], tokens_per_block: int, num_tokens: int) -> PromptPrefix:
     """The prefix of a prompt of `num_tokens` tokens from the digests of its first blocks."""
     num_blocks = min((num_tokens - 1) // tokens_per_block, MAX_BLOCKS)
-    return PromptPrefix(_hashes(digests[:num_blocks]), tokens_per_block, num_tokens, True)
+    return PromptPrefix(hashes_of_digests(digests[:num_blocks]), tokens_per_block, num_tokens, True)
 
 
 def text_prefix(text: str, root: str = "") -> PromptPrefix:
@@ -52,15 +51,4 @@ def text_prefix(text: str, root: str = "") -> PromptPrefix:
     for start in range(0, num_blocks * TEXT_BLOCK_CHARS, TEXT_BLOCK_CHARS):
         digest = hashlib.sha256(digest + text[start : start + TEXT_BLOCK_CHARS].encode("utf-8", "surrogatepass")).digest()
         digests.append(digest)
-    return PromptPrefix(_hashes(digests), TEXT_BLOCK_CHARS // CHARS_PER_TOKEN, len(text) // CHARS_PER_TOKEN, False)
-
-
-def _hashes(digests: Seq[bytes]) -> tuple[int, ...]:
-    """The block hash of each digest: its last eight bytes as an unsigned number."""
-    return _hash_format(len(digests)).unpack(b"".join(digests))
-
-
-@lru_cache(4096)
-def _hash_format(num_digests: int) -> struct.Struct:
-    """The format of `num_digests` digests of 32 bytes, of which the last eight are read."""
-    return struct.Struct(">" + "24xQ" * num_digests)
+    return PromptPrefix(hashes_of_digests(digests), TEXT_BLOCK_CHARS // CHARS_PER_TOKEN, len(text) // CHARS_PER_TOKEN, False)

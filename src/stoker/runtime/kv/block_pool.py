@@ -14,10 +14,10 @@ class BlockPool:
     """`num_blocks` blocks with reference counts. Every operation takes constant time.
 
     A block without references is free. `allocate` returns free blocks without reusable contents first, and then evicts cached blocks, the
-    least recently released first. `on_evict(block)` is called for an evicted block before it is reused.
+    least recently released first. `on_evict(blocks)` is called for evicted blocks before they are reused.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[list[int]], None] | None = None) -> None:
         if num_blocks < 1:
             raise ConfigError(f"the KV cache has room for {num_blocks} blocks.", cure="Raise kv_cache_tokens or kv_cache_fraction.")
         self.num_blocks = num_blocks
@@ -48,7 +48,7 @@ class BlockPool:
         if self._empty:
             block = self._empty.pop()
         elif self._cached:
-            block = self._evict()
+            (block,) = self._evict(1)
         else:
             return -1
         self.refs[block] = 1
@@ -60,15 +60,23 @@ class BlockPool:
         num_empty = min(count, len(empty))
         blocks = empty[: -num_empty - 1 : -1]
         del empty[len(empty) - num_empty :]
+        if num_empty < count:
+            blocks += self._evict(count - num_empty)
         for block in blocks:
             refs[block] = 1
-        return blocks if num_empty == count else blocks + [self.allocate() for _ in range(count - num_empty)]
+        return blocks
 
     def acquire(self, block: int) -> None:
         """Add a reference to a block that is cached or in use."""
-        if self.refs[block] == 0:
-            del self._cached[block]
-        self.refs[block] += 1
+        self.acquire_many((block,))
+
+    def acquire_many(self, blocks: Iterable[int]) -> None:
+        """`acquire` of each block, in this order."""
+        refs, cached = self.refs, self._cached
+        for block in blocks:
+            if not refs[block]:
+                del cached[block]
+            refs[block] += 1
 
     def mark_reusable(self, block: int) -> None:
         """Declare that the contents of a block serve a prefix, so that they remain cached after the last reference is released."""
@@ -111,10 +119,12 @@ class BlockPool:
             occupancy.cached.append(num_cached)
         return occupancy
 
-    def _evict(self) -> int:
-        """Remove the least recently released cached block from the cache, and return it."""
-        block, _ = self._cached.popitem(last=False)
-        self._is_reusable[block] = 0
+    def _evict(self, count: int) -> list[int]:
+        """Remove the least recently released cached blocks from the cache, and return them. There are at least `count`."""
+        pop, is_reusable = self._cached.popitem, self._is_reusable
+        blocks = [pop(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            is_reusable[block] = 0
         if self.on_evict is not None:
-            self.on_evict(block)
-        return block
+            self.on_evict(blocks)
+        return blocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 
 from stoker.runtime.kv.block_pool import BlockPool
@@ -123,16 +123,14 @@ class KVCacheManager:
         """Fill `match` with cached blocks of the prefix index, then of the host tier, up to the first block that is not cached."""
         num_blocks = (len(seq.tokens) - 1) // self.tokens_per_block
         packed = self._packed_blocks(seq, num_blocks)
-        for i in range(num_blocks):
-            key = (match.prefix, packed[i])
-            entry = index.find(key)
-            if entry is None:
-                match.producer = self._announced.get(key)
-                if match.producer is None and self.host_tier is not None:
-                    match.host_blocks = _walk_host(match.prefix, packed[i:num_blocks], self.host_tier)
-                return
-            match.prefix = entry
-            match.blocks.append(entry.block)
+        nodes = index.find_chain(match.prefix, packed[:num_blocks])
+        if nodes:
+            match.prefix, match.blocks = nodes[-1], [node.block for node in nodes]
+        num_found = len(nodes)
+        if num_found < num_blocks:
+            match.producer = self._announced.get((match.prefix, packed[num_found]))
+            if match.producer is None and self.host_tier is not None:
+                match.host_blocks = _walk_host(match.prefix, packed[num_found:num_blocks], self.host_tier)
 
     def _packed_blocks(self, seq: Sequence, num_blocks: int) -> list[bytes]:
         """The packed token ids of at least the first `num_blocks` full blocks of `seq`. The ids of its known tokens do not change."""
@@ -151,8 +149,7 @@ class KVCacheManager:
     def admit(self, seq: Sequence, match: Match) -> None:
         """Assign the matched blocks to `seq`, and new ones for the rest of its tokens. The caller has checked that enough are free."""
         pool = self.pool
-        for block in match.blocks:
-            pool.acquire(block)
+        pool.acquire_many(match.blocks)
         if match.host_blocks:
             self._begin_loads(match.host_blocks)
         seq.blocks = match.blocks + pool.allocate_many(match.num_blocks_now)
@@ -192,16 +189,14 @@ class KVCacheManager:
         """
         if self.index is None:
             return
-        last, prefix, event_log = num_tokens // self.tokens_per_block, seq.prefix, self.event_log
+        first, last = seq.num_hashed, num_tokens // self.tokens_per_block
         packed = self._packed_blocks(seq, last)
-        for i in range(seq.num_hashed, last):
-            block = seq.blocks[i]
-            prefix = self.index.add((prefix, packed[i]), block)
-            if prefix.block == block:
-                self.pool.mark_reusable(block)
-                if event_log is not None:
-                    event_log.store(prefix)
-        seq.prefix, seq.num_hashed = prefix, last
+        seq.prefix, added = self.index.add_chain(seq.prefix, packed[first:last], seq.blocks[first:last])
+        for node in added:
+            self.pool.mark_reusable(node.block)
+        if added and self.event_log is not None:
+            self.event_log.store(added)
+        seq.num_hashed = last
         if seq.announced_key is not None:  # it is in its prefill and has not retired
             self._announce_next_block(seq)
 
@@ -235,8 +230,7 @@ class KVCacheManager:
     def acquire_prefix(self, root: PrefixRoot, token_ids: Seq[int]) -> list[int]:
         """`cached_prefix`, with a reference to each block, so that none is evicted."""
         blocks = self.cached_prefix(root, token_ids)
-        for block in blocks:
-            self.pool.acquire(block)
+        self.pool.acquire_many(blocks)
         return blocks
 
     def allocate_imported(self, count: int, num_spared: int) -> list[int] | None:
@@ -261,7 +255,7 @@ class KVCacheManager:
             if i >= first and entry.block == blocks[i - first]:
                 self.pool.mark_reusable(entry.block)
                 if self.event_log is not None:
-                    self.event_log.store(entry)
+                    self.event_log.store([entry])
             self.pool.acquire(entry.block)
             prompt.append(entry.block)
             parent = entry
@@ -270,15 +264,13 @@ class KVCacheManager:
 
     def poison(self, blocks: list[int]) -> None:
         """Mark blocks in use that may contain NaN. No other sequence shares them, and `pop_poisoned` returns them once they are free."""
-        for block in blocks:
-            self._forget(block)
-            self.pool.unmark_reusable(block)
-            self._poisoned_in_use.add(block)
+        self.forget(blocks)
+        self._poisoned_in_use.update(blocks)
 
-    def forget(self, blocks: Iterable[int]) -> None:
+    def forget(self, blocks: Collection[int]) -> None:
         """Remove blocks from the prefix index, because their contents may be wrong. Sequences that share them retain them."""
+        self._forget(blocks)
         for block in blocks:
-            self._forget(block)
             self.pool.unmark_reusable(block)
 
     def pop_poisoned(self) -> list[int]:
@@ -373,24 +365,28 @@ class KVCacheManager:
             self.pool.acquire(target)  # released by end_transfers
             self.pending_transfers.append(BlockTransfer(Tier.HOST, source, Tier.DEVICE, target))
 
-    def _evict(self, block: int) -> None:
-        """Forget the contents of an unreferenced block, and offer them to the host tier."""
-        assert self.index is not None
-        if self.host_tier is not None and (node := self.index.node_of(block)) is not None:
-            target = self.host_tier.begin_store(node.digest)
-            if target >= 0:
-                self.pending_transfers.append(BlockTransfer(Tier.DEVICE, block, Tier.HOST, target))
-        self._forget(block)
+    def _evict(self, blocks: Seq[int]) -> None:
+        """Forget the contents of unreferenced blocks, and offer them to the host tier."""
+        if self.host_tier is not None:
+            self._store_on_host(blocks, self.host_tier)
+        self._forget(blocks)
 
-    def _forget(self, block: int) -> None:
-        """Remove a block from the prefix index, if it is there."""
-        if self.index is None or (node := self.index.node_of(block)) is None:
+    def _store_on_host(self, blocks: Iterable[int], tier: HostTier) -> None:
+        """Offer the contents of evicted blocks to the host tier."""
+        assert self.index is not None
+        for block in blocks:
+            if (node := self.index.node_of(block)) is not None and (target := tier.begin_store(node.digest)) >= 0:
+                self.pending_transfers.append(BlockTransfer(Tier.DEVICE, block, Tier.HOST, target))
+
+    def _forget(self, blocks: Iterable[int]) -> None:
+        """Remove those of the blocks that are in the prefix index from it."""
+        if self.index is None or not (nodes := self.index.forget(blocks)):
             return
-        self.index.forget(block)
         if self.snapshots is not None:
-            self.snapshots.forget(node)
+            for node in nodes:
+                self.snapshots.forget(node)
         if self.event_log is not None:
-            self.event_log.remove(node)
+            self.event_log.remove(nodes)
 
 
 def _walk_host(parent: PrefixNode | PrefixRoot | bytes, packed_blocks: Seq[bytes], tier: HostTier) -> list[int]:

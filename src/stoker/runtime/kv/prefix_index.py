@@ -78,7 +78,12 @@ def pack_blocks(token_ids: Seq[int], tokens_per_block: int) -> list[bytes]:
 
 def block_digests(blocks: Iterable[bytes], root: PrefixRoot) -> list[bytes]:
     """The digest of each block of a prompt, from their packed token ids."""
-    sha256, digest = hashlib.sha256, root_digest(root)
+    return extend_digests(root_digest(root), blocks)
+
+
+def extend_digests(digest: bytes, blocks: Iterable[bytes]) -> list[bytes]:
+    """The digests of packed blocks that follow the one with `digest`."""
+    sha256 = hashlib.sha256
     return [digest := sha256(digest + block).digest() for block in blocks]
 
 
@@ -117,13 +122,40 @@ class PrefixIndex:
             entry = self._entries[key] = self._by_block[block] = PrefixNode(*key, block)
         return entry
 
+    def find_chain(self, parent: PrefixNode | PrefixRoot, chunks: Iterable[bytes]) -> list[PrefixNode]:
+        """The entries of consecutive blocks after `parent`, up to the first one that has none."""
+        entries, found = self._entries, list[PrefixNode]()
+        for chunk in chunks:
+            if (entry := entries.get((parent, chunk))) is None:
+                break
+            found.append(entry)
+            parent = entry
+        return found
+
+    def add_chain(
+        self, parent: PrefixNode | PrefixRoot, chunks: Iterable[bytes], blocks: Iterable[int]
+    ) -> tuple[PrefixNode | PrefixRoot, list[PrefixNode]]:
+        """`add` of consecutive blocks after `parent`. Returns (the entry of the last one, those that refer to `blocks`)."""
+        entries, by_block, added = self._entries, self._by_block, list[PrefixNode]()
+        for chunk, block in zip(chunks, blocks, strict=True):
+            key = (parent, chunk)
+            if (entry := entries.get(key)) is None:
+                entry = entries[key] = by_block[block] = PrefixNode(parent, chunk, block)
+            if entry.block == block:
+                added.append(entry)
+            parent = entry
+        return parent, added
+
     def node_of(self, block: int) -> PrefixNode | None:
         """The entry that refers to `block`, or None."""
         return self._by_block[block]
 
-    def forget(self, block: int) -> None:
-        """Remove the entry that refers to `block`, whose contents are about to change."""
-        entry = self._by_block[block]
-        if entry is not None:
-            self._by_block[block] = None
-            del self._entries[entry.parent, entry.chunk]
+    def forget(self, blocks: Iterable[int]) -> list[PrefixNode]:
+        """Remove the entries that refer to `blocks`, whose contents are about to change. Returns these entries."""
+        by_block, entries, removed = self._by_block, self._entries, list[PrefixNode]()
+        for block in blocks:
+            if (entry := by_block[block]) is not None:
+                by_block[block] = None
+                del entries[entry.parent, entry.chunk]
+                removed.append(entry)
+        return removed

@@ -14,7 +14,8 @@ from stoker.runtime.schedule.scheduler import Scheduler
 class GroupPlan(StepPlan):
     """A plan whose lists contain prefills only. Its decodes are all sequences of the group.
 
-    num_equal_steps: the number of steps that are planned. All have the same rows, each one token further than in the step before.
+    num_equal_steps: the number of steps that are planned. All have the same rows, each one token further than in the step before. Blocks
+        that become full before the last one are indexed by `GroupScheduler.pass_steps`, or together with the commit.
     num_context_tokens: the sum of the first positions of all rows in the first step, that is, the tokens whose keys and values it reads.
     """
 
@@ -37,8 +38,10 @@ class GroupPlanner(Planner):
 
     def add_group(self, plan: StepPlan) -> None:
         """Add all sequences of the group to a plan."""
-        self.group.grow()
-        plan.num_decodes = plan.num_tokens = self.group.num_rows
+        group = self.group
+        if group.growing:
+            group.grow()
+        plan.num_decodes = plan.num_tokens = group.num_rows
 
     def _decodes(self, plan: StepPlan) -> tuple[list[Sequence], bool]:
         self.add_group(plan)
@@ -68,7 +71,9 @@ class GroupScheduler(Scheduler):
         target_ttft_s: float | None,
         prefix_reuse: bool,
         event_log: BlockEventLog,
+        stops_at_blocks: bool = False,
     ) -> None:
+        """`stops_at_blocks`: plan no step beyond one in which a block becomes full, because others read or allocate blocks meanwhile."""
         super().__init__(
             num_blocks=num_blocks,
             tokens_per_block=tokens_per_block,
@@ -80,7 +85,8 @@ class GroupScheduler(Scheduler):
             prefix_reuse=prefix_reuse,
             event_log=event_log,
         )
-        self._event_log = event_log
+        self._event_log, self._stops_at_blocks = event_log, stops_at_blocks
+        self._has_target = self.budget.has_target
         self._group = self._planner.group = DecodeGroup(self._running_set)
         self._prefilling = self._planner.prefilling = dict[int, Sequence]()
         self._decodes = GroupPlan()  # the plan of steps that only decode
@@ -104,11 +110,35 @@ class GroupScheduler(Scheduler):
             plan.num_context_tokens += sum(plan.starts)
             for seq in plan.sequences:
                 self._prefilling[seq.seq_id] = seq
-        elif self.budget.has_target or len(self._event_log):  # evictions are reported after one step
+        elif self._has_target or (self._stops_at_blocks and len(self._event_log)):  # evictions are reported after one step
             plan.num_equal_steps = 1
         else:
             plan.num_equal_steps = group.num_equal_steps
+            if self._stops_at_blocks and 0 < (num_steps := group.num_steps_to_fill) < plan.num_equal_steps:
+                plan.num_equal_steps = num_steps
         return plan
+
+    def num_steps_to_events(self, num_steps: int) -> int:
+        """The number of planned steps after which evictions are reported, if that is before the last of `num_steps` steps; otherwise 0.
+
+        A block is evicted when a step is planned that writes to a new one, and its eviction is reported when this step has ended.
+        """
+        if len(self._event_log):
+            count = 1
+        elif (num_to_fill := self._group.num_steps_to_fill) and not self._has_empty_blocks(num_steps):
+            count = num_to_fill + 1
+        else:
+            return 0
+        return count if count < num_steps else 0
+
+    def _has_empty_blocks(self, num_steps: int) -> bool:
+        """Whether the blocks that `num_steps` steps fill can be followed by others without an eviction."""
+        return self.kv_cache.pool.num_empty >= self._group.num_rows * (1 + num_steps // self.tokens_per_block)
+
+    def pass_steps(self, num_steps: int) -> None:
+        """The first `num_steps` of the planned steps have ended: index the blocks that were full when the last one of them was planned."""
+        self._group.fill_blocks(num_steps - 1)
+        self._group.grow()
 
     def commit_steps(self, plan: GroupPlan, num_steps: int) -> StepOutcome:
         """Commit the first `num_steps` of the planned steps; the others are not computed.

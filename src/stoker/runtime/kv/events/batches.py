@@ -5,28 +5,31 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from stoker.runtime.kv.events.log import BlockChange
-from stoker.runtime.kv.events.wire import DEVICE_MEDIUM, BlockRemoved, BlockStored, Event, EventBatch, adapter_and_salt, block_hash
+from stoker.runtime.kv.events.log import BlockChanges
+from stoker.runtime.kv.events.wire import DEVICE_MEDIUM, BlockRemoved, BlockStored, Event, EventBatch, adapter_and_salt, block_hashes
 from stoker.runtime.kv.prefix_index import PrefixNode
 
 
-def make_batch(changes: Iterable[BlockChange], tokens_per_block: int, now_s: float) -> EventBatch:
+def make_batch(changes: Iterable[BlockChanges], tokens_per_block: int, now_s: float) -> EventBatch:
     """The batch for changes in their order. Consecutive blocks of one prefix, and consecutive removals, share an event."""
     events: list[Event] = []
-    last: BlockChange | None = None
-    for change in changes:
-        node = change.node
+    last: PrefixNode | None = None  # of the newest event, if that is a BlockStored
+    for nodes, stored in changes:
         event = events[-1] if events else None
-        if not change.stored:
+        if not stored:
+            hashes, last = list(block_hashes(nodes)), None
             if isinstance(event, BlockRemoved):
-                event.block_hashes.append(block_hash(node))
+                event.block_hashes += hashes
             else:
-                events.append(BlockRemoved(block_hashes=[block_hash(node)], medium=DEVICE_MEDIUM))
-        elif isinstance(event, BlockStored) and last is not None and node.parent is last.node:
-            _extend(event, node)
-        else:
-            events.append(_first_of(node, tokens_per_block))
-        last = change
+                events.append(BlockRemoved(block_hashes=hashes, medium=DEVICE_MEDIUM))
+            continue
+        for node in nodes:
+            if isinstance(event, BlockStored) and node.parent is last:
+                _extend(event, node)
+            else:
+                event = _first_of(node, tokens_per_block)
+                events.append(event)
+            last = node
     return EventBatch(now_s, events, 0)
 
 
@@ -38,8 +41,8 @@ def _first_of(node: PrefixNode, tokens_per_block: int) -> BlockStored:
     adapter, salt = adapter_and_salt(root)
     is_first = not isinstance(parent, PrefixNode)
     return BlockStored(
-        block_hashes=[block_hash(node)],
-        parent_block_hash=block_hash(parent) if isinstance(parent, PrefixNode) else None,
+        block_hashes=[*block_hashes([node])],
+        parent_block_hash=block_hashes([parent])[0] if isinstance(parent, PrefixNode) else None,
         token_ids=_token_ids(node),
         block_size=tokens_per_block,
         lora_id=adapter,
@@ -51,7 +54,7 @@ def _first_of(node: PrefixNode, tokens_per_block: int) -> BlockStored:
 
 def _extend(event: BlockStored, node: PrefixNode) -> None:
     """Append the block after the last one of `event`."""
-    event.block_hashes.append(block_hash(node))
+    event.block_hashes += block_hashes([node])
     event.token_ids += _token_ids(node)
     if event.extra_keys is not None:
         event.extra_keys.append(None)

@@ -8,34 +8,34 @@ from typing import NamedTuple
 from stoker.runtime.kv.prefix_index import PrefixNode
 
 
-class BlockChange(NamedTuple):
-    """A block that entered the prefix index (`stored`) or left it. The node names its tokens and, through its parents, all before them."""
+class BlockChanges(NamedTuple):
+    """Blocks that entered the prefix index (`stored`) or left it. A node names its tokens and, through its parents, all before them."""
 
-    node: PrefixNode
+    nodes: list[PrefixNode]
     stored: bool
 
 
-NO_CHANGES: Seq[BlockChange] = ()
+NO_CHANGES: Seq[BlockChanges] = ()
 
 
 class BlockEventLog:
     """The changes since the last `pop`, in order."""
 
     def __init__(self) -> None:
-        self._changes: list[BlockChange] = []
+        self._changes: list[BlockChanges] = []
 
     def __len__(self) -> int:
         return len(self._changes)
 
-    def store(self, node: PrefixNode) -> None:
-        """Note that the block of `node` can be reused from now on."""
-        self._changes.append(BlockChange(node, True))
+    def store(self, nodes: list[PrefixNode]) -> None:
+        """Note that the blocks of `nodes`, at least one, can be reused from now on."""
+        self._changes.append(BlockChanges(nodes, True))
 
-    def remove(self, node: PrefixNode) -> None:
-        """Note that the block of `node` was evicted or poisoned."""
-        self._changes.append(BlockChange(node, False))
+    def remove(self, nodes: list[PrefixNode]) -> None:
+        """Note that the blocks of `nodes`, at least one, were evicted or poisoned."""
+        self._changes.append(BlockChanges(nodes, False))
 
-    def pop(self) -> Seq[BlockChange]:
+    def pop(self) -> Seq[BlockChanges]:
         """Remove and return the changes."""
         if not self._changes:
             return NO_CHANGES

@@ -13,7 +13,7 @@ import zmq
 from stoker.base.errors import ConfigError
 from stoker.base.logging import get_logger
 from stoker.runtime.kv.events.batches import make_batch
-from stoker.runtime.kv.events.log import BlockChange
+from stoker.runtime.kv.events.log import BlockChanges
 from stoker.runtime.kv.events.wire import END, AllBlocksCleared, EventAddress, EventBatch, encode_batch
 
 log = get_logger(__name__)
@@ -37,7 +37,7 @@ class EventPublisher:
     def __init__(self, endpoint: str, replay: str | None, topic: str, tokens_per_block: int) -> None:
         self._tokens_per_block = tokens_per_block
         self._topic = topic.encode()
-        self._queue: queue.SimpleQueue[Seq[BlockChange] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Seq[BlockChanges] | None] = queue.SimpleQueue()
         self._number = 0
         self._sent: deque[tuple[int, bytes]] = deque()
         self._sent_bytes = 0
@@ -53,7 +53,7 @@ class EventPublisher:
         for thread in self._threads:
             thread.start()
 
-    def publish(self, changes: Seq[BlockChange]) -> None:
+    def publish(self, changes: Seq[BlockChanges]) -> None:
         """Send the changes of a step. Returns at once; does nothing if there are none."""
         if changes:
             self._queue.put(changes)

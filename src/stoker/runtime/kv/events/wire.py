@@ -8,6 +8,10 @@ missed batches sends the number of the first one to the replay address, from a R
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence as Seq
+from functools import lru_cache
+
 import msgspec
 
 from stoker.runtime.kv.prefix_index import PrefixNode
@@ -75,14 +79,20 @@ def decode_batch(payload: bytes) -> EventBatch:
         raise ValueError(f"a batch is malformed: {error}") from None
 
 
-def hash_of_digest(digest: bytes) -> int:
-    """The block hash for a digest of the prefix index: its last eight bytes as an unsigned number, as vLLM shortens its hashes."""
-    return int.from_bytes(digest[-8:], "big")
+def hashes_of_digests(digests: Seq[bytes]) -> tuple[int, ...]:
+    """The block hash for each digest of the prefix index: its last eight bytes as an unsigned number, as vLLM shortens its hashes."""
+    return _hash_format(len(digests)).unpack(b"".join(digests))
 
 
-def block_hash(node: PrefixNode) -> int:
-    """The hash of a block, which covers its adapter, its cache salt, and all tokens up to its end."""
-    return hash_of_digest(node.digest)
+@lru_cache(4096)
+def _hash_format(num_digests: int) -> struct.Struct:
+    """The format of `num_digests` digests of 32 bytes, of which the last eight are read."""
+    return struct.Struct(">" + "24xQ" * num_digests)
+
+
+def block_hashes(nodes: Seq[PrefixNode]) -> tuple[int, ...]:
+    """The hash of each block, which covers its adapter, its cache salt, and all tokens up to its end."""
+    return hashes_of_digests([node.digest for node in nodes])
 
 
 def adapter_and_salt(root: PrefixRoot) -> tuple[int | None, str]:
