@@ -158,13 +158,17 @@ def test_a_step_without_features_has_one_copy(tiny_engine: Path, monkeypatch: py
 
 
 def test_steps_with_drafts_are_planned_without_waiting(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All drafts are accepted. The copies of new sequences to the device are the only ones beside the inputs."""
+    """All drafts are accepted. The copies of new sequences to the device are the only ones beside the inputs, and those of features."""
     for name in ("continue_rows", "append_tokens"):  # kernels on a GPU
         monkeypatch.setattr(ops, name, lambda *_: None)
     executor = CheckedExecutor(tiny_engine, 3, monkeypatch, RowTracker(8, 192, 16, META, looks_up=True))
     executor.run(*(request([5, 3, 3, 3, 3 + i], max_tokens=40) for i in range(4)))
     assert executor.num_ahead > 5 and executor.max_in_flight == 2
     assert set(executor.copies) <= {1, 2} and executor.copies.count(2) <= 4
+    num_ahead = executor.num_ahead
+    features = [{"repetition_penalty": 1.3, "frequency_penalty": 0.1}, {"logit_bias": {5: 1.0}}, {"allowed_token_ids": (3, 9)}]
+    executor.run(*(request([5, 3, 3, 3, 3 + i], max_tokens=40, **params) for i, params in enumerate(features)))
+    assert executor.num_ahead > num_ahead + 5
 
 
 def test_buffers_for_a_gpu_are_pinned_and_reused_after_the_steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,15 +177,19 @@ def count_drafts_ahead(driven: Driven) -> Callable[[], int]:
 
 @pytest.mark.parametrize("settings", [{"draft_tokens": 3}, {"draft_tokens": 7, "max_num_tokens": 24, "policy": "max_utilization"}])
 def test_drafts_that_are_planned_before_ids_are_known(drive: Make, prompts: list[list[int]], settings: dict[str, Any]) -> None:
-    """Prompt lookup on the device, beside prefills and with preemption: greedy, sampled and with log-probabilities. Some answers end within
-    drafts. With a feature that reads tokens on the host, all steps wait."""
+    """Prompt lookup on the device, beside prefills and with preemption: greedy, sampled, with log-probabilities, and with the features that
+    read no tokens on the host. Some answers end within drafts. With a feature that reads tokens on the host, all steps wait."""
     bodies: list[dict[str, Any]] = [
         {},
         {"temperature": 0.2, "seed": 5, "n": 2},
         {"logprobs": 2, "prompt_logprobs": 1},
         {"end_ids": (77, 5, 11)},
+        {"repetition_penalty": 1.1, "frequency_penalty": -0.3, "presence_penalty": 0.2, "temperature": 0.3, "seed": 8},
+        {"logit_bias": {5: 3.0, 77: 2.0}, "repetition_penalty": 1.2, "logprobs": 1},
+        {"allowed_token_ids": (5, 40, 41, 77, 200), "frequency_penalty": 0.1},
     ]
-    calls = [request((prompt[:8] * 4)[: 8 * i + 20], **{"max_tokens": 60} | bodies[i % 4]) for i, prompt in enumerate(prompts)]
+    texts = [(prompts[i % len(prompts)][:8] * 4)[: 8 * i + 20] for i in range(len(bodies))]
+    calls = [request(text, **{"max_tokens": 60} | body) for text, body in zip(texts, bodies, strict=True)]
     plain = drive()
     expected = [comparable(answer) for answer in plain.run(*calls)]
     driven = overlapped(drive(speculate="ngram", adaptive_drafts=False, kv_cache_tokens=24 * 16, **settings), looks_up=True)
@@ -194,9 +198,10 @@ def test_drafts_that_are_planned_before_ids_are_known(drive: Make, prompts: list
     assert num_ahead() > 40 and driven.stats.num_accepted_draft_tokens > 40
     assert (driven.stats.num_preemptions > 0) is ("policy" in settings)
     num_before = num_ahead()
-    cases = [request(prompts[0], max_tokens=40, repetition_penalty=1.1), request(prompts[1], max_tokens=10)]
-    assert [a.tokens for a in driven.run(*cases)] == [a.tokens for a in drive().run(*cases)]
-    assert num_ahead() == num_before
+    for feature in ({"min_tokens": 5}, {"bad_words": ((5, 40), (77,))}):
+        cases = [request(prompts[0], max_tokens=40, **feature), request(prompts[1], max_tokens=10)]
+        assert [a.tokens for a in driven.run(*cases)] == [a.tokens for a in drive().run(*cases)]
+        assert num_ahead() == num_before
 
 
 def test_drafts_of_a_drafter_that_are_planned_before_ids_are_known(drive: Make, prompts: list[list[int]]) -> None:

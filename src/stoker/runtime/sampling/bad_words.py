@@ -12,6 +12,8 @@ class BadWords(Ban):
     It reads tokens on the host. The scheduler plans no step of such a sequence while an id is pending (Sequence.waits_for_ids).
     """
 
+    reads_tokens = True
+
     def applies_to(self, params: SamplingParams) -> bool:
         return bool(params.bad_words)
 

@@ -51,6 +51,9 @@ class Feature(ABC):
     reads_drafts = False
     """Whether the first input of `apply` and `observe` is the drafts before each row (`StepDrafts.before`), on the device."""
 
+    reads_tokens = False
+    """Whether `gather` reads the generated tokens, or how many there are. The host knows neither while a step with drafts is in flight."""
+
     @abstractmethod
     def applies_to(self, params: SamplingParams) -> bool:
         """Whether a sequence with these parameters uses this feature."""

@@ -75,6 +75,8 @@ class Guides(Feature):
     to the last common ancestor of a row and the row before it.
     """
 
+    reads_tokens = True
+
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._matches: dict[int, _Match] = {}

@@ -11,6 +11,8 @@ from stoker.runtime.sampling.feature import Ban, SampledRow
 class MinTokens(Ban):
     """Bans the ids that would end the sequence too early."""
 
+    reads_tokens = True
+
     def applies_to(self, params: SamplingParams) -> bool:
         return params.min_tokens > 0
 

@@ -177,8 +177,8 @@ class Sampler:
         )
 
     def draws_on_device(self, seq: Sequence) -> bool:
-        """Whether the tokens of a sequence need nothing from the host: neither features nor supplied logits."""
-        return seq.seq_id not in self._users and not uses_draft_logits(seq)
+        """Whether the tokens of a sequence need nothing from the host: no feature that reads tokens there, and no supplied logits."""
+        return not any(feature.reads_tokens for feature in self._users.get(seq.seq_id, ())) and not uses_draft_logits(seq)
 
     def sample(
         self,
