@@ -15,6 +15,7 @@ from stoker import __version__
 from stoker.base.config import Limits
 from stoker.base.errors import ConfigError
 from stoker.builder.checkpoint.gguf.registry import ARCHITECTURES as GGUF_ARCHITECTURES
+from stoker.builder.checkpoint.tensorrt_llm.families.table import ARCHITECTURES as TENSORRT_LLM_ARCHITECTURES
 from stoker.builder.checkpoint.tensorrt_llm.families.table import FAMILIES as TENSORRT_LLM_FAMILIES
 from stoker.builder.conversion.shard_plan import check_shards
 from stoker.builder.conversion.tensor_plan import is_computed
@@ -28,7 +29,7 @@ from stoker.models import Architecture, all_architectures, resolve_architecture
 from stoker.quant.named_recipes import RECIPES, find_recipe
 
 # The names that TensorRT-LLM writes, and the architectures that its checkpoints are read as.
-TENSORRT_LLM_NAMES = {*TENSORRT_LLM_FAMILIES} | {family.architecture for family in TENSORRT_LLM_FAMILIES.values()}
+TENSORRT_LLM_NAMES = {*TENSORRT_LLM_FAMILIES} | TENSORRT_LLM_ARCHITECTURES
 PARITY = Path(__file__).parents[1] / "tests" / "parity"
 _HEAD = """# Formats by architecture
 

@@ -70,7 +70,9 @@ def test_numbers_that_differ_between_ranks_are_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architecture": "DbrxForCausalLM"}, "checkpoints of 'DbrxForCausalLM' are not supported. Supported: LlamaForCausalLM"),
+        ({"architecture": "BertModel"}, "checkpoints of 'BertModel' are not supported. Supported: LlamaForCausalLM"),
+        ({"architecture": "DbrxForCausalLM"}, "'DbrxForCausalLM' are not supported: Stoker has no architecture of DBRX. Supported: Llama"),
+        ({"architecture": "MambaForCausalLM", "mamba_version": "Mamba3"}, "mamba_version='Mamba3' is not supported, only 'Mamba1'"),
         ({"residual_mlp": True}, "residual_mlp='True' is not supported, only False"),
         ({"position_embedding_type": "alibi"}, "position_embedding_type='alibi'"),
         ({"new_key": 3}, "new_key='3' is not known"),

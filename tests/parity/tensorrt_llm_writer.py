@@ -16,6 +16,7 @@ Tensors = dict[str, Tensor]
 Config = dict[str, Any]
 Parts = tuple[Tensor, Tensor, Tensor]
 QKV = Callable[[Tensors, str, str, Config], Parts | None]
+Block = Callable[[Tensors, str, Config, int, int], Tensors]  # weights, Hugging Face prefix of the layer, config, rank, ranks
 
 
 @dataclass
@@ -35,6 +36,9 @@ class Conversion:
     skipped_positions: int = 0
     head: Callable[[Tensor], Tensor] = lambda head: head
     kv_heads: Callable[[Config], int | None] = field(default=lambda hf: hf.get("num_key_value_heads"))
+    block: Block | None = None  # further tensors of a layer
+    stem: str = "transformer"
+    tp: int = 2
 
 
 def separate(q: str, k: str, v: str) -> QKV:
@@ -77,11 +81,13 @@ def grouped(name: str) -> QKV:
     return read
 
 
-def write_tensorrt_llm(path: Path, source: Path, conversion: Conversion, tp: int = 2) -> Path:
-    """Write the checkpoint `source` in the format of TensorRT-LLM with `tp` ranks."""
+def write_tensorrt_llm(path: Path, source: Path, conversion: Conversion) -> Path:
+    """Write the checkpoint `source` in the format of TensorRT-LLM with the ranks of `conversion`."""
+    tp = conversion.tp
     hf = json.loads((source / "config.json").read_text())
     w = {name: tensor.float() for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
     hidden, layers, heads, vocab, positions = (hf[key] if key else None for key in conversion.sizes)
+    heads = heads or 1  # of models without attention
     hf |= {"_heads": heads, "_kv_heads": conversion.kv_heads(hf) or heads, "_head": hf.get("head_dim") or hidden // heads}
     path.mkdir(parents=True)
     for rank in range(tp):
@@ -89,6 +95,7 @@ def write_tensorrt_llm(path: Path, source: Path, conversion: Conversion, tp: int
         for i in range(layers):
             out |= layer_tensors(w, conversion, hf, conversion.prefix.format(i=i), f"transformer.layers.{i}.", rank, tp)
         out |= outer_tensors(w, conversion, vocab, rank, tp)
+        out = {name.replace("transformer.", f"{conversion.stem}."): tensor for name, tensor in out.items()}
         save_file({name: tensor.clone().contiguous() for name, tensor in out.items()}, path / f"rank{rank}.safetensors")
     # PretrainedConfig.to_dict writes these keys for every architecture.
     common = {
@@ -116,7 +123,9 @@ def layer_tensors(w: Tensors, conversion: Conversion, hf: Config, old: str, new:
             if heads < tp:
                 k, v = (part.unflatten(0, (heads, -1)).repeat_interleave(tp // heads, 0).flatten(0, 1) for part in (k, v))
             out[f"{new}attention.qkv.{suffix}"] = torch.cat([part.chunk(tp)[rank] for part in (q, k, v)])
-    if f"{old}mlp.gate.weight" in w:
+    if conversion.block is not None:
+        out |= {f"{new}{name}": tensor for name, tensor in conversion.block(w, old, hf, rank, tp).items()}
+    elif f"{old}mlp.gate.weight" in w:
         out |= expert_tensors(w, f"{old}mlp.", f"{new}mlp.", rank, tp)
     for module, name in conversion.modules.items():
         for suffix in ("weight", "bias"):

@@ -10,7 +10,7 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from stoker.base.errors import CheckpointError, ConfigError
-from stoker.builder.checkpoint.tensorrt_llm.families.table import FAMILIES
+from stoker.builder.checkpoint.tensorrt_llm.families.table import ARCHITECTURES, FAMILIES
 from stoker.core.model_config import decode_model, encode_model
 from stoker.core.prefix_lm import find_bidirectional_prefix
 from stoker.models import Architecture, all_architectures, check_version, get_architecture, resolve_architecture
@@ -127,7 +127,7 @@ def test_the_guide_quotes_the_source() -> None:
 # Other source files and folders that name an architecture, and why.
 NAMED_ELSEWHERE = {
     # the names in checkpoints of TensorRT-LLM
-    "builder/checkpoint/tensorrt_llm/families": {family.architecture for family in FAMILIES.values()} | {*FAMILIES},
+    "builder/checkpoint/tensorrt_llm/families": ARCHITECTURES | {*FAMILIES},
     "models/architectures/chatglm.py": {"ChatGLM1Model"},  # the variant of ChatGLMModel
 }
 

@@ -11,16 +11,21 @@ import pytest
 import torch
 from cases import (
     _BLOOM,
+    _DEEP_YARN,
     _FALCON,
     _GEMMA3_ROPE,
     _HEAD,
     _LLAMA3,
     _LONG,
+    _LONG_MSCALE,
     _MPT,
     _MULTIPLIERS,
     _OPT,
     GPT,
     GROUPED,
+    MAMBA,
+    MAMBA2,
+    MLA,
     POSITIONS,
     baichuan_7b,
     baichuan_13b,
@@ -30,6 +35,7 @@ from cases import (
 )
 from harness import Harness, prefill_logits
 from oracles import Reference
+from tensorrt_llm_blocks import granite_experts, latent, mamba, mamba2, phi_experts
 from tensorrt_llm_writer import Config, Conversion, grouped, separate, stacked, write_tensorrt_llm
 
 from stoker.base.config import Limits
@@ -41,6 +47,12 @@ LIMITS = Limits(max_input_len=64, max_output_len=64, max_num_tokens=256, max_bat
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 GPT_SIZES = ("n_embd", "n_layer", "n_head", "vocab_size", "n_positions")
 OUTER = {"transformer.vocab_embedding": "model.embed_tokens", "transformer.ln_f": "model.norm", "lm_head": "lm_head"}
+
+
+def none(w: Any, prefix: str, suffix: str, hf: Config) -> None:
+    """No q, k and v."""
+
+
 QKV = separate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 NORMS = {"input_layernorm": "input_layernorm", "post_layernorm": "post_attention_layernorm"}
 LLAMA_MODULES = {
@@ -141,6 +153,11 @@ def glm_config(hf: Config) -> Config:
     }  # fmt: skip
 
 
+LATENT_MODULES = {name: other for name, other in LLAMA_MODULES.items() if name != "attention.q_layernorm"}
+STATE_OUTER = {
+    "transformer.vocab_embedding": "backbone.embeddings", "transformer.ln_f": "backbone.norm_f", "lm_head": "lm_head",
+}  # fmt: skip
+STATE_SIZES = ("hidden_size", "num_hidden_layers", "", "vocab_size", "")
 GEMMA2_MODULES = LLAMA_MODULES | {name: name for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm")}
 GPT2_OUTER = {
     "transformer.vocab_embedding": "transformer.wte", "transformer.position_embedding": "transformer.wpe",
@@ -184,6 +201,46 @@ def falcon(new: bool) -> Conversion:
         "FalconForCausalLM", HEADS, grouped("self_attention.query_key_value"), FUSED_MODULES | norms, FALCON_OUTER, SIZES, falcon_config,
         kv_heads=falcon_kv_heads, is_embedding_split=new,
     )  # fmt: skip
+
+
+def moe_config(hf: Config, mode: int, **more: Any) -> Config:
+    moe = {"num_experts": hf["num_local_experts"], "top_k": hf["num_experts_per_tok"], "normalization_mode": mode}
+    return {"hidden_act": "swiglu", "moe": moe | more}
+
+
+def deepseek2_config(hf: Config, mode: int) -> Config:
+    """DeepSeekV2Config.from_hugging_face. `mode`: how the weights of experts are normalized."""
+    rope = {key: value for key, value in hf["rope_parameters"].items() if key not in ("rope_theta", "rope_type")}
+    method = "noaux_tc" if hf["model_type"] == "deepseek_v3" else hf.get("topk_method", "greedy")
+    keys = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "first_k_dense_replace")
+    return {key: hf[key] for key in keys} | {
+        "num_key_value_heads": 1, "head_size": hf["kv_lora_rank"] + hf["qk_rope_head_dim"], "intermediate_size": hf["intermediate_size"],
+        "position_embedding_type": "rope_gpt_neox", "hidden_act": "swiglu", "norm_epsilon": hf["rms_norm_eps"],
+        "rotary_base": rope_theta(hf), "rotary_scaling": (rope | {"type": "yarn"}) if rope else None, "moe_layer_freq": 1,
+        "moe_inter_size": hf["moe_intermediate_size"], "topk_method": method, "fp8_format": False, "mlp_bias": False, "attn_bias": False,
+        "coring_func": "sigmoid" if method == "noaux_tc" else "softmax",
+        "moe": {
+            "num_experts": hf["n_routed_experts"], "top_k": hf["num_experts_per_tok"], "normalization_mode": mode, "tp_mode": 0,
+            "shared_expert_intermediate_size": hf["n_shared_experts"] * hf["moe_intermediate_size"], "sparse_mixer_epsilon": 0.01,
+            "device_limited_n_group": hf.get("n_group"), "device_limited_topk_group": hf.get("topk_group"),
+            "device_limited_routed_scaling_factor": hf["routed_scaling_factor"],
+        },
+    }  # fmt: skip
+
+
+def mamba_config(hf: Config, version: str) -> Config:
+    inner = hf["expand"] * hf["hidden_size"]
+    found = {
+        "layer_types": ["recurrent"], "rms_norm": True, "residual_in_fp32": True, "pad_vocab_size_multiple": 1, "hidden_act": "silu",
+        "num_attention_heads": 1, "rnn_hidden_size": inner, "rnn_conv_dim_size": inner, "state_size": hf["state_size"],
+        "conv_kernel": hf["conv_kernel"], "use_bias": hf["use_bias"], "mamba_version": version, "norm_epsilon": hf["layer_norm_epsilon"],
+    }  # fmt: skip
+    if version == "Mamba1":
+        return found
+    return found | {
+        "rnn_conv_dim_size": inner + 2 * hf["n_groups"] * hf["state_size"], "rnn_head_size": hf["head_dim"], "ngroups": hf["n_groups"],
+        "chunk_size": hf["chunk_size"], "ssm_rmsnorm": True,
+    }  # fmt: skip
 
 
 # (the name of the family in TensorRT-LLM, what is special) → the model, and how it is converted.
@@ -379,6 +436,48 @@ CASES: dict[tuple[str, str], tuple[Callable[[], Reference], Conversion]] = {
                 "position_embedding_type": "rope_gpt_neox", "rotary_base": 10000.0, "rotary_scaling": None, "moe_intermediate_size": 24,
                 "moe": {"num_experts": 8, "top_k": 3, "normalization_mode": 0, "shared_expert_intermediate_size": 48},
             },
+        ),
+    ),
+    ("DeepseekV2ForCausalLM", "groups of experts"): (
+        partial(native, "DeepseekV2", **MLA, topk_method="group_limited_greedy", n_group=4, topk_group=2, rope_parameters=_DEEP_YARN),
+        llama("DeepseekV2ForCausalLM", block=latent, qkv=none, config=partial(deepseek2_config, mode=3)),
+    ),
+    ("DeepseekV2ForCausalLM", "lite"): (
+        partial(native, "DeepseekV2", **MLA | {"q_lora_rank": None, "routed_scaling_factor": 1.0}),
+        llama("DeepseekV2ForCausalLM", block=latent, qkv=none, config=partial(deepseek2_config, mode=0)),
+    ),
+    ("DeepseekV3ForCausalLM", "yarn"): (
+        partial(native, "DeepseekV3", **MLA, n_group=4, topk_group=2, rope_parameters=_DEEP_YARN),
+        llama("DeepseekV3ForCausalLM", block=latent, qkv=none, config=partial(deepseek2_config, mode=3)),
+    ),
+    ("GraniteMoeForCausalLM", ""): (
+        partial(native, "GraniteMoe", **GROUPED, num_local_experts=5, **_MULTIPLIERS),
+        llama("GraniteMoeForCausalLM", block=granite_experts, config=lambda hf: granite_config(hf) | moe_config(hf, 1)),
+    ),
+    ("PhiMoEForCausalLM", "longrope"): (
+        partial(
+            native, "Phimoe", **GROUPED, num_local_experts=6, rope_parameters=_LONG_MSCALE, attention_bias=True, lm_head_bias=True,
+            router_jitter_noise=0.2,
+        ),
+        llama(
+            "PhiMoEForCausalLM", block=phi_experts,
+            config=lambda hf: phi3_config(hf) | moe_config(hf, 2, sparse_mixer_epsilon=0.2) | {
+                "attention_bias": True, "longrope_short_mscale": 1.3, "longrope_long_mscale": 1.2, "tie_word_embeddings": False,
+            },
+        ),
+    ),
+    ("MambaForCausalLM", "1"): (
+        partial(native, "Mamba", **MAMBA, use_bias=True),
+        Conversion(
+            "MambaForCausalLM", "backbone.layers.{i}.", none, {"input_layernorm": "norm"}, STATE_OUTER, STATE_SIZES,
+            partial(mamba_config, version="Mamba1"), block=mamba, stem="backbone", tp=1,
+        ),
+    ),
+    ("MambaForCausalLM", "2"): (
+        partial(native, "Mamba2", **MAMBA2),
+        Conversion(
+            "MambaForCausalLM", "backbone.layers.{i}.", none, {"input_layernorm": "norm"}, STATE_OUTER, STATE_SIZES,
+            partial(mamba_config, version="Mamba2"), block=mamba2, stem="backbone",
         ),
     ),
     ("QWenForCausalLM", "log-n attention"): (

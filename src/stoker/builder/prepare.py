@@ -66,7 +66,7 @@ def prepare(source: str | Path, settings: BuildConfig, name: str | None = None) 
     plans = {} if settings.dummy_weights else plan_tensors(architecture, model, checkpoint.weights)
     config = msgspec.structs.replace(config, recipe=choose_recipe(settings, config, plans, checkpoint, architecture))
     if config.recipe.name in (AS_STORED, "NO_QUANT") and settings.quantization is None:
-        report_memory_cost(name, weights, getattr(torch, config.dtype))
+        report_memory_cost(name, weights, config, plans)
     check_shards(config)
     return BuildPlan(checkpoint=checkpoint, settings=settings, config=config, tensor_plans=plans)
 

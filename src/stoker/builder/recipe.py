@@ -14,6 +14,7 @@ from stoker.builder.checkpoint.checkpoint import Checkpoint
 from stoker.builder.config import BuildConfig
 from stoker.builder.conversion.canonical_names import CanonicalWeights
 from stoker.builder.conversion.import_linear import import_format, is_widened
+from stoker.builder.conversion.input_factors import has_input_factors
 from stoker.builder.conversion.shard_plan import fit_recipe_to_shards
 from stoker.builder.conversion.tensor_plan import TensorPlan, is_computed
 from stoker.builder.prequantized.cache_scales import KV_CACHE
@@ -125,7 +126,16 @@ def _stored_recipe(config: EngineConfig, plans: dict[str, TensorPlan], checkpoin
     linears = [spec for spec in declare(config.model).values() if isinstance(spec, LinearSpec)]
     imported = {spec.name: import_format(spec, plans, checkpoint.weights, config.model) for spec in linears}
     formats = {name: _with_dtype(found or Dense(), config.dtype) for name, found in imported.items()}
-    widened = [formats[spec.name] for spec in linears if is_widened(spec, imported[spec.name], plans, checkpoint.weights)]
+    unfolded = {spec.name for spec in linears if imported[spec.name] is None and has_input_factors(spec.name, plans, checkpoint.weights)}
+    if unfolded:
+        log.info(
+            "%d linears are stored as %s: the checkpoint multiplies their inputs by factors that the linear before cannot have, because of "
+            "grouped key-value heads or an activation. Their weights do not change, and their inputs are not rounded.",
+            len(unfolded),
+            config.dtype,
+        )
+    others = [spec for spec in linears if spec.name not in unfolded]
+    widened = [formats[spec.name] for spec in others if is_widened(spec, imported[spec.name], plans, checkpoint.weights)]
     for wider, count in Counter(config.dtype if found == Dense() else "int8 in groups" for found in widened).items():
         log.info("%d linears are stored as %s, because no kernel reads all of their parts as the checkpoint stores them.", count, wider)
     counts = Counter(formats[spec.name] for spec in linears if spec.quantize and formats[spec.name] != Dense())

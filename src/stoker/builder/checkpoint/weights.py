@@ -32,6 +32,8 @@ class CheckpointWeights(ABC):
 
     tensors: dict[str, TensorInfo]
     files: list[Path]  # the files that the tensors are read from
+    input_factors: Mapping[str, str] = {}  # weight in `prequantized` whose input is multiplied first → the tensor [in] of the factors
+    has_cache_scales: bool = False  # whether there are scales of an FP8 KV cache
     prequantized: Mapping[str, Format] = {}  # weights that are stored in few bits, and the format that holds them without a change
 
     @abstractmethod
@@ -63,6 +65,10 @@ class CheckpointWeights(ABC):
         for _ in self.copy_into(name, out.view(-1)):
             pass
         return out
+
+    def read_input_factors(self, name: str) -> Tensor:
+        """The factors of a weight in `input_factors`, float32 [in]. `read` returns the weight multiplied by them. Raises KeyError."""
+        return self.read(self.input_factors[name]).float()
 
     def read_prequantized(self, name: str) -> dict[str, Tensor]:
         """The stored tensors of a weight by suffix, in the format `prequantized[name]`. Raises KeyError for other weights."""

@@ -38,7 +38,11 @@ class CanonicalWeights(CheckpointWeights):
         self._prequantized = {canonical(name): weight for name, weight in unchanged.items()}
         self._dequantized = {canonical(name): weight for name, weight in dequantized.items()}
         self.cache_scales = CacheScales(inner.tensors if isinstance(quantization, dict) else {})
-        self.quantized_sources = {canonical(name): weight.sources for name, weight in quantized.items()}
+        algorithm = quantization.get("kv_cache_quant_algo") if isinstance(quantization, dict) else None
+        self.has_cache_scales = bool(self.cache_scales.sources) and algorithm in (None, "FP8")
+        self.quantized_sources = {canonical(name): weight.sources for name, weight in dequantized.items()}
+        self._factors = {canonical(name): weight.input_factors for name, weight in unchanged.items() if weight.input_factors}
+        self.input_factors = self._factors
         packed = {source for weight in dequantized.values() for source in weight.sources} | {*self.cache_scales.sources.values()}
         plain = [name for name in inner.tensors if name not in packed]
         self._plain = {canonical(name): name for name in plain}
@@ -77,6 +81,10 @@ class CanonicalWeights(CheckpointWeights):
         weight = self._prequantized[name]
         return weight.repack([self.inner.read(source) for source in weight.sources])
 
+    def read_input_factors(self, name: str) -> Tensor:
+        """The factors by which the input of a pre-quantized weight is multiplied, float32 [in]."""
+        return self.inner.read(self._factors[name]).float()
+
     def location(self, name: str) -> str:
         """Where the tensor is stored in the checkpoint, for messages."""
         return self.inner.location(self._dequantized[name].sources[0] if name in self._dequantized else self._plain[name])
@@ -90,7 +98,9 @@ def _dequantized(weight: PrequantizedWeight | DequantizedWeight) -> DequantizedW
 
     def widen(tensors: list[Tensor]) -> Tensor:
         """The plain weight from the tensors of `weight.sources`."""
-        plain = dequantize(weight.format, weight.repack(tensors))
+        plain = dequantize(weight.format, weight.repack(tensors[: len(weight.sources)]))
+        plain = plain * tensors[-1].float() if weight.input_factors else plain
         return plain.transpose(-1, -2) if weight.is_transposed else plain
 
-    return DequantizedWeight(weight.sources, info, widen)
+    factors = (weight.input_factors,) if weight.input_factors else ()
+    return DequantizedWeight((*weight.sources, *factors), info, widen)

@@ -14,11 +14,13 @@ from stoker.base.logging import get_logger
 from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
 from stoker.builder.checkpoint.weights import CheckpointWeights
 from stoker.builder.conversion.import_linear import import_linear
+from stoker.builder.conversion.input_factors import folds_of, has_input_factors, linear_of, read_factors, scale_rows
 from stoker.builder.conversion.layouts import stored_layouts
 from stoker.builder.conversion.tensor_plan import TensorPlan, combine_sources
 from stoker.core.model_config import ModelConfig
 from stoker.core.specs import LinearSpec, Spec
 from stoker.engine.config import EngineConfig
+from stoker.quant.calibration.scale_folding import ScaleFold
 from stoker.quant.format import Format
 from stoker.quant.formats.dense import Dense
 from stoker.quant.recipe import AS_STORED
@@ -87,14 +89,31 @@ class Converter:
         if self.config.recipe.name == AS_STORED and not isinstance(chosen, Dense):
             stored = import_linear(spec, chosen, self.tensor_plans, self.weights, self.config.model)
             location = self.weights.location(self.tensor_plans[f"{spec.name}.weight"].sources[0][0])
+            folded = self._folded_factors(spec)
+            for fold, factors in folded:
+                scale_rows(stored, fold, factors)
             for suffix, tensor in stored.items():
                 _check_imported(f"{spec.name}.{suffix}", tensor, location)
         else:
-            stored = self._quantize(spec, chosen)
+            stored, folded = self._quantize(spec, chosen), []
         for suffix in chosen.layout(spec, self.dtype):
             yield f"{spec.name}.{suffix}", stored.pop(suffix)
         if spec.bias:
-            yield f"{spec.name}.bias", self.dense_tensor(f"{spec.name}.bias", self.dtype)
+            bias = self.dense_tensor(f"{spec.name}.bias", self.dtype)
+            for (start, stop), factors in ((fold.rows, factors) for fold, factors in folded):
+                bias[..., start:stop] *= factors
+            yield f"{spec.name}.bias", bias
+
+    def _folded_factors(self, spec: LinearSpec) -> list[tuple[ScaleFold, Tensor]]:
+        """The folds into `spec` of the factors that the checkpoint has for the inputs of other imported linears."""
+        found = []
+        for fold in folds_of(spec.name, self.config.model):
+            reader = fold.consumers[0]
+            if fold.linear != spec.name or not has_input_factors(reader, self.tensor_plans, self.weights):
+                continue
+            if not isinstance(self.config.recipe.format_for(linear_of(reader, self.config.model)), Dense):
+                found.append((fold, read_factors(reader, self.tensor_plans, self.weights)))
+        return found
 
     def _quantize(self, spec: LinearSpec, chosen: Format) -> dict[str, Tensor]:
         """The stored tensors of a linear by suffix, quantized on the device or, if it is out of memory, on the CPU."""

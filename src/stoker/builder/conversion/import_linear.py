@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.weights import CheckpointWeights
+from stoker.builder.conversion.input_factors import can_scale_rows, folds_of, has_input_factors, linear_of
 from stoker.builder.conversion.moved_parts import moved_indices
 from stoker.builder.conversion.tensor_plan import TensorPlan
 from stoker.core.model_config import ModelConfig
@@ -41,9 +42,21 @@ def import_format(spec: LinearSpec, plans: Mapping[str, TensorPlan], weights: Ch
     """
     plan = plans[f"{spec.name}.weight"]
     found = _common_format(spec, plan, weights)
+    if has_input_factors(spec.name, plans, weights) and not _can_fold(spec, plans, weights, model):
+        return None
     if found is None or plan.transformed is None:
         return found
     return found if moved_indices(spec, found, plan, weights, model) is not None else None
+
+
+def _can_fold(spec: LinearSpec, plans: Mapping[str, TensorPlan], weights: CheckpointWeights, model: ModelConfig) -> bool:
+    """Whether the factors of the input of `spec` can be folded into the linear before it."""
+    fold = next((fold for fold in folds_of(spec.name, model) if fold.consumers == (spec.name,)), None)
+    if fold is None or (fold.linear.endswith(".qkv") and weights.has_cache_scales):  # scales of values are those without factors
+        return False
+    before = linear_of(fold.linear, model)
+    found = import_format(before, plans, weights, model)
+    return found is not None and can_scale_rows(found, before)
 
 
 def _common_format(spec: LinearSpec, plan: TensorPlan, weights: CheckpointWeights) -> Format | None:

@@ -6,6 +6,7 @@ activations) and `pre_quant_scale` [in], by which AWQ and SmoothQuant multiply t
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import math
 from collections.abc import Callable, Mapping
@@ -28,11 +29,10 @@ from stoker.builder.prequantized.checks import (
     modules_with,
     read_section,
 )
-from stoker.builder.prequantized.dequantize import dequantize
 from stoker.builder.prequantized.fp4 import E8M0, e8m0_values, mxfp4_tensors, nvfp4_tensors
 from stoker.builder.prequantized.fp8 import repack_row_scales
 from stoker.builder.prequantized.tensorrt_llm import read_integers
-from stoker.builder.prequantized.weight import DequantizedWeight, PrequantizedWeight, ReadWeights
+from stoker.builder.prequantized.weight import PrequantizedWeight, ReadWeights
 from stoker.quant import groups
 from stoker.quant.format import Format
 from stoker.quant.formats.block_fp8 import BlockFp8
@@ -281,15 +281,10 @@ _ALGORITHMS: dict[str, Callable[[_Module], PrequantizedWeight]] = {
 }
 
 
-def _with_input_factors(tensors: Tensors, module: str, weight: PrequantizedWeight) -> PrequantizedWeight | DequantizedWeight:
-    """The weight, or the dequantized weight with its columns multiplied by `pre_quant_scale`, if the module has one."""
+def _with_input_factors(tensors: Tensors, module: str, weight: PrequantizedWeight) -> PrequantizedWeight:
+    """The weight with `pre_quant_scale`, by which the input is multiplied, if the module has one."""
     factors = f"{module}.pre_quant_scale"
     if factors not in tensors:
         return weight
     check_tensor(tensors, factors, (weight.shape[1],), *FLOATS)
-
-    def multiply(parts: list[Tensor]) -> Tensor:
-        """The real weight [out, in]: the columns of the stored weight multiplied by the factors."""
-        return dequantize(weight.format, weight.repack(parts[:-1])) * parts[-1].float()
-
-    return DequantizedWeight((*weight.sources, factors), TensorInfo(weight.shape, torch.float32), multiply)
+    return dataclasses.replace(weight, input_factors=factors)

@@ -19,6 +19,7 @@ class PrequantizedWeight:
     shape: tuple[int, ...]  # of the plain weight
     format: Format
     repack: Callable[[list[Tensor]], dict[str, Tensor]]  # tensors of `sources` → the stored tensors of `format`, by suffix
+    input_factors: str = ""  # the tensor [in] by which the input is multiplied first, if any; it is not among `sources`
     is_transposed: bool = False  # the plain weight is [experts, in, out], though the stored tensors are [experts, out, …]
 
 

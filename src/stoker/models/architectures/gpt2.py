@@ -123,7 +123,7 @@ ARCHITECTURES = (
         model_types=("gpt_bigcode",),
         ignored_tensors=_IGNORED,
         tensor_renames=_WITHOUT_PREFIX,
-        version_options={"gpt_model_version": lambda hf: ("starcoder", "santacoder")},
+        version_options={"gpt_model_version": lambda hf: ("starcoder", "santacoder") if hf.get("multi_query", True) else ("gpt2",)},
         ignored_keys=("num_key_value_heads", "inference_runner", "pad_key_length", "pre_allocate_kv_cache", "validate_runner_input"),
     ),
     Architecture(

@@ -6,13 +6,12 @@ import fnmatch
 from typing import Any
 
 from stoker.base.errors import CheckpointError
+from stoker.builder.checkpoint.tensorrt_llm.expert_keys import MAX_SIZE, MIGRATION, expert_keys
 from stoker.builder.checkpoint.tensorrt_llm.families.family import Family
-from stoker.builder.checkpoint.tensorrt_llm.families.table import FAMILIES, family_of
+from stoker.builder.checkpoint.tensorrt_llm.families.table import FAMILIES, UNSUPPORTED, family_of
+from stoker.builder.checkpoint.tensorrt_llm.smoothquant import ALGORITHMS, MODELOPT_ALGORITHM
 
-MIGRATION = "Build from the Hugging Face checkpoint that it was converted from."
 MAX_RANKS = 1024
-MAX_SIZE = 1 << 24
-MAX_EXPERTS = 4096
 
 # Key → the key of the Hugging Face config.json.
 _RENAMED = {
@@ -62,8 +61,10 @@ def hugging_face_config(data: dict[str, Any], where: str) -> dict[str, Any]:
     architecture, family = data["architecture"], family_of(data)
     if family is None:
         listed = ", ".join(FAMILIES)
+        reason = f": {UNSUPPORTED[architecture]}" if architecture in UNSUPPORTED else ""
         raise CheckpointError(
-            f"{where}: TensorRT-LLM checkpoints of {architecture[:60]!r} are not supported.", cure=f"Supported: {listed}. {MIGRATION}"
+            f"{where}: TensorRT-LLM checkpoints of {architecture[:60]!r} are not supported{reason}.",
+            cure=f"Supported: {listed}." if reason else f"Supported: {listed}. {MIGRATION}",
         )
     _check_keys(data, family, where)
     for key in ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size", "hidden_size"):
@@ -83,7 +84,7 @@ def hugging_face_config(data: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(data.get("moe"), dict | None):
         raise CheckpointError(f"{where}: moe={str(data['moe'])[:60]!r} is not an object.", cure="Correct config.json.")
     if family.num_experts_key:
-        config |= _experts(data, family.num_experts_key, where)
+        config |= expert_keys(data, family, where)
     elif (data.get("moe") or {}).get("num_experts") or data.get("moe_num_experts"):
         raise CheckpointError(f"{where}: {architecture} with experts is not supported.", cure=MIGRATION)
     quantization = data.get("quantization")
@@ -93,6 +94,8 @@ def hugging_face_config(data: dict[str, Any], where: str) -> dict[str, Any]:
         config["quantization_config"] = {"quant_method": "modelopt"} | dict(quantization or {})
         if (quantization or {}).get("quant_algo") == "W4A16_AWQ" and (quantization or {}).get("has_zero_point"):
             config["quantization_config"]["quant_algo"] = "W4A16_GPTQ"  # AWQ of Hugging Face is stored as GPTQ is
+        if (quantization or {}).get("quant_algo") in ALGORITHMS:
+            config["quantization_config"]["quant_algo"] = MODELOPT_ALGORITHM
     return config
 
 
@@ -126,41 +129,6 @@ def _rope_scaling(scaling: Any, where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where}: rotary_scaling={str(scaling)[:60]!r} is not an object.", cure="Correct config.json.")
     kind = scaling.get("rope_type", scaling.get("type"))
     return (_LLAMA3 if kind == "llama3" else {}) | scaling
-
-
-def _experts(data: dict[str, Any], count_key: str, where: str) -> dict[str, Any]:
-    """The keys of experts, whose number has the key `count_key`.
-
-    Raises CheckpointError for numbers out of range, and for a normalization that is not that of the architecture.
-    """
-    moe: dict[str, Any] = data.get("moe") or {key.removeprefix("moe_"): data[key] for key in data if key.startswith("moe_")}
-    is_mixtral = count_key == "num_local_experts"
-    mode = moe.get("normalization_mode", 1 if is_mixtral else 0)
-    mode = {"NONE": 0, "RENORMALIZE": 1, None: 1}.get(mode, mode) if isinstance(mode, str | None) else mode
-    if mode not in ((1,) if is_mixtral else (0, 1)):
-        supported = "1 (RENORMALIZE)" if is_mixtral else "0 (NONE) and 1 (RENORMALIZE)"
-        raise CheckpointError(f"{where}: moe.normalization_mode={str(mode)[:60]!r} is not supported, only {supported}.", cure=MIGRATION)
-    sizes = {"moe.num_experts": moe.get("num_experts"), "moe.top_k": moe.get("top_k")}
-    for key, value in sizes.items():
-        if type(value) is not int or not 1 <= value <= MAX_EXPERTS:
-            raise CheckpointError(f"{where}: {key}={str(value)[:60]!r} is not from 1 to {MAX_EXPERTS}.", cure="Correct config.json.")
-    if is_mixtral:
-        return {count_key: moe["num_experts"], "num_experts_per_tok": moe["top_k"]}
-    for key in ("moe_intermediate_size", "moe_shared_expert_intermediate_size"):
-        if data.get(key) is not None and (type(data[key]) is not int or not 0 <= data[key] <= MAX_SIZE):
-            raise CheckpointError(f"{where}: {key}={str(data[key])[:60]!r} is not a positive number.", cure="Correct config.json.")
-    common = {count_key: moe["num_experts"], "num_experts_per_tok": moe["top_k"], "norm_topk_prob": mode == 1}
-    common |= {"moe_intermediate_size": data.get("moe_intermediate_size")}
-    if count_key == "n_routed_experts":
-        width, shared = data.get("moe_intermediate_size"), moe.get("shared_expert_intermediate_size")
-        if type(shared) is not int or type(width) is not int or width < 1 or shared < 1 or shared % width:
-            raise CheckpointError(
-                f"{where}: moe.shared_expert_intermediate_size={str(shared)[:60]!r} is no multiple of moe_intermediate_size.",
-                cure="Correct config.json.",
-            )
-        return common | {"n_shared_experts": shared // width}
-    shared = data.get("moe_shared_expert_intermediate_size")
-    return common | ({"shared_expert_intermediate_size": shared} if shared else {})
 
 
 def rank_counts(data: dict[str, Any], where: str) -> tuple[int, int]:

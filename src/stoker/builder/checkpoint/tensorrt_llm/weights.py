@@ -14,41 +14,24 @@ from torch import Tensor
 from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
 from stoker.builder.checkpoint.safetensors import SafetensorsWeights
-from stoker.builder.checkpoint.tensorrt_llm.config import MIGRATION, rank_counts
+from stoker.builder.checkpoint.tensorrt_llm.config import rank_counts
+from stoker.builder.checkpoint.tensorrt_llm.expert_keys import MIGRATION
 from stoker.builder.checkpoint.tensorrt_llm.families.table import family_of
-from stoker.builder.checkpoint.tensorrt_llm.gpu_order import decode_integers
-from stoker.builder.checkpoint.tensorrt_llm.tensors import (
-    NO_EFFECT,
-    SCALES_OF_INTEGERS,
-    SUFFIXES,
-    Module,
-    Split,
-    integer_bits,
-    parse_layer_name,
-    split_of,
-)
+from stoker.builder.checkpoint.tensorrt_llm.fused_rows import RowPart, row_order, row_parts
+from stoker.builder.checkpoint.tensorrt_llm.shards import ShardReader, Shards, Stage, followed_by
+from stoker.builder.checkpoint.tensorrt_llm.smoothquant import QUANTIZING_FACTORS, check_magnitude, smoothquant_scales
+from stoker.builder.checkpoint.tensorrt_llm.tensors import NO_EFFECT, SUFFIXES, Module, Split, integer_bits, parse_layer_name, split_of
 from stoker.builder.checkpoint.weights import CheckpointWeights, TensorInfo
 
-Stage = list[SafetensorsWeights]  # the files of one pipeline stage, by tensor-parallel rank
-Finish = Callable[[Tensor], Tensor]  # what is done to the merged tensor: its rows are moved, or it is transposed
+Finish = Callable[[Tensor], Tensor]  # what is done to the merged tensor, such as moving its rows
 Select = Callable[[list[Tensor]], list[Tensor]]  # the parts of each rank's tensor that belong to a tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Shards:
-    """A tensor that each rank of a stage has."""
-
-    stage: Stage
-    name: str  # in the files of the ranks
-    info: TensorInfo  # of each rank's tensor as `load` returns it
-    load: Callable[[SafetensorsWeights], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _Merged:
     """A tensor of the Hugging Face checkpoint, made of one tensor of each rank of a stage."""
 
-    shards: _Shards
+    shards: Shards
     info: TensorInfo
     split: Split
     select: Select
@@ -76,9 +59,11 @@ class TensorRTLLMWeights(CheckpointWeights):
         family = family_of(config)
         assert family is not None, "hugging_face_config rejects other architectures"
         self._family = family
-        self._integer_bits = integer_bits((hugging_face.get("quantization_config") or {}).get("quant_algo"))
-        heads, kv_heads = (config.get(key) or 0 for key in ("num_attention_heads", "num_key_value_heads"))
-        self._num_heads = heads, kv_heads or heads
+        self._is_smoothquant = smoothquant_scales((config.get("quantization") or {}).get("quant_algo")) is not None
+        self._reader = ShardReader(
+            integer_bits((hugging_face.get("quantization_config") or {}).get("quant_algo")),
+            smoothquant_scales((config.get("quantization") or {}).get("quant_algo")),
+        )
         self._num_experts = hugging_face.get(family.num_experts_key, 0)
         self._tp, stages = rank_counts(config, str(path))
         self.files = [path / f"rank{rank}.safetensors" for rank in range(self._tp * stages)]
@@ -87,17 +72,24 @@ class TensorRTLLMWeights(CheckpointWeights):
                 f"{missing[0]} is missing: config.json describes {len(self.files)} ranks.", cure="Copy the files of all ranks."
             )
         self._merged: dict[str, _Merged] = {}
+        self._experts: dict[str, list[str]] = {}  # stacked tensor → those of its experts, which are not in `tensors`
         first_layer = 0
         for index in range(stages):
             stage = [SafetensorsWeights([file]) for file in self.files[index * self._tp : (index + 1) * self._tp]]
             first_layer += self._add_stage(stage, first_layer)
         self._check_vocabulary()
-        self.tensors = {name: merged.info for name, merged in self._merged.items()}
+        hidden = {expert for experts in self._experts.values() for expert in experts}
+        self.tensors = {name: merged.info for name, merged in self._merged.items() if name not in hidden}
+        for name, experts in self._experts.items():
+            info = self._merged[experts[0]].info
+            self.tensors[name] = TensorInfo((len(experts), *info.shape), info.dtype)
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         yield self.read(name).flatten()
 
     def read(self, name: str) -> Tensor:
+        if name in self._experts:
+            return torch.stack([self.read(expert) for expert in self._experts[name]])
         merged = self._merged[name]
         parts = merged.select([merged.shards.load(rank) for rank in merged.shards.stage])
         if merged.split == "same":
@@ -110,11 +102,13 @@ class TensorRTLLMWeights(CheckpointWeights):
                 )
             return merged.finish(parts[0]).reshape(merged.info.shape).contiguous()
         axis = 0 if merged.split == "rows" else -1
-        joined = torch.cat([_bytes(part) for part in parts], axis).view(merged.info.dtype)
+        joined = torch.cat([_bytes(part) for part in parts], axis).view(parts[0].dtype)
+        if self._is_smoothquant and joined.dtype == torch.int8:
+            check_magnitude(joined, self.location(name))
         return merged.finish(joined)[: merged.info.shape[0]].contiguous()
 
     def location(self, name: str) -> str:
-        shards = self._merged[name].shards
+        shards = self._merged[self._experts[name][0] if name in self._experts else name].shards
         return shards.stage[0].location(shards.name)
 
     def _add_stage(self, stage: Stage, first_layer: int) -> int:
@@ -139,7 +133,7 @@ class TensorRTLLMWeights(CheckpointWeights):
 
     def _add_outer(self, stage: Stage, name: str) -> None:
         """Add an embedding, a norm or the head, without the padding of the vocabulary."""
-        module, _, suffix = name.replace("transformer.embedding.", "transformer.").rpartition(".")
+        module, _, suffix = name.replace("transformer.embedding.", "transformer.").replace("backbone.", "transformer.").rpartition(".")
         if module not in self._family.outer or suffix not in SUFFIXES:
             raise self._unknown(stage, name)
         split: Split = "rows" if module == "lm_head" else "same"
@@ -151,7 +145,7 @@ class TensorRTLLMWeights(CheckpointWeights):
         if module == "transformer.position_embedding" and self._family.position_rows:
             finish, rows = partial(_with_rows_before, count=self._family.position_rows), None
         new = f"{self._family.outer[module]}.{SUFFIXES[suffix]}"
-        self._add(new, self._shards(stage, name, suffix), split, finish=finish, rows=rows if type(rows) is int else None)
+        self._add(new, self._reader.shards(stage, name, suffix), split, finish=finish, rows=rows if type(rows) is int else None)
 
     def _finish_norm(self, module: str, suffix: str) -> Finish:
         """What is done to a tensor of a module that may be a norm: TensorRT-LLM adds 1 to the weights of Gemma and Nemotron."""
@@ -168,6 +162,11 @@ class TensorRTLLMWeights(CheckpointWeights):
         if module == "attention" and suffix in ("k_cache_scaling_factor", "v_cache_scaling_factor", "kv_cache_scaling_factor"):
             self._add_cache_scale(stage, name, prefix, suffix)
             return
+        if suffix in QUANTIZING_FACTORS and self._is_smoothquant:
+            return
+        if (parameter := self._family.parameters.get(f"{module}.{suffix}")) is not None:
+            self._add_parts(self._reader.shards(stage, name, suffix), prefix, parameter, "")
+            return
         has_router = f"transformer.layers.{name.split('.')[2]}.mlp.router.weight" in stage[0].tensors
         known = (self._family.modules if has_router else self._family.modules_without_experts).get(module)
         if known is None or suffix not in SUFFIXES:
@@ -175,45 +174,30 @@ class TensorRTLLMWeights(CheckpointWeights):
         if known.of_experts:
             self._add_experts(stage, name, prefix, known, suffix)
             return
-        self._add_parts(self._shards(stage, name, suffix), prefix, known, suffix, self._finish_norm(module, suffix))
+        shards = self._reader.shards(stage, name, suffix)
+        if known.followed_by:
+            other = name.replace(f"{module}.{suffix}", f"{known.followed_by}.{suffix}")
+            if other not in stage[0].tensors:
+                raise CheckpointError(f"{stage[0].files[0]}: {other} is missing.", cure=DOWNLOAD_AGAIN)
+            shards = followed_by(shards, self._reader.shards(stage, other, suffix))
+        self._add_parts(shards, prefix, known, suffix, self._finish_norm(module, suffix))
 
-    def _add_parts(self, shards: _Shards, prefix: str, module: Module, suffix: str, finish: Finish = _unchanged) -> None:
-        """Add the tensors of the parts of a module: rows of a fused one, otherwise the same tensor for all."""
+    def _add_parts(self, shards: Shards, prefix: str, module: Module, suffix: str, finish: Finish = _unchanged) -> None:
+        """Add the tensors of the parts of a module: rows of a fused one, otherwise the same tensor for all.
+
+        An empty `suffix` is that of a tensor whose parts have full names.
+        """
         split = split_of(module, suffix, shards.info.shape)
-        if split == "rows" and (len(module.parts) > 1 or module.layout):
-            self._add_fused(shards, prefix, module, SUFFIXES[suffix])
+        ending = f".{SUFFIXES[suffix]}" if suffix else ""
+        if shards.info.shape not in ((), (1,)) and (
+            module.sizes is not None or (split == "rows" and (len(module.parts) > 1 or module.layout))
+        ):
+            self._add_fused(shards, prefix, module, ending, split)
             return
-        if module.transposed and suffix == "weight":
-            finish = torch.t
         for part in module.parts:
-            self._add(f"{prefix}{part}.{SUFFIXES[suffix]}", shards, split, finish=finish)
-
-    def _shards(self, stage: Stage, name: str, suffix: str, expert: int | None = None) -> _Shards:
-        """A tensor of the ranks, or its part of one expert. Weights in the order of a GPU are decoded, and their scales transposed."""
-        infos = [rank.tensors[name] for rank in stage]
-        if any(info != infos[0] for info in infos):
-            raise CheckpointError(f"{stage[-1].files[0]}: {name} does not fit the other ranks.", cure=DOWNLOAD_AGAIN)
-        load = partial(_read, name=name, expert=expert)
-        shape = infos[0].shape if expert is None else infos[0].shape[1:]
-        stem, bits = name.removesuffix(suffix), self._integer_bits
-        scale = next((stem + one for one in SCALES_OF_INTEGERS if stem + one in stage[0].tensors), None)
-        if suffix == "prequant_scaling_factor" and len(shape) == 2 and shape[0] == 1:
-            return _Shards(stage, name, TensorInfo(shape[1:], infos[0].dtype), lambda rank: load(rank)[0])
-        if not bits or scale is None or suffix not in (*SCALES_OF_INTEGERS, "zero", "weight"):
-            return _Shards(stage, name, TensorInfo(shape, infos[0].dtype), load)
-        if suffix != "weight":
-            shape = (shape[0], 1) if len(shape) == 1 else shape[::-1]
-            return _Shards(stage, name, TensorInfo(shape, infos[0].dtype), lambda rank: load(rank).t().reshape(shape))
-        if len(shape) != 2:
-            raise CheckpointError(f"{stage[0].location(name)} has shape {list(shape)}, and a matrix is expected.", cure=DOWNLOAD_AGAIN)
-        scales = self._shards(stage, scale, scale.removeprefix(stem), expert)
-        zeros = self._shards(stage, f"{stem}zero", "zero", expert) if f"{stem}zero" in stage[0].tensors else None
-
-        def decode(rank: SafetensorsWeights) -> Tensor:
-            """The signed values int8 [out, in]."""
-            return decode_integers(rank.location(name), load(rank), bits, scales.load(rank), None if zeros is None else zeros.load(rank))
-
-        return _Shards(stage, name, TensorInfo((shape[1] * infos[0].dtype.itemsize * 8 // bits, shape[0]), torch.int8), decode)
+            self._add(
+                f"{prefix}{part}{ending}", shards, split, finish=module.finish if module.finish and suffix in ("", "weight") else finish
+            )
 
     def _add_cache_scale(self, stage: Stage, name: str, prefix: str, suffix: str) -> None:
         """Add a scale of the KV cache. Newer checkpoints have one for keys and one for values; the common one is then not needed."""
@@ -221,45 +205,24 @@ class TensorRTLLMWeights(CheckpointWeights):
         if suffix == "kv_cache_scaling_factor" and f"{stem}k_cache_scaling_factor" in stage[0].tensors:
             return
         for kind in "kv" if suffix[1] == "v" else suffix[0]:
-            self._add(f"{prefix}self_attn.{kind}_proj.{kind}_scale", self._shards(stage, name, suffix), "same")
+            self._add(f"{prefix}self_attn.{kind}_proj.{kind}_scale", self._reader.shards(stage, name, suffix), "same")
 
-    def _add_fused(self, shards: _Shards, prefix: str, module: Module, suffix: str) -> None:
+    def _add_fused(self, shards: Shards, prefix: str, module: Module, ending: str, split: Split) -> None:
         """Add the parts of a fused module, or its rows in the order of Hugging Face."""
-        parts = self._fused_parts(shards, module)
-        if not module.layout:
-            for name, (start, length, step) in zip(module.parts, parts, strict=True):
-                self._add(f"{prefix}{name}.{suffix}", shards, "rows", partial(_rows, start=start, length=length, step=step))
-            return
-        rows = shards.info.shape[0]
-        numbers = [
-            torch.cat([torch.arange(start, start + length) + rank * rows for rank in range(0, len(shards.stage), step)])
-            for start, length, step in parts
-        ]
-        if module.layout == "halves":
-            order = torch.cat(numbers[::-1])
-        elif module.layout == "heads":
-            order = torch.cat(numbers)
-        else:
-            order = torch.cat([part.view(self._num_heads[1], -1) for part in numbers], 1).flatten()
-        self._add(f"{prefix}{module.parts[0]}.{suffix}", shards, "rows", finish=partial(_moved, order=order, transpose=module.transposed))
-
-    def _fused_parts(self, shards: _Shards, module: Module) -> list[tuple[int, int, int]]:
-        """(first row, number of rows, step) of each part of a rank's tensor. The step is larger than 1 if neighbouring ranks have copies
-        of the same key-value head, because there are fewer than ranks.
-        """
-        rows = shards.info.shape[0]
-        if module.layout == "halves" or len(module.parts) == 2:
-            return [(0, rows // 2, 1), (rows // 2, rows // 2, 1)]
-        heads, kv_heads = self._num_heads
-        copies = max(1, self._tp // max(kv_heads, 1))
-        local = (heads // self._tp, kv_heads * copies // self._tp)
-        units = local[0] + 2 * local[1]
-        if units < 3 or rows % units or heads % self._tp or (kv_heads * copies) % self._tp:
+        rows, num_ranks = shards.info.shape[0], len(shards.stage) if split == "rows" else 1
+        try:
+            parts = row_parts(module, rows, self._config, num_ranks)
+            order = row_order(module, parts, rows, self._config, num_ranks) if module.layout else None
+        except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as problem:
             where = f"{shards.stage[0].files[0]}: {shards.name}"
-            raise CheckpointError(f"{where} has {rows} rows, which are not {heads} heads.", cure=DOWNLOAD_AGAIN)
-        size = rows // units
-        q, kv = local[0] * size, local[1] * size
-        return [(0, q, 1), (q, kv, copies), (q + kv, kv, copies)]
+            text = str(problem) if isinstance(problem, ValueError) else f"does not fit config.json: {problem}"
+            raise CheckpointError(f"{where} {text}.", cure=DOWNLOAD_AGAIN) from problem
+        if order is not None:
+            finish = partial(_moved, order=order, then=module.finish if ending == ".weight" else None)
+            self._add(f"{prefix}{module.parts[0]}{ending}", shards, split, finish=finish)
+            return
+        for name, part in zip(module.parts, parts, strict=True):
+            self._add(f"{prefix}{name}{ending}", shards, split, partial(_rows, part=part))
 
     def _add_experts(self, stage: Stage, name: str, prefix: str, module: Module, suffix: str) -> None:
         """Add the tensors of each expert from a tensor [experts, …], or from one that all experts have in common.
@@ -274,16 +237,30 @@ class TensorRTLLMWeights(CheckpointWeights):
             raise CheckpointError(
                 f"{stage[0].files[0]}: {name} has {local} experts, and config.json describes {count}.", cure=DOWNLOAD_AGAIN
             )
+        if module.is_stacked:
+            self._stack(stage, name, prefix, module, suffix, count)
         for expert in range(count):
             first, index = divmod(expert, local)
-            shards = self._shards(stage[first::divisions], name, suffix, None if is_common else index)
-            named = Module(tuple(part.format(expert) for part in module.parts), module.split)
+            shards = self._reader.shards(stage[first::divisions], name, suffix, None if is_common else index)
+            named = Module(tuple(part.format(expert) for part in module.parts), module.split, layout=module.layout)
             self._add_parts(shards, prefix, named, suffix)
+
+    def _stack(self, stage: Stage, name: str, prefix: str, module: Module, suffix: str, count: int) -> None:
+        """Note that Hugging Face has the weights of the `count` experts in one tensor. Raises CheckpointError for quantized ones."""
+        if suffix != "weight" or not stage[0].tensors[name].dtype.is_floating_point or stage[0].tensors[name].dtype.itemsize == 1:
+            raise CheckpointError(
+                f"{stage[0].files[0]}: {name} is quantized, and experts of {self._config['architecture']} are read unquantized only.",
+                cure=MIGRATION,
+            )
+        ending = SUFFIXES[suffix]
+        self._experts[f"{prefix}{module.parts[0].replace('.{}', '')}.{ending}"] = [
+            f"{prefix}{module.parts[0].format(expert)}.{ending}" for expert in range(count)
+        ]
 
     def _add(
         self,
         new: str,
-        shards: _Shards,
+        shards: Shards,
         split: Split,
         select: Select = _all,
         *,
@@ -316,15 +293,15 @@ class TensorRTLLMWeights(CheckpointWeights):
         return CheckpointError(f"{stage[0].files[0]}: the tensor {name[:80]!r} is not known.", cure=MIGRATION)
 
 
-def _rows(parts: list[Tensor], start: int, length: int, step: int) -> list[Tensor]:
-    """`length` rows of every `step`-th rank."""
-    return [part.narrow(0, start, length) for part in parts[::step]]
+def _rows(parts: list[Tensor], part: RowPart) -> list[Tensor]:
+    """The rows of one part of a fused module."""
+    return [tensor.narrow(0, part.start, part.length) for tensor in parts[:: part.step]]
 
 
-def _moved(tensor: Tensor, order: Tensor, transpose: bool) -> Tensor:
-    """The rows in another order, transposed if it is a matrix and `transpose` is set."""
+def _moved(tensor: Tensor, order: Tensor, then: Finish | None) -> Tensor:
+    """The rows in another order, and what `then` makes of them."""
     moved = _bytes(tensor).index_select(0, order.to(tensor.device)).view(tensor.dtype)
-    return moved.t() if transpose and moved.dim() == 2 else moved
+    return moved if then is None else then(moved)
 
 
 def _minus(tensor: Tensor, offset: float) -> Tensor:
@@ -335,19 +312,6 @@ def _minus(tensor: Tensor, offset: float) -> Tensor:
 def _with_rows_before(tensor: Tensor, count: int) -> Tensor:
     """The matrix with `count` rows of zeros before it."""
     return torch.cat((tensor.new_zeros(count, tensor.shape[1]), tensor))
-
-
-def _read(rank: SafetensorsWeights, name: str, expert: int | None) -> Tensor:
-    """A tensor of a rank, or its part [expert], of which only the bytes are read."""
-    if expert is None:
-        return rank.read(name)
-    info = rank.tensors[name]
-    out = torch.empty(info.shape[1:], dtype=info.dtype)
-    flat, done = out.view(-1), 0
-    for chunk in rank.range_chunks(name, expert * out.numel(), (expert + 1) * out.numel()):
-        flat[done : done + chunk.numel()].copy_(chunk)
-        done += chunk.numel()
-    return out
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-Data = dict[str, Any]  # of the config.json of TensorRT-LLM
+from stoker.builder.checkpoint.tensorrt_llm.tensors import Data
 
 
 def neox_keys(data: Data) -> dict[str, Any]:
@@ -62,6 +62,47 @@ def granite_keys(data: Data) -> dict[str, Any]:
         "residual_multiplier": data.get("residual_multiplier") or 1.0,
         "attention_bias": bool(data.get("attn_bias")),
     }
+
+
+def phimoe_keys(data: Data) -> dict[str, Any]:
+    """Phi-3.5-MoE: the rotary keys, with factors of cosines and sines, and biases of attention and the head."""
+    found = phi3_keys(data) | {"attention_bias": bool(data.get("attention_bias", True)), "lm_head_bias": True}
+    found.pop("partial_rotary_factor")
+    if "rope_scaling" in found:
+        found["rope_scaling"] |= {f"{kind}_mscale": data.get(f"longrope_{kind}_mscale") for kind in ("short", "long")}
+        found["rope_scaling"]["original_max_position_embeddings"] = data.get("original_max_position_embeddings")
+    return found
+
+
+def deepseek2_keys(data: Data) -> dict[str, Any]:
+    """The routing of DeepSeek V2: groups of experts, and the factor of their outputs."""
+    moe = data.get("moe") or {}
+    limited = moe.get("normalization_mode") in (3, 4)
+    return {
+        "topk_method": "group_limited_greedy" if limited else "greedy",
+        "norm_topk_prob": moe.get("normalization_mode") in (1, 4),
+        **_groups(moe),
+    }
+
+
+def deepseek3_keys(data: Data) -> dict[str, Any]:
+    """The routing of DeepSeek V3, which TensorRT-LLM always normalizes."""
+    return {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, **_groups(data.get("moe") or {})}
+
+
+def _groups(moe: Data) -> dict[str, Any]:
+    """The groups of experts, and the factor of their outputs."""
+    return {
+        "n_group": moe.get("device_limited_n_group"),
+        "topk_group": moe.get("device_limited_topk_group"),
+        "routed_scaling_factor": moe.get("device_limited_routed_scaling_factor", 1.0),
+    }
+
+
+def mamba2_keys(data: Data) -> dict[str, Any]:
+    """The heads of Mamba 2."""
+    inner, size = data.get("rnn_hidden_size") or 0, data.get("rnn_head_size") or 1
+    return {"num_heads": inner // size, "head_dim": size, "n_groups": data.get("ngroups"), "expand": inner / (data.get("hidden_size") or 1)}
 
 
 def glm_keys(data: Data) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.builder.checkpoint.tensorrt_llm.families.derived_keys import Data
 from stoker.builder.checkpoint.tensorrt_llm.families.module_names import LLAMA, Modules
+from stoker.builder.checkpoint.tensorrt_llm.tensors import Data
 
 Values = Mapping[str, tuple[Any, ...]]  # key → its supported values; none: any, because it is read or has no effect
 
@@ -37,14 +37,19 @@ class Family:
     derive: Callable[[Data], dict[str, Any]] = _nothing  # Hugging Face keys that are computed from others
     hidden_act: str = "silu"  # the Hugging Face key; "" for none, or one in `keys`
     norm_offset: float = 0.0  # by which stored weights of norms are larger than those of Hugging Face
+    parameters: Modules = field(default_factory=dict)  # tensors of a layer that are no weight or bias of a module, with their full names
     position_rows: int = 0  # rows of zeros that precede the learned positions
     num_experts_key: str = ""  # the Hugging Face key of the number of experts; "" for a family without
-    variant: Callable[[Data], Family | None] | None = None  # the family to use instead, for names that several share
+    normalizations: tuple[int, ...] = (0, 1)  # of the weights of experts: supported numbers of moe.normalization_mode
+    variant: tuple[Callable[[Data], bool], Family] | None = None  # (whether it applies, the family to use instead), for a shared name
 
     @property
     def modules_without_experts(self) -> Modules:
         """The modules of a layer that has an MLP instead of experts."""
-        return LLAMA if self.num_experts_key else self.modules
+        if not self.num_experts_key:
+            return self.modules
+        others = {name: module for name, module in self.modules.items() if not name.startswith("mlp.")}
+        return others | {name: module for name, module in LLAMA.items() if name.startswith("mlp.")}
 
 
 def outer_modules(embedding: str, norm: str, head: str = "lm_head", **others: str) -> dict[str, str]:

@@ -23,13 +23,15 @@ def _learned(variant: str) -> Values:
     return {**_GPT_VALUES, "position_embedding_type": ("learned_absolute", None), "hidden_act": GELU, "gpt_variant": (variant, None)}
 
 
+# Computes the same as GPTBigCode with as many key-value heads as heads, whose weights are [out, in].
 _GPT2 = Family(
-    "GPT2LMHeadModel",
-    plain_layer(*names.GPT2_NAMES, layout="heads", transposed=True),
+    "GPTBigCodeForCausalLM",
+    plain_layer(*names.GPT2_NAMES, layout="groups"),
     layers="transformer.h.{}.",
     outer=outer_modules("transformer.wte", "transformer.ln_f", position_embedding="transformer.wpe"),
     keys={**_GPT_KEYS, "hidden_act": "activation_function"},
     values=_learned("gpt2"),
+    fixed={"multi_query": False},
     hidden_act="",
 )
 _STARCODER = Family(
@@ -115,7 +117,7 @@ GPT_FAMILIES: dict[str, Family] = {
     "FalconForCausalLM": Family(
         "FalconForCausalLM",
         names.BLOOM,
-        variant=lambda data: _NEW_FALCON if data.get("new_decoder_architecture") else None,
+        variant=(lambda data: bool(data.get("new_decoder_architecture")), _NEW_FALCON),
         layers="transformer.h.{}.",
         outer=_FALCON_OUTER,
         keys=_FALCON_KEYS,

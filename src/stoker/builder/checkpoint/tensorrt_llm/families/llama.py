@@ -6,6 +6,7 @@ Where a Hugging Face architecture with separate q, k and v computes the same (In
 from __future__ import annotations
 
 from stoker.builder.checkpoint.tensorrt_llm.families import derived_keys as keys
+from stoker.builder.checkpoint.tensorrt_llm.families import latent_and_state_names as latent
 from stoker.builder.checkpoint.tensorrt_llm.families import module_names as names
 from stoker.builder.checkpoint.tensorrt_llm.families.family import GELU, ROPE, Family, Values, outer_modules
 
@@ -38,6 +39,31 @@ _BAICHUAN_KEYS = {"max_position_embeddings": "", "num_key_value_heads": "", "hea
 _BAICHUAN_VALUES: Values = {"position_embedding_type": ("alibi", *ROPE), "model_version": ()}
 _GEMMA_VALUES: Values = {"hidden_act": (*GELU, None), "inter_layernorms": (), "query_pre_attn_scalar": ()}
 _SOFTCAPS: Values = {"final_logit_softcapping": (), "attn_logit_softcapping": ()}
+_MULTIPLIERS: Values = dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier", "output_multiplier_scale"), ())
+_LONG_ROPE: Values = {
+    "position_embedding_type": ("long_rope", *ROPE), "rotary_pct": (), "longrope_scaling_short_factors": (),
+    "longrope_scaling_long_factors": (), "original_max_position_embeddings": (),
+}  # fmt: skip
+_LATENT_KEYS = {
+    key: key
+    for key in (
+        "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "first_k_dense_replace", "moe_layer_freq",
+    )
+} | {"num_key_value_heads": "", "head_size": "", "moe_inter_size": "moe_intermediate_size"}  # fmt: skip
+_LATENT_VALUES: Values = {"topk_method": (), "fp8_format": (False, None)}
+_DEEPSEEK2_VALUES: Values = {**_LATENT_VALUES, "topk_method": ("greedy", "group_limited_greedy", None), "coring_func": ("softmax", None)}
+_DEEPSEEK3_VALUES: Values = {**_LATENT_VALUES, "topk_method": ("noaux_tc", None), "coring_func": ("sigmoid", None)}
+_DEEPSEEK2_LITE = Family(
+    "DeepseekV2ForCausalLM",
+    latent.LATENT_WITHOUT_QUERY_RANK,
+    parameters=latent.LATENT_PARAMETERS_WITHOUT_QUERY_RANK,
+    keys=_LATENT_KEYS,
+    values=_DEEPSEEK2_VALUES,
+    fixed={"q_lora_rank": None},
+    derive=keys.deepseek2_keys,
+    num_experts_key="n_routed_experts",
+    normalizations=(0, 1, 3, 4),
+)
 
 LLAMA_FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": _LLAMA_FAMILY,
@@ -47,12 +73,20 @@ LLAMA_FAMILIES: dict[str, Family] = {
     "SkyworkForCausalLM": _LLAMA_FAMILY,
     "ExaoneForCausalLM": _LLAMA_FAMILY,
     "MistralForCausalLM": Family("MistralForCausalLM", names.LLAMA),
-    "MixtralForCausalLM": Family("MixtralForCausalLM", names.MIXTRAL, num_experts_key="num_local_experts"),
+    "MixtralForCausalLM": Family("MixtralForCausalLM", names.MIXTRAL, num_experts_key="num_local_experts", normalizations=(1,)),
     "GraniteForCausalLM": Family(
         "GraniteForCausalLM",
         names.LLAMA,
-        values=dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier", "output_multiplier_scale"), ()),
+        values=_MULTIPLIERS,
         derive=keys.granite_keys,
+    ),
+    "GraniteMoeForCausalLM": Family(
+        "GraniteMoeForCausalLM",
+        names.GRANITE_MOE,
+        values=_MULTIPLIERS,
+        derive=keys.granite_keys,
+        num_experts_key="num_local_experts",
+        normalizations=(1,),
     ),
     "QWenForCausalLM": _QWEN_FAMILY,
     "QWenLMHeadModel": _QWEN_FAMILY,
@@ -65,6 +99,27 @@ LLAMA_FAMILIES: dict[str, Family] = {
         names.DEEPSEEK,
         fixed={"first_k_dense_replace": 1, "moe_layer_freq": 1},  # TensorRT-LLM has an MLP in the first layer only
         num_experts_key="n_routed_experts",
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        "DeepseekV2ForCausalLM",
+        latent.LATENT,
+        parameters=latent.LATENT_PARAMETERS,
+        keys=_LATENT_KEYS,
+        values=_DEEPSEEK2_VALUES,
+        derive=keys.deepseek2_keys,
+        num_experts_key="n_routed_experts",
+        normalizations=(0, 1, 3, 4),
+        variant=(lambda data: data.get("q_lora_rank") is None, _DEEPSEEK2_LITE),
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        "DeepseekV3ForCausalLM",
+        latent.LATENT,
+        parameters=latent.LATENT_PARAMETERS,
+        keys=_LATENT_KEYS,
+        values=_DEEPSEEK3_VALUES,
+        derive=keys.deepseek3_keys,
+        num_experts_key="n_routed_experts",
+        normalizations=(3,),
     ),
     "BaichuanForCausalLM": Family(
         "BaichuanForCausalLM", names.BAICHUAN, keys=_BAICHUAN_KEYS, values=_BAICHUAN_VALUES, derive=keys.baichuan_keys
@@ -104,14 +159,16 @@ LLAMA_FAMILIES: dict[str, Family] = {
         values={"position_embedding_type": ("rope_gptj",), "output_multiplier_scale": ()},
         derive=lambda data: {"use_qk_norm": bool(data.get("qk_layernorm")), "attention_bias": bool(data.get("attn_bias"))},
     ),
-    "Phi3ForCausalLM": Family(
-        "Phi3ForCausalLM",
-        names.PHI3,
+    "Phi3ForCausalLM": Family("Phi3ForCausalLM", names.PHI3, values=_LONG_ROPE, derive=keys.phi3_keys),
+    "PhiMoEForCausalLM": Family(
+        "PhimoeForCausalLM",
+        names.MIXTRAL,
         values={
-            "position_embedding_type": ("long_rope", *ROPE), "rotary_pct": (), "longrope_scaling_short_factors": (),
-            "longrope_scaling_long_factors": (), "original_max_position_embeddings": (),
+            **_LONG_ROPE, "rotary_pct": (1.0, None), "attention_bias": (), "longrope_short_mscale": (), "longrope_long_mscale": (),
         },
-        derive=keys.phi3_keys,
+        derive=keys.phimoe_keys,
+        num_experts_key="num_local_experts",
+        normalizations=(2,),
     ),
     "ChatGLMForCausalLM": _GLM_FAMILY,
     "ChatGLMModel": _GLM_FAMILY,

@@ -1,4 +1,7 @@
-"""The modules of layers: the names of TensorRT-LLM, the Hugging Face names of their parts, and how ranks divide them."""
+"""The modules of layers: the names of TensorRT-LLM, the Hugging Face names of their parts, and how ranks divide them.
+
+`latent_and_state_names` has those of latent attention and of states.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,20 @@ def _attention(q: str, k: str, v: str, out: str) -> Modules:
     return {"attention.qkv": Module((q, k, v), "rows"), "attention.dense": Module((out,), "columns")}
 
 
-def _mlp(up: str, down: str, *, transposed: bool = False) -> Modules:
-    """An MLP without a gate. `transposed`: whether Hugging Face stores its weights as [in, out]."""
+def _mlp(up: str, down: str) -> Modules:
+    """An MLP without a gate."""
     return {
-        "mlp.fc": Module((up,), "rows", transposed=transposed),
-        "mlp.proj": Module((down,), "columns", transposed=transposed),
+        "mlp.fc": Module((up,), "rows"),
+        "mlp.proj": Module((down,), "columns"),
     }
 
 
-def plain_layer(qkv: str, out: str, up: str, down: str, norm: str, mlp_norm: str, *, layout: Layout, transposed: bool = False) -> Modules:
+def plain_layer(qkv: str, out: str, up: str, down: str, norm: str, mlp_norm: str, *, layout: Layout) -> Modules:
     """A layer with a fused qkv in the given layout, and an MLP without a gate."""
     return {
-        "attention.qkv": Module((qkv,), "rows", layout=layout, transposed=transposed),
-        "attention.dense": Module((out,), "columns", transposed=transposed),
-        **_mlp(up, down, transposed=transposed),
+        "attention.qkv": Module((qkv,), "rows", layout=layout),
+        "attention.dense": Module((out,), "columns"),
+        **_mlp(up, down),
         "input_layernorm": Module((norm,), "same"),
         "post_layernorm": Module((mlp_norm,), "same"),
     }
@@ -50,6 +53,12 @@ MIXTRAL: Modules = {
     "mlp.router": Module(("block_sparse_moe.gate",), "same"),
     "mlp.fc": Module(("block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w1"), "rows", of_experts=True),
     "mlp.proj": Module(("block_sparse_moe.experts.{}.w2",), "columns", of_experts=True),
+}
+GRANITE_MOE: Modules = {
+    **MIXTRAL,
+    "mlp.router": Module(("block_sparse_moe.router.layer",), "same"),
+    "mlp.fc": Module(("block_sparse_moe.input_linear.{}",), "rows", of_experts=True, layout="halves", is_stacked=True),
+    "mlp.proj": Module(("block_sparse_moe.output_linear.{}",), "columns", of_experts=True, is_stacked=True),
 }
 QWEN_MOE: Modules = {
     **MIXTRAL,
