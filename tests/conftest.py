@@ -22,6 +22,7 @@ import pytest
 from filelock import FileLock
 
 ROOT = Path(__file__).parent.parent
+RARE_COLLECTIONS = str(Path(__file__).parent / "rare_collections")
 BUILD_SOURCES = ("base", "core", "quant", "layers", "models", "engine", "builder")  # packages that determine the content of an engine
 
 # Several test processes run in parallel, so each computes on one thread.
@@ -85,7 +86,7 @@ def uninterpreted() -> Callable[..., str]:
 
     def run(*args: str | Path, **variables: str) -> str:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment |= {"PYTHONPATH": os.pathsep.join(sys.path), **variables}
+        environment |= {"PYTHONPATH": os.pathsep.join([RARE_COLLECTIONS, *sys.path]), **variables}
         ran = subprocess.run([sys.executable, *map(str, args)], env=environment, capture_output=True, text=True, timeout=110)
         assert ran.returncode == 0, ran.stdout[-200:] + ran.stderr[-3000:]
         return ran.stdout

@@ -42,6 +42,24 @@ DEEPSEEK = {
     "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "hidden_act": "silu",
 }  # fmt: skip
 LIMITS = Limits(max_batch_size=1, max_input_len=48, max_output_len=16, max_num_tokens=48)
+EXPERTS: list[tuple[dict[str, object], str, dict[str, int], Mapping, str]] = [
+    (MIXTRAL, "WEIGHTS_ONLY_INT4", {}, Mapping(tensor_parallel=2, expert_parallel=True), "int4"),
+    (MIXTRAL, "AWQ", {"group_size": 32}, Mapping(), "int4"),
+    (DEEPSEEK, "FP8_BLOCK", {"rows": 32, "columns": 32}, Mapping(data_parallel=2, expert_parallel=True), "block_fp8"),
+]
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
+WIDE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}
+
+# Lists the launches of several engines, one line each, with the code that `launches` runs in a process for one engine.
+LIST = """
+import sys
+from pathlib import Path
+import msgspec
+from stoker.engine.reader import Engine
+from stoker.runtime.worker.aot_trace import kernels_of
+for path in sys.argv[1:]:
+    print(msgspec.json.encode(list(kernels_of(Engine.open(Path(path)), 90).values())).decode(), flush=True)
+"""
 
 # Compiles every launch of an engine with Triton, and prints the numbers of kernels that were in the cache and that were not.
 LAUNCH = """
@@ -105,25 +123,31 @@ def constants(job: CompileJob) -> dict[str, object]:
     return {names[index]: value for (index, *_), value in specialization.constants.items()}
 
 
-@pytest.mark.parametrize(
-    ("model", "quantization", "settings", "mapping", "form"),
-    [
-        (MIXTRAL, "WEIGHTS_ONLY_INT4", {}, Mapping(tensor_parallel=2, expert_parallel=True), "int4"),
-        (MIXTRAL, "AWQ", {"group_size": 32}, Mapping(), "int4"),
-        (DEEPSEEK, "FP8_BLOCK", {"rows": 32, "columns": 32}, Mapping(data_parallel=2, expert_parallel=True), "block_fp8"),
-    ],
-)
+@pytest.fixture(scope="module")
+def listed(tmp_path_factory: pytest.TempPathFactory, uninterpreted: Callable[..., str]) -> dict[str, list[CompileJob]]:
+    """The launches of engines by name. One process lists all: half of the time of a process is the import of torch."""
+    paths: dict[str, Path] = {}
+
+    def add(name: str, model: dict[str, object], **settings: object) -> None:
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "config.json").write_text(json.dumps(model))
+        common = {"device": "cuda", "compute_capability": "9.0", "dtype": "bfloat16", "dummy_weights": True, "limits": LIMITS}
+        paths[name] = build(folder, folder / "engine", BuildConfig(**common, **settings), verify="none").path  # type: ignore[arg-type]
+
+    for model, quantization, settings, mapping, _ in EXPERTS:
+        add(quantization, model, quantization=quantization, quantization_settings=settings, mapping=mapping)
+    add("fused", {**MODEL, **WIDE}, quantization="FP8", mapping=Mapping(tensor_parallel=2))
+    add("sums", {**MODEL, **HEADS}, mapping=Mapping(tensor_parallel=2))
+    lines = uninterpreted("-c", LIST, *paths.values()).splitlines()
+    return {name: msgspec.json.decode(line, type=list[CompileJob]) for name, line in zip(paths, lines, strict=True)}
+
+
+@pytest.mark.parametrize(("model", "quantization", "settings", "mapping", "form"), EXPERTS)
 def test_steps_of_quantized_experts_do_not_wait_for_the_device(
-    tmp_path: Path, model: dict[str, object], quantization: str, settings: dict[str, int], mapping: Mapping, form: str
+    listed: dict[str, list[CompileJob]], model: dict[str, object], quantization: str, settings: dict[str, int], mapping: Mapping, form: str
 ) -> None:
     """A meta tensor has no values, so the trace fails where the host would wait for one."""
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    config = BuildConfig(
-        device="cuda", compute_capability="9.0", dtype="bfloat16", dummy_weights=True, limits=LIMITS, mapping=mapping,
-        quantization=quantization, quantization_settings=settings,
-    )  # fmt: skip
-    engine = build(tmp_path, tmp_path / "engine", config, verify="none")
-    found = [constants(job) for job in launches(engine.path, 90) if job.name == "expert_linear_kernel"]
+    found = [constants(job) for job in listed[quantization] if job.name == "expert_linear_kernel"]
     experts = int(model.get("num_local_experts", 8)) // mapping.stage_size  # type: ignore[call-overload]
     assert found and {kernel["EXPERTS"].count for kernel in found} == {experts}  # type: ignore[attr-defined]
     assert {kernel["FORMAT"].form for kernel in found} == {form}  # type: ignore[attr-defined]
@@ -144,16 +168,9 @@ def test_a_fused_layer_kernel_is_compiled_into_the_cache_entry_of_its_launch(tmp
     assert found[0].is_cached(tmp_path / "cache")
 
 
-def test_fused_layers_of_ranks_are_listed_and_their_linears(tmp_path: Path) -> None:
+def test_fused_layers_of_ranks_are_listed_and_their_linears(listed: dict[str, list[CompileJob]]) -> None:
     """GPUs that cannot access each other's memory launch the linears."""
-    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}
-    (tmp_path / "config.json").write_text(json.dumps({**MODEL, **sizes}))
-    config = BuildConfig(
-        device="cuda", compute_capability="9.0", dtype="bfloat16", dummy_weights=True, limits=LIMITS, quantization="FP8",
-        mapping=Mapping(tensor_parallel=2),
-    )  # fmt: skip
-    engine = build(tmp_path, tmp_path / "engine", config, verify="none")
-    found = launches(engine.path, 90)
+    found = listed["fused"]
     fused = [constants(job) for job in found if job.name == "fused_layer_small_batch_kernel"]
     assert sorted(str(values["GATED"]) for values in fused) == ["0 1 0", "0 1 0 0"] and all(values["UNITS"] for values in fused)
     assert any(not constants(job)["NORM"] for job in found if job.name == "fp8_gemv_kernel")  # of `out` and `down`
@@ -249,15 +266,9 @@ def test_an_invalid_compute_capability_is_rejected() -> None:
         BuildConfig(compute_capability="sm_90")
 
 
-def test_launch_signatures_with_tuples_survive_json(tmp_path: Path) -> None:
+def test_launch_signatures_with_tuples_survive_json(listed: dict[str, list[CompileJob]]) -> None:
     """The all-reduce kernel has a tuple of addresses, and a tuple of types becomes a list in JSON."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**MODEL, "num_attention_heads": 2, "num_key_value_heads": 2}))
-    config = BuildConfig(dtype="bfloat16", dummy_weights=True, limits=LIMITS, device="cuda", compute_capability="9.0",
-                         mapping=Mapping(tensor_parallel=2))  # fmt: skip
-    build(tmp_path / "model", tmp_path / "engine", config, verify="none")
-    jobs = launches(tmp_path / "engine", 90)
-    signatures = [Specialization.from_json(job.specialization).signature for job in jobs]
+    signatures = [Specialization.from_json(job.specialization).signature for job in listed["sums"]]
     assert any(not isinstance(kind, str) for signature in signatures for kind in signature.values())
     launchers = {LaunchSignature.of(signature, {}) for signature in signatures}
     assert set(msgspec.json.decode(msgspec.json.encode(list(launchers)), type=list[LaunchSignature])) == launchers

@@ -78,7 +78,7 @@ def launches(path: Path, capability: int) -> list[CompileJob]:
     from stoker.kernels.triton.aot.compiler import CompileJob
 
     variables = {name: value for name, value in env.child_environment().items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "stoker.runtime.worker.aot_trace", str(path), str(capability)]
+    command = [sys.executable, "-m", "stoker.runtime.worker.aot_trace_process", str(path), str(capability)]
     found = subprocess.run(command, env=variables, capture_output=True)
     if found.returncode:
         reason = "".join(found.stderr.decode(errors="replace").strip().splitlines()[-1:])

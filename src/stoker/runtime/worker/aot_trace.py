@@ -7,11 +7,9 @@ a multiple of 16, so the selection covers these cases.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -205,13 +203,3 @@ def _eager(runner: ModelRunner) -> Iterator[tuple[Shape, Bounds]]:
         if rows < tokens and length >= min(tokens // rows, longest):
             decodes = rows // 2
             yield Shape(tokens, rows, is_decode=False), Bounds(decodes, tokens - rows + 1, length)
-
-
-def main(path: str, capability: int) -> None:
-    """Write the jobs of the engine at `path` to standard output, as JSON."""
-    jobs = kernels_of(Engine.open(path), capability)
-    sys.stdout.buffer.write(msgspec.json.encode(list(jobs.values())))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))

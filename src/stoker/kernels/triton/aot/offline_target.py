@@ -108,13 +108,13 @@ def compile_for(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps, "num_stages": num_stages})
 
 
-def resources(kernel: CompiledKernel) -> KernelResources:
-    """The resource usage of a compiled kernel. Registers, spills and stack come from running Triton's `ptxas -v` on its PTX.
+def resources(kernel: CompiledKernel, report: str | None = None) -> KernelResources:
+    """The resource usage of a compiled kernel. Registers, spills and stack come from `report`, the output of `ptxas -v` for its PTX.
 
-    `shared_bytes` is the shared memory that Triton allocates, static and dynamic.
+    Without a report, Triton's ptxas runs again. `shared_bytes` is the shared memory that Triton allocates, static and dynamic.
     """
     metadata = kernel.metadata
-    report = _assemble(kernel.asm["ptx"])
+    report = report or _assemble(kernel.asm["ptx"])
     stack, stores, loads = (
         int(n) for n in re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report).groups()
     )
