@@ -34,14 +34,14 @@ serve: $(VENV)/.installed  ## The same, with the server left running
 	@$(BIN)/stoker demo --serve
 
 test: $(VENV)/.installed-dev  ## The test suite, except test-slow and test-cluster
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" --ignore=tests/cluster
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10 -m "not slow" --ignore=tests/cluster
 
 test-slow: $(VENV)/.installed-dev  ## Kernels on an emulated device and compiled for GPUs, accuracy of quantization, memory of builds
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow --ignore=tests/cluster
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10 -m slow --ignore=tests/cluster
 
 test-cluster: $(VENV)/.installed-dev  ## Several hosts, Slurm, MPI and Ray: needs root; installs slurm-wlm, munge and iproute2 with apt if it can
 	sh scripts/cluster_packages.sh
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 tests/cluster
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 tests/cluster
 
 test-fast: $(VENV)/.installed-dev  ## Unit and contract tests, less than a minute on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(FAST) $(FAST_SKIPS:%=--ignore=%)

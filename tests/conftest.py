@@ -31,6 +31,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # No time limits, because other processes may use the machine.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("untimed")
+# What tests write does not have to survive a power failure. Each build waits for the disk some fourteen times.
+os.fsync = lambda fd: None
 # What importing and collecting creates stays until the end, so the garbage collector does not traverse it: neither while tests are
 # collected, nor while they run.
 gc.disable()

@@ -25,6 +25,11 @@ MAPPINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start with Ray, which waits most, so that the other files run beside it in another test process."""
+    items.sort(key=lambda item: item.path.name != "test_ray.py")
+
+
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Builds an engine with one of MAPPINGS, once: of a random Llama, or Mixtral for `experts`. `long` has long sequences."""

@@ -13,8 +13,12 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
-import interpreter
-import torch
+from stoker.base.process import collect_rarely
+
+collect_rarely()
+
+import interpreter  # noqa: E402
+import torch  # noqa: E402
 
 interpreter.install()
 

@@ -36,7 +36,7 @@ def hf_model(name: str, *, seed: int = 0, attention: str = "eager", multimodal: 
     config = getattr(transformers, f"{name}Config")(**sizes)
     auto = transformers.models.auto.modeling_auto
     kind = (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if multimodal else auto.MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
-    model = kind._from_config(config, attn_implementation=attention).eval().float()
+    model = uninitialized_model(kind, config, attention)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         stored = set(model.state_dict())
@@ -44,6 +44,13 @@ def hf_model(name: str, *, seed: int = 0, attention: str = "eager", multimodal: 
             if key in stored:
                 tensor.copy_(random_like(key, tensor, generator))
     return model
+
+
+def uninitialized_model(kind: Any, config: Any, attention: str) -> Any:
+    """A model of transformers in float32 whose weights and stored buffers the caller sets, so that they are not initialized before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.PreTrainedModel, "initialize_weights", lambda *_, **__: None)
+        return kind._from_config(config, attn_implementation=attention).eval().float()
 
 
 def random_like(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:

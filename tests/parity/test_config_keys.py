@@ -22,9 +22,9 @@ import pytest
 import torch
 from cases import CASES, FIRST
 from harness import Harness, PlannedEngine, prefill_logits
-from oracles import hf_logits, random_like
+from oracles import hf_logits, random_like, uninitialized_model
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -129,7 +129,7 @@ class Oracle:
     def __init__(self, hf: dict[str, Any], config: PreTrainedConfig) -> None:
         attention = "sdpa" if hf.get("alibi") else "eager"  # the eager attention of Falcon adds ALiBi twice
         models = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if "text_config" in hf else MODEL_FOR_CAUSAL_LM_MAPPING
-        self.model = models[type(config)]._from_config(config, attn_implementation=attention).eval().float()
+        self.model = uninitialized_model(models[type(config)], config, attention)
         stored = set(self.model.state_dict())
         with torch.no_grad():
             for key, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
@@ -139,7 +139,9 @@ class Oracle:
         assert torch.isfinite(self.logits).all()
 
     def save(self, path: Path, hf: dict[str, Any]) -> None:
-        with contextlib.redirect_stderr(io.StringIO()):  # transformers draws progress bars
+        with contextlib.redirect_stderr(io.StringIO()), pytest.MonkeyPatch.context() as patch:  # transformers draws progress bars
+            for written in (PreTrainedConfig, GenerationConfig):  # the files other than the weights, which take a third of the time
+                patch.setattr(written, "save_pretrained", lambda *_, **__: None)
             self.model.save_pretrained(path)
         (path / "config.json").write_text(json.dumps(hf))
 

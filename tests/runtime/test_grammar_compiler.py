@@ -36,6 +36,7 @@ def children_of(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
+@pytest.mark.timeout(300)  # two starts of the compile process, of 1.1 s of CPU time each, beside two expensive compilations
 def test_expensive_grammars_delay_no_cached_grammar(drive: Make, prompts: list[list[int]], own_compiler: CompileProcess) -> None:
     """Two occupy the compile process; a third waits; a fourth is refused with 503. Nothing remains after the end of the process."""
     driven = drive(guide_timeout_s=LONG_S, guide_queue_size=1)
