@@ -1,4 +1,7 @@
-"""The commands that run an engine (generate, chat, eval, bench), each in a process of its own."""
+"""The commands that run an engine (generate, chat, eval, bench), each in a process of its own.
+
+Most of these processes fork from one that has imported torch.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,39 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forked_commands import Finished, run_forked
 
 from stoker import LLM, SamplingParams
 from stoker.cli.options import read_lines
 
 
-def stoker(*args: str, stdin: str = "") -> str:
-    """The standard output of a command, which must succeed."""
-    done = subprocess.run([sys.executable, "-m", "stoker", *args], capture_output=True, text=True, input=stdin)
+def started(*args: str) -> str:
+    """The standard output of a command that is started as users start it, and must succeed."""
+    done = subprocess.run([sys.executable, "-m", "stoker", *args], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.fixture
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished]:
+    """Runs a command, which must succeed, in a forked process."""
+
+    def run(*args: str, stdin: str = "") -> Finished:
+        done = run_forked(tmp_path_factory.mktemp("command"), *args, stdin=stdin)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    return run
+
+
+@pytest.fixture
+def stoker(finished: Callable[..., Finished]) -> Callable[..., str]:
+    """Runs a command in a forked process, and returns its standard output."""
+    return lambda *args, stdin="": finished(*args, stdin=stdin).stdout
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +54,13 @@ def answers(tiny_engine: Path) -> dict[str, str]:
 
 
 def test_generate_streams_the_whole_answer(tiny_engine: Path, answers: dict[str, str]) -> None:
-    output = stoker("generate", str(tiny_engine), "the quick", "--max-tokens", "12", "--ignore-eos")
+    output = started("generate", str(tiny_engine), "the quick", "--max-tokens", "12", "--ignore-eos")
     assert output == answers["the quick"] + "\n"
 
 
-def test_generate_writes_json_lines_for_a_file_of_prompts(tiny_engine: Path, answers: dict[str, str], tmp_path: Path) -> None:
+def test_generate_writes_json_lines_for_a_file_of_prompts(
+    stoker: Callable[..., str], tiny_engine: Path, answers: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "prompts.txt").write_text("brown fox\n\nlazy dog\n")
     output = stoker("generate", str(tiny_engine), "-f", str(tmp_path / "prompts.txt"), "--json", "--max-tokens", "12", "--ignore-eos")
     rows = [json.loads(line) for line in output.splitlines()]
@@ -56,7 +81,7 @@ def test_an_encoding_without_unicode_gets_question_marks_and_complete_json(tiny_
     assert plain.stdout == (text + "\n").encode("latin-1", errors="replace"), plain.stderr
 
 
-def test_chat_sends_the_conversation_until_it_is_reset(tiny_engine: Path) -> None:
+def test_chat_sends_the_conversation_until_it_is_reset(stoker: Callable[..., str], tiny_engine: Path) -> None:
     """The first message and the first one after /reset get the same answer; the one between gets that of a longer conversation."""
     output = stoker("chat", str(tiny_engine), "--max-tokens", "6", "--ignore-eos", stdin="hello\nhello\n/reset\nhello\n\nnot read\n")
     with LLM(tiny_engine, kv_cache_tokens=1024) as llm:
@@ -67,22 +92,20 @@ def test_chat_sends_the_conversation_until_it_is_reset(tiny_engine: Path) -> Non
     assert output == f"{one}\n{two}\n{one}\n"
 
 
-def test_generate_reads_standard_input(tiny_engine: Path, answers: dict[str, str]) -> None:
+def test_generate_reads_standard_input(stoker: Callable[..., str], tiny_engine: Path, answers: dict[str, str]) -> None:
     arguments = ["generate", str(tiny_engine), "--max-tokens", "12", "--ignore-eos"]
     assert stoker(*arguments, stdin="the quick\n") == answers["the quick"] + "\n"
     row = json.loads(stoker(*arguments, "--json", stdin="brown fox\nlazy dog\n"))
     assert row["prompt"] == "brown fox\nlazy dog"  # one prompt, whatever its number of lines
 
 
-def test_chat_commands(tiny_engine: Path, tmp_path: Path) -> None:
+def test_chat_commands(finished: Callable[..., Finished], tiny_engine: Path, tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
     lines = [
         "/help", "/set max-tokens 3", "/set temperature hot", "/set top_x 1", "/sav x", "hello", f"/save {file}", '"""',
         "/two", "lines", '"""', "//slash", f"/save {file}", f"/save {tiny_engine / 'config.json'}", "/save", "/exit", "not read",
     ]  # fmt: skip
-    command = [sys.executable, "-m", "stoker", "chat", str(tiny_engine), "--ignore-eos", "--system", "Be brief."]
-    done = subprocess.run(command, capture_output=True, text=True, input="\n".join(lines) + "\n")
-    assert done.returncode == 0, done.stderr
+    done = finished("chat", str(tiny_engine), "--ignore-eos", "--system", "Be brief.", stdin="\n".join(lines) + "\n")
     saved = json.loads(file.read_text())
     assert saved["model"] == str(tiny_engine)
     assert [message["role"] for message in saved["messages"]] == ["system", *["user", "assistant"] * 3]
@@ -104,7 +127,7 @@ def test_chat_ends_without_standard_input(tiny_engine: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_perplexity_of_the_first_bytes_uses_whole_characters(tiny_engine: Path, tmp_path: Path) -> None:
+def test_perplexity_of_the_first_bytes_uses_whole_characters(stoker: Callable[..., str], tiny_engine: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("naïve " * 9)
     args = ["eval", "perplexity", str(tiny_engine), "--text", str(tmp_path / "text"), "--window", "64", "--json", "--max-bytes"]
     inside_character, before_character = (json.loads(stoker(*args, count)) for count in ("3", "2"))
@@ -112,7 +135,7 @@ def test_perplexity_of_the_first_bytes_uses_whole_characters(tiny_engine: Path, 
     assert inside_character["tokens"] > 0
 
 
-def test_bench_throughput_counts_the_requested_tokens(tiny_engine: Path, tmp_path: Path) -> None:
+def test_bench_throughput_counts_the_requested_tokens(stoker: Callable[..., str], tiny_engine: Path, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     stoker(
         "bench", "throughput", str(tiny_engine), "--requests", "3", "--requests", "8", "--input-len", "16", "--output-len", "8",
@@ -126,7 +149,7 @@ def test_bench_throughput_counts_the_requested_tokens(tiny_engine: Path, tmp_pat
     assert result["versions"]["stoker"] and result["versions"]["torch"] and result["device"]
 
 
-def test_bench_latency_has_a_row_for_each_batch_and_context(tiny_engine: Path, tmp_path: Path) -> None:
+def test_bench_latency_has_a_row_for_each_batch_and_context(stoker: Callable[..., str], tiny_engine: Path, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     stoker(
         "bench", "latency", str(tiny_engine), "--batch", "1", "--batch", "4", "--context", "8", "--context", "64", "--steps", "8",
@@ -139,7 +162,7 @@ def test_bench_latency_has_a_row_for_each_batch_and_context(tiny_engine: Path, t
 
 def test_bench_serving_starts_a_server_and_checks_its_counts(tiny_engine: Path, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    stoker(
+    started(
         "bench", "serving", str(tiny_engine), "--concurrency", "1", "--concurrency", "4", "--input-len", "8", "--output-len", "64",
         "--options", "--kv-cache-tokens 1024", "--json", str(file),
     )  # fmt: skip
