@@ -189,9 +189,9 @@ def qwen(trained: int, **more: Any) -> Reference:
     """Within the trained length, Qwen 1 computes what Qwen 2 does. Beyond it, log-n attention and NTK scaling take effect."""
     model = hf_model("Qwen2", **LLAMA | {key: more[key] for key in more if key in LLAMA})
     config = LLAMA | {
-        "architectures": ["QWenLMHeadModel"], "model_type": "qwen", "intermediate_size": 144, "kv_channels": 8, "seq_length": trained,
+        "architectures": ["QWenLMHeadModel"], "model_type": "qwen", "kv_channels": 8, "seq_length": trained,
         "layer_norm_epsilon": 1e-6, "use_dynamic_ntk": True, "use_logn_attn": True, "no_bias": True,
-    } | more  # fmt: skip
+    } | more | {"intermediate_size": 2 * model.config.intermediate_size}  # fmt: skip
     if trained >= POSITIONS or not (config["use_dynamic_ntk"] or config["use_logn_attn"]):
         return converted(config, model, lambda w: qwen_tensors(model))
     tensors = qwen_tensors(model)
@@ -303,7 +303,11 @@ def deepseek_moe(first_dense: int = 1, shared: int | None = 2, **more: Any) -> R
     `shared`: the number of shared experts. Without one, that of Qwen2-MoE has the output 0.
     """
     sizes = MOE | {"norm_topk_prob": False} | more
-    dense = {"mlp_only_layers": list(range(first_dense)), "shared_expert_intermediate_size": 24 * (shared or 1), "num_experts": 8}
+    dense = {
+        "mlp_only_layers": list(range(first_dense)),
+        "shared_expert_intermediate_size": sizes["moe_intermediate_size"] * (shared or 1),
+        "num_experts": 8,
+    }
     model = hf_model("Qwen2Moe", **sizes, **dense, qkv_bias=False)
     for layer in model.model.layers[first_dense:]:
         torch.nn.init.zeros_(layer.mlp.shared_expert_gate.weight)

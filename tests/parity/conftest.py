@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "builder"))
 sys.path.insert(0, str(Path(__file__).parent))
 from cases import CASES, FIRST
 

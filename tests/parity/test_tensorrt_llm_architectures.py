@@ -281,9 +281,10 @@ CASES: dict[tuple[str, str], tuple[Callable[[], Reference], Conversion]] = {
         llama(
             "CohereForCausalLM",
             config=lambda hf: {
-                "num_key_value_heads": 2, "intermediate_size": 72, "norm_epsilon": hf["layer_norm_eps"], "hidden_act": "silu",
+                "num_key_value_heads": 2, "intermediate_size": hf["intermediate_size"], "norm_epsilon": hf["layer_norm_eps"],
+                "hidden_act": "silu",
                 "position_embedding_type": "rope_gptj", "output_multiplier_scale": 0.3, "qk_layernorm": True, "attn_bias": False,
-                "tie_word_embeddings": True, "rotary_base": rope_theta(hf), "head_size": 8,
+                "tie_word_embeddings": True, "rotary_base": rope_theta(hf), "head_size": hf["_head"],
             },
         ),
     ),
@@ -323,7 +324,7 @@ CASES: dict[tuple[str, str], tuple[Callable[[], Reference], Conversion]] = {
             {name: other for name, other in GPT2_OUTER.items() if "position" not in name}, GPT_SIZES,
             lambda hf: {
                 "norm_epsilon": 1e-5, "position_embedding_type": "rope_gptj", "hidden_act": "gelu", "rotary_dim": 4,
-                "num_key_value_heads": 6, "intermediate_size": 192,
+                "num_key_value_heads": hf["_heads"], "intermediate_size": 4 * hf["n_embd"],
             },
         ),
     ),
@@ -337,7 +338,8 @@ CASES: dict[tuple[str, str], tuple[Callable[[], Reference], Conversion]] = {
             SIZES,
             lambda hf: {
                 "position_embedding_type": "learned_absolute", "rotary_emb_base": rope_theta(hf),
-                "rotary_pct": hf["rope_parameters"]["partial_rotary_factor"], "hidden_act": "gelu", "intermediate_size": 72,
+                "rotary_pct": hf["rope_parameters"]["partial_rotary_factor"], "hidden_act": "gelu",
+                "intermediate_size": hf["intermediate_size"],
             },
         ),
     ),
@@ -361,7 +363,7 @@ CASES: dict[tuple[str, str], tuple[Callable[[], Reference], Conversion]] = {
             {"transformer.vocab_embedding": "transformer.wte", "transformer.ln_f": "transformer.norm_f", "lm_head": "lm_head"},
             ("d_model", "n_layers", "n_heads", "vocab_size", ""),
             lambda hf: {
-                "num_key_value_heads": 8, "intermediate_size": 192, "position_embedding_type": "alibi", "hidden_act": "gelu",
+                "num_key_value_heads": 8, "intermediate_size": 4 * hf["d_model"], "position_embedding_type": "alibi", "hidden_act": "gelu",
                 "bias": False, "clip_qkv": 1.0, "alibi_bias_max": 8, "logits_dtype": "float32",
             },
         ),
@@ -397,7 +399,8 @@ CASES: dict[tuple[str, str], tuple[Callable[[], Reference], Conversion]] = {
             {"attention.dense": "self_attn.dense", "mlp.fc": "mlp.fc1", "mlp.proj": "mlp.fc2", "input_layernorm": "input_layernorm"},
             OUTER | {"transformer.ln_f": "model.final_layernorm"}, SIZES,
             lambda hf: {
-                "num_key_value_heads": 2, "intermediate_size": 72, "hidden_act": "gelu_new", "position_embedding_type": "rope_gpt_neox",
+                "num_key_value_heads": 2, "intermediate_size": hf["intermediate_size"], "hidden_act": "gelu_new",
+                "position_embedding_type": "rope_gpt_neox",
                 "rotary_base": rope_theta(hf), "rotary_scaling": None, "rotary_pct": hf["rope_parameters"]["partial_rotary_factor"],
             },
         ),
@@ -432,9 +435,14 @@ CASES: dict[tuple[str, str], tuple[Callable[[], Reference], Conversion]] = {
         llama(
             "DeepseekForCausalLM",
             config=lambda hf: {
-                "num_key_value_heads": 2, "intermediate_size": 72, "norm_epsilon": hf.get("rms_norm_eps", 1e-6), "hidden_act": "swiglu",
-                "position_embedding_type": "rope_gpt_neox", "rotary_base": 10000.0, "rotary_scaling": None, "moe_intermediate_size": 24,
-                "moe": {"num_experts": 8, "top_k": 3, "normalization_mode": 0, "shared_expert_intermediate_size": 48},
+                "num_key_value_heads": 2, "intermediate_size": hf["intermediate_size"],
+                "norm_epsilon": hf.get("rms_norm_eps", 1e-6), "hidden_act": "swiglu",
+                "position_embedding_type": "rope_gpt_neox", "rotary_base": 10000.0, "rotary_scaling": None,
+                "moe_intermediate_size": hf["moe_intermediate_size"],
+                "moe": {
+                    "num_experts": 8, "top_k": 3, "normalization_mode": 0,
+                    "shared_expert_intermediate_size": 2 * hf["moe_intermediate_size"],
+                },
             },
         ),
     ),
