@@ -21,9 +21,9 @@ from stoker.builder.estimate import estimate
 from stoker.engine.reader import Engine
 from stoker.runtime.client import Cancel
 from stoker.runtime.executor import Executor
-from stoker.runtime.load import check_start
 from stoker.runtime.request import SequenceOutput, TokenRequest
 from stoker.runtime.schedule.data_parallel import DataParallelScheduler
+from stoker.runtime.start_checks import check_start
 
 MODELS = {
     "Mixtral": ("MixtralForCausalLM", "plain", 3),

@@ -31,7 +31,7 @@ from stoker.distributed import world
 from stoker.engine.reader import Engine
 from stoker.runtime.executor import Executor
 from stoker.runtime.request import TokenRequest
-from stoker.runtime.worker.rank import Capacity
+from stoker.runtime.worker.capacity import Capacity
 from stoker.runtime.worker_group.channels.shared_memory import NUM_SLOTS
 from stoker.runtime.worker_group.follower_process import FollowerProcess
 from stoker.runtime.worker_group.leader import WorkerGroup

@@ -19,8 +19,8 @@ from stoker.distributed.inbox import Inboxes
 from stoker.distributed.pipeline import stage_layers
 from stoker.layers.shard import Sharding, kv_copies, kv_heads, local_spec, query_heads
 from stoker.quant.format import Layout
+from stoker.runtime.worker.capacity import Capacity
 from stoker.runtime.worker.inputs import PackedStep, Shape
-from stoker.runtime.worker.rank import Capacity
 from stoker.runtime.worker_group.leader import WorkerGroup
 
 SIZES = st.integers(1, 9)

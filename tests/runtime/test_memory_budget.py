@@ -14,9 +14,10 @@ from stoker.engine.reader import Engine
 from stoker.profiling.batch_run import random_requests, run_batch
 from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.load import load_executor
+from stoker.runtime.worker.capacity import Capacity
 from stoker.runtime.worker.draft_engine import EngineDrafter
 from stoker.runtime.worker.memory import MemoryBudget, num_kv_blocks
-from stoker.runtime.worker.rank import Capacity, largest_steps, load_rank
+from stoker.runtime.worker.rank import largest_steps, load_rank
 
 GIB = 1 << 30
 

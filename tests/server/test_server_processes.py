@@ -254,3 +254,12 @@ def test_a_grpc_port_in_use_is_reported_before_the_start(engine: Path) -> None:
 def test_a_frontend_imports_no_torch() -> None:
     code = "import sys, stoker.server.processes.frontend; assert not {'torch', 'transformers'} & set(sys.modules), sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_start_imports_neither_protocols_nor_what_runs_steps_before_its_executor_has_the_task() -> None:
+    """The command imports the first modules before it starts the executor's process, and the checks while that imports torch."""
+    before = "import sys, stoker.cli.commands.serve, stoker.cli.server_start, stoker.server.processes.supervisor"
+    protocols, steps = ["stoker.server.protocols.registry", "numpy", "torch"], ["stoker.runtime.executor", "stoker.layers.decoder"]
+    for modules, names in ((before, protocols), (f"{before}, stoker.runtime.start_checks", steps)):
+        code = f"{modules}; print([name for name in {names} if name in sys.modules])"
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -144,7 +144,7 @@ def describe_nodes(deployment: Deployment, nodes: NodeSettings) -> list[str]:
 def _check_start(path: Path, deployment: Deployment, nodes: NodeSettings) -> None:
     """Raise ConfigError or EngineError if the engine does not run on this machine with the deployment's settings."""
     from stoker.engine.reader import Engine
-    from stoker.runtime.load import check_start
+    from stoker.runtime.start_checks import check_start
 
     engine, options = Engine.open(path), deployment.server.options
     runtime = deployment.runtime

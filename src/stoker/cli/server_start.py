@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from stoker.cli.log_options import use_default_level
 from stoker.cli.prepare_server import PreparedServer, engine_is_missing, prepare_server
@@ -14,10 +14,12 @@ from stoker.deploy.model_name import model_name_of
 from stoker.deploy.prepare import Progress
 from stoker.server.processes.executor_control import prestart_executor
 from stoker.server.processes.listeners import listen
-from stoker.server.processes.loading import LoadingServer
 from stoker.server.processes.prestart import Prestarted
 from stoker.server.processes.systemd import ServiceManager
 from stoker.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from stoker.server.processes.loading import LoadingServer
 
 
 class ServerStart(NamedTuple):
@@ -42,7 +44,7 @@ def prepare(arguments: ServeArguments, progress: Progress) -> ServerStart:
         except BaseException:
             executor.close()
             raise
-    with LoadingServer(listeners, deployment.server, deployment.server.model_name or "model") as loading_server:
+    with _loading_server(listeners, deployment.server, deployment.server.model_name or "model") as loading_server:
         return ServerStart(prepare_server(deployment, _report_to(loading_server, progress), arguments.nodes), listeners, None)
 
 
@@ -54,13 +56,20 @@ def _read(arguments: ServeArguments, progress: Progress) -> tuple[Deployment, li
     settings = arguments.settings
     listeners = listen(settings)
     name = settings.model_name or model_name_of(str(arguments.model))
-    with LoadingServer(listeners, settings, name) as loading_server:
+    with _loading_server(listeners, settings, name) as loading_server:
         deployment = arguments.read_deployment(_report_to(loading_server, progress))
     if _addresses(deployment.server) != _addresses(settings):  # an archive with a deployment folder has ports of its own
         for listener in listeners:
             listener.close()
         listeners = listen(deployment.server)
     return deployment, listeners
+
+
+def _loading_server(listeners: list[socket.socket], settings: ServerSettings, name: str) -> LoadingServer:
+    """The server that answers while files are fetched or an engine is built. Its import would delay the start of an existing engine."""
+    from stoker.server.processes.loading import LoadingServer
+
+    return LoadingServer(listeners, settings, name)
 
 
 def _report_to(loading_server: LoadingServer, progress: Progress) -> Progress:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-from stoker.base.config import Mapping, RuntimeConfig
-from stoker.base.draft_settings import check_draft_settings
-from stoker.base.errors import ConfigError, StokerError
+from stoker.base.config import RuntimeConfig
+from stoker.base.errors import StokerError
 from stoker.base.logging import get_logger
 from stoker.base.nodes import NodeSettings, leader
 from stoker.distributed.world import ALONE_WORLD
@@ -23,10 +22,11 @@ from stoker.runtime.kv.events.publisher import EventPublisher
 from stoker.runtime.kv.snapshots import StateSnapshots
 from stoker.runtime.schedule.data_parallel import AnyScheduler, DataParallelScheduler
 from stoker.runtime.schedule.scheduler import Scheduler
-from stoker.runtime.transfer.transfers import RankTransfers, Transfers, check_transfers, transfer_address
-from stoker.runtime.worker.devices import rank_devices
-from stoker.runtime.worker.draft_sources import check_drafter, uses_drafter
-from stoker.runtime.worker.rank import Capacity, captures_steps, draft_task, load_rank, use_device
+from stoker.runtime.start_checks import check_start
+from stoker.runtime.transfer.transfers import RankTransfers, Transfers, transfer_address
+from stoker.runtime.worker.capacity import Capacity
+from stoker.runtime.worker.draft_sources import uses_drafter
+from stoker.runtime.worker.rank import captures_steps, load_rank, use_device
 from stoker.runtime.worker_group.leader import ONE_NODE, WorkerGroup
 
 log = get_logger(__name__)
@@ -83,22 +83,6 @@ def load_node(path: str | Path, config: RuntimeConfig, nodes: NodeSettings, join
     run_node(engine, config, check_start(engine, config, nodes), nodes, joined)
 
 
-def check_start(engine: Engine, config: RuntimeConfig, nodes: NodeSettings = ONE_NODE) -> dict[int, torch.device]:
-    """The device of each rank of this node. Loads nothing.
-
-    Raises ConfigError or EngineError if the engine cannot run with `config` on this machine.
-    """
-    devices = rank_devices(engine, config, nodes)
-    for device in devices.values():
-        engine.check_device(device)
-    _check(engine, config, list(devices), nodes.num_nodes)
-    check_transfers(config, engine.config.model.requires_whole_prompt, nodes.num_nodes)
-    capacity = Capacity.of(engine.config.limits, engine.config.model.max_positions, config)
-    if uses_drafter(config) and (drafting := devices.get(leader(engine.config.mapping))) is not None:  # other nodes do not draft
-        check_drafter(draft_task(engine, config, drafting, capacity))
-    return devices
-
-
 def _close_after_error(ranks: WorkerGroup, error: BaseException) -> None:
     """End the follower processes after a failed start. Raises RankError if the failure of a rank caused an error of another type."""
     try:
@@ -106,63 +90,6 @@ def _close_after_error(ranks: WorkerGroup, error: BaseException) -> None:
             ranks.check_after_error()
     finally:
         ranks.close(str(error) or repr(error))
-
-
-def _check(engine: Engine, config: RuntimeConfig, ranks: list[int], num_nodes: int) -> None:
-    """Raise ConfigError or EngineError for settings, or files of `ranks`, that do not match the engine."""
-    built = str(engine.kv_dtype).removeprefix("torch.")
-    if config.kv_cache_dtype not in (None, "auto", built):
-        dtype = config.kv_cache_dtype
-        raise ConfigError(f"kv_cache_dtype={dtype} is refused: the engine stores {built}.", cure=f"Build it with --kv-cache-dtype {dtype}.")
-    if config.kv_events is not None and engine.config.model.requires_whole_prompt:
-        raise ConfigError(
-            f"kv_events={config.kv_events!r} is refused: this model reuses no prefixes, so there are no events.", cure="Leave it out."
-        )
-    for name in ("target_itl_ms", "target_ttft_ms"):
-        if getattr(config, name) is not None and engine.config.model.requires_whole_prompt:
-            raise ConfigError(f"{name} is refused: this model computes a prompt in one step, whatever its length.", cure="Leave it out.")
-    check_draft_settings(config)
-    if config.speculate != "none" and engine.config.model.has_state:
-        _check_state_drafts(engine.config.mapping, config)
-    if config.transfer is not None and engine.config.model.has_state:
-        raise ConfigError(
-            f"transfer={config.transfer} is refused: the recurrent states of this model are not transferred.", cure="Leave it out."
-        )
-    if engine.config.mapping.data_parallel > 1:
-        _check_data_parallel(engine.config.mapping, config, num_nodes)
-    for rank in ranks:
-        engine.check_rank(rank)
-
-
-def _check_state_drafts(mapping: Mapping, config: RuntimeConfig) -> None:
-    """Raise ConfigError for speculative decoding that engines with recurrent states do not support."""
-    if config.tree is not None:
-        raise ConfigError(
-            "draft_tree is refused: the recurrent states of this model follow one chain of drafts.",
-            cure="Leave it out, and use draft_tokens.",
-        )
-    if mapping.pipeline_parallel > 1:
-        raise ConfigError(
-            f"speculate={config.speculate} is refused: with pipeline_parallel={mapping.pipeline_parallel}, recurrent states cannot be "
-            "taken back when a draft is rejected.",
-            cure="Use speculate=none, or build the engine with tensor parallelism.",
-        )
-
-
-def _check_data_parallel(mapping: Mapping, config: RuntimeConfig, num_nodes: int) -> None:
-    """Raise ConfigError for a setting that engines of several data-parallel ranks do not support."""
-    refused = {
-        "nnodes": (num_nodes, 1),
-        "speculate": (config.speculate, "none"),
-        "kv_events": (config.kv_events, None),
-        "transfer": (config.transfer, None),
-        "target_itl_ms": (config.target_itl_ms, None),
-        "target_ttft_ms": (config.target_ttft_ms, None),
-    }
-    for name, (value, required) in refused.items():
-        if value != required:
-            problem = f"{name}={value} is refused: the engine was built with data_parallel={mapping.data_parallel}."
-            raise ConfigError(problem, cure="Leave it out, or build the engine with tensor_parallel instead.")
 
 
 def _open_events(engine: Engine, config: RuntimeConfig) -> EventPublisher | None:

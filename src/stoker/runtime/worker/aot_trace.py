@@ -30,12 +30,13 @@ from stoker.layers.fused_layer import FusedLayers
 from stoker.layers.loader import Loader
 from stoker.layers.state_cache import StateCache
 from stoker.quant.format import TensorSource
+from stoker.runtime.worker.capacity import Capacity
 from stoker.runtime.worker.cuda_graphs import Graphs
 from stoker.runtime.worker.dummy_step import Bounds
 from stoker.runtime.worker.inputs import Shape
 from stoker.runtime.worker.memory import make_caches, num_verified_slots
 from stoker.runtime.worker.model_runner import ModelRunner
-from stoker.runtime.worker.rank import Capacity, captures_steps
+from stoker.runtime.worker.rank import captures_steps
 from stoker.runtime.worker.row_tracker import make_tracker
 
 META = torch.device("meta")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from stoker.base import env
-from stoker.base.config import Limits, RuntimeConfig, check_within_limits
+from stoker.base.config import RuntimeConfig
 from stoker.base.logging import get_logger
 from stoker.core.model_config import ModelConfig
 from stoker.distributed.world import World
@@ -18,6 +18,7 @@ from stoker.layers.decoder import Decoder
 from stoker.layers.state_cache import StateCache, state_bytes
 from stoker.runtime.sampling.grammar_compiler import Grammars
 from stoker.runtime.schedule.planner import max_sampled_tokens
+from stoker.runtime.worker.capacity import Capacity
 from stoker.runtime.worker.draft_sources import DraftTask, load_drafter, uses_drafter
 from stoker.runtime.worker.drafter import DraftSource
 from stoker.runtime.worker.dummy_step import Bounds
@@ -35,28 +36,6 @@ from stoker.runtime.worker.model_runner import ModelRunner, StepPublisher
 from stoker.runtime.worker.row_tracker import make_tracker
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """The limits of a run: those of the engine, lowered by the runtime settings."""
-
-    max_batch_size: int
-    max_num_sequences: int
-    max_num_tokens: int
-    max_seq_len: int
-
-    @staticmethod
-    def of(limits: Limits, max_positions: int, config: RuntimeConfig) -> Capacity:
-        """The limits of a run with `config`. Raises ConfigError for a runtime setting above the limit of the engine."""
-        check_within_limits(limits, config)
-        batch = config.max_batch_size or limits.max_batch_size
-        return Capacity(
-            max_batch_size=batch,
-            max_num_sequences=config.max_num_sequences or batch,
-            max_num_tokens=config.max_num_tokens or limits.max_num_tokens,
-            max_seq_len=min(limits.max_seq_len, max_positions),
-        )
 
 
 @dataclass(slots=True)

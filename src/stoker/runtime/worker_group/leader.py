@@ -21,8 +21,8 @@ from stoker.distributed.world import LOCAL_HOST, World, address_of, join
 from stoker.engine.reader import Engine
 from stoker.runtime.transfer.address import WILDCARDS, parse_transfer
 from stoker.runtime.transfer.layout import RankLayout
+from stoker.runtime.worker.capacity import Capacity
 from stoker.runtime.worker.inputs import PackedStep
-from stoker.runtime.worker.rank import Capacity
 from stoker.runtime.worker_group.channels.channel import Numbers
 from stoker.runtime.worker_group.channels.tcp import TcpChannel
 from stoker.runtime.worker_group.hosts.link import LinkError
