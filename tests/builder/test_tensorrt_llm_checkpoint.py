@@ -87,6 +87,8 @@ def test_numbers_that_differ_between_ranks_are_rejected(tmp_path: Path) -> None:
         ({"num_hidden_layers": 4}, r"model\.layers\.3\.\S+ is missing"),
         ({"moe": 5}, "moe='5' is not an object"),
         ({"architecture": "MixtralForCausalLM", "moe": {"num_experts": 10**9}}, "moe.num_experts='1000000000' is not from 1 to 4096"),
+        ({"architecture": "DeepseekV2ForCausalLM", "moe": [3]}, r"moe='\[3\]' is not an object"),
+        ({"architecture": "PhiMoEForCausalLM", "moe": {"normalization_mode": 1}}, r"normalization_mode='1' is not.*only 2 \(SPARSE_MIXER"),
         ({"moe": {"num_experts": 4}}, "LlamaForCausalLM with experts is not supported"),
         ({"num_key_value_heads": "two"}, "num_key_value_heads='two' is not a positive number"),
     ],

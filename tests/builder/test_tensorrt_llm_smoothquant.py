@@ -82,6 +82,22 @@ def test_weights_that_were_rounded_to_0_are_refused(tmp_path: Path) -> None:
         built(checkpoint, tmp_path / "engine")
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("mlp.fc.per_channel_scale", torch.ones(2, 96), r"fc\.per_channel_scale \[2, 96\] torch\.float32 is not 96 numbers"),
+        ("mlp.fc.act_scale", torch.ones(3), r"fc\.act_scale \[3\] torch\.float32 is not one number"),
+        ("post_layernorm.scale_to_int", torch.ones(2), r"scale_to_int \[2\] torch\.float32 is not one number"),
+    ],
+)
+def test_scales_that_do_not_fit_are_rejected(name: str, tensor: torch.Tensor, message: str, tmp_path: Path) -> None:
+    checkpoint = write_smoothquant(tmp_path / "trt", per_channel=True, per_token=False)
+    path = checkpoint.path / "rank0.safetensors"
+    save_file(load_file(path) | {f"transformer.layers.1.{name}": tensor}, path)
+    with pytest.raises(CheckpointError, match=message):
+        built(checkpoint, tmp_path / "engine")
+
+
 def test_a_missing_quantizing_factor_is_reported(tmp_path: Path) -> None:
     checkpoint = write_smoothquant(tmp_path / "trt", per_channel=True, per_token=False)
     path = checkpoint.path / "rank0.safetensors"

@@ -70,6 +70,8 @@ def hugging_face_config(data: dict[str, Any], where: str) -> dict[str, Any]:
     for key in ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size", "hidden_size"):
         if data.get(key) is not None and (type(data[key]) is not int or not 1 <= data[key] <= MAX_SIZE):
             raise CheckpointError(f"{where}: {key}={str(data[key])[:60]!r} is not a positive number.", cure="Correct config.json.")
+    if not isinstance(data.get("moe"), dict | None):
+        raise CheckpointError(f"{where}: moe={str(data['moe'])[:60]!r} is not an object.", cure="Correct config.json.")
     data = _with_defaults(data)
     config = {new: data[old] for old, new in (_RENAMED | dict(family.keys)).items() if new and data.get(old) is not None}
     config |= {"architectures": [family.architecture]} | ({"hidden_act": family.hidden_act} if family.hidden_act else {})
@@ -81,8 +83,6 @@ def hugging_face_config(data: dict[str, Any], where: str) -> dict[str, Any]:
     config |= dict(family.fixed) | {key: value for key, value in derived.items() if value is not None}
     if (scaling := data.get("rotary_scaling")) is not None:
         config["rope_scaling"] = _rope_scaling(scaling, where)
-    if not isinstance(data.get("moe"), dict | None):
-        raise CheckpointError(f"{where}: moe={str(data['moe'])[:60]!r} is not an object.", cure="Correct config.json.")
     if family.num_experts_key:
         config |= expert_keys(data, family, where)
     elif (data.get("moe") or {}).get("num_experts") or data.get("moe_num_experts"):

@@ -71,7 +71,12 @@ class ShardReader:
 
 def followed_by(first: Shards, second: Shards) -> Shards:
     """The rows of `first`, then those of `second`. Raises CheckpointError for tensors with other axes or dtypes."""
-    if first.info.shape[1:] != second.info.shape[1:] or first.info.dtype != second.info.dtype:
+    if (
+        not first.info.shape
+        or len(first.info.shape) != len(second.info.shape)
+        or first.info.shape[1:] != second.info.shape[1:]
+        or first.info.dtype != second.info.dtype
+    ):
         raise CheckpointError(f"{first.stage[0].files[0]}: {second.name} does not fit {first.name}.", cure=DOWNLOAD_AGAIN)
     shape = (first.info.shape[0] + second.info.shape[0], *first.info.shape[1:])
     return Shards(

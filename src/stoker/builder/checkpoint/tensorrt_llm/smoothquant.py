@@ -12,6 +12,7 @@ the attention or the MLP. The inputs of `dense` and `proj` are divided by `smoot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -55,11 +56,12 @@ class SmoothQuantScales:
 
         Raises CheckpointError if the quantizing factor of the linear is missing.
         """
+        if suffix not in ("smoother", "per_channel_scale", "act_scale"):
+            return None
         size = rank.tensors[name].shape[-1:]
+        _check_count(rank, name, *size)
         if suffix == "smoother":
             return TensorInfo(size, torch.float32), lambda rank: 1 / rank.read(name).float().flatten()
-        if suffix not in ("per_channel_scale", "act_scale"):
-            return None
         shape = () if size == (1,) else size
         if suffix == "per_channel_scale" and self._per_token:
             return TensorInfo(shape, torch.float32), lambda rank: rank.read(name).float().reshape(shape)
@@ -83,7 +85,17 @@ class SmoothQuantScales:
         if linear not in _FACTOR_OF or missing:
             wrong = missing[0] if linear in _FACTOR_OF else f"the quantizing factor of {module}"
             raise CheckpointError(f"{rank.files[0]}: {wrong} is missing in layer {layer}.", cure=DOWNLOAD_AGAIN)
+        for one in (name, f"{module}.act_scale"):
+            _check_count(rank, one, 1)
         return name
+
+
+def _check_count(rank: SafetensorsWeights, name: str, count: int = 1) -> None:
+    """Raise CheckpointError unless a tensor has `count` numbers of a floating-point dtype."""
+    info = rank.tensors[name]
+    if math.prod(info.shape) != count or not info.dtype.is_floating_point:
+        expected = f"{count} numbers" if count > 1 else "one number"
+        raise CheckpointError(f"{rank.location(name)} {list(info.shape)} {info.dtype} is not {expected}.", cure=DOWNLOAD_AGAIN)
 
 
 def smoothquant_scales(algorithm: Any) -> SmoothQuantScales | None:

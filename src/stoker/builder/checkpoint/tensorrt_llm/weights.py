@@ -276,7 +276,11 @@ class TensorRTLLMWeights(CheckpointWeights):
             raise CheckpointError(f"{shards.stage[0].files[0]}: {shards.name} is one number, and not a matrix.", cure=DOWNLOAD_AGAIN)
         if split != "same":
             shape[0 if split == "rows" else -1] *= len(parts)
-        shape = list(finish(torch.empty(shape, dtype=shards.info.dtype, device="meta")).shape)
+        try:
+            shape = list(finish(torch.empty(shape, dtype=shards.info.dtype, device="meta")).shape)
+        except (RuntimeError, IndexError) as problem:
+            where = f"{shards.stage[0].files[0]}: {shards.name} {list(shards.info.shape)}"
+            raise CheckpointError(f"{where} has another number of axes than its module.", cure=DOWNLOAD_AGAIN) from problem
         if split == "same" and shape == [1]:
             shape = []
         if rows is not None and shape and shape[0] > rows:
