@@ -13,7 +13,6 @@ pytestmark = pytest.mark.slow
 
 PUBLISHED = sorted((Path(__file__).parents[1] / "parity" / "published").glob("*.json"))
 FORMATS = [{}, {"quantization": "FP8_KV"}, {"quantization": "AWQ", "kv_cache_dtype": "int8"}]
-MANY_EXPERTS = ("Qwen3-Next-80B-A3B-Thinking",)  # 48 layers of 512 experts take more than 40 s of CPU time in AWQ
 NUM_PARTS = 2  # of a format's models, so that no test takes a minute
 FUSED = ("Llama-2-7b-hf", "Mistral-7B-v0.1", "Qwen2.5-7B-Instruct")
 
@@ -42,8 +41,7 @@ for file in map(Path, sys.argv[3:]):
 
 def models_of(form: int) -> list[Path]:
     """Every third model, since the steps of a model and the kernels of a format depend little on each other, and all of FUSED."""
-    forms = {file: 0 if file.stem in MANY_EXPERTS else i % len(FORMATS) for i, file in enumerate(PUBLISHED)}
-    return [file for file in PUBLISHED if forms[file] == form or file.stem in FUSED]
+    return [file for i, file in enumerate(PUBLISHED) if i % len(FORMATS) == form or file.stem in FUSED]
 
 
 @pytest.mark.parametrize("form", range(len(FORMATS)), ids=lambda form: FORMATS[form].get("quantization", "bfloat16"))

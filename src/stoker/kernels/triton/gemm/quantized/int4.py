@@ -65,6 +65,8 @@ def _pair_groups(values: Tensor, pairs: int, group: int) -> Tensor:
 
     Experts are converted one after another, because temporary tensors are larger than the weight.
     """
+    if values.is_meta:  # no content: hundreds of experts of each layer would take most of the time of an ahead-of-time trace
+        return values.new_empty(*values.shape[:-1], pairs * group)
     if values.dim() == 3:
         paired = values.new_empty(*values.shape[:2], pairs * group)
         for expert, target in zip(values, paired, strict=True):
