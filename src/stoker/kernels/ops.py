@@ -114,6 +114,13 @@ def _cpu() -> dict[ModuleType, ModuleType]:
     }  # fmt: skip
 
 
+def limit_threads(threads: int) -> None:
+    """Let the calling thread's CPU ops use `threads` threads, or fewer while other processes use the cores. Called before each step."""
+    from stoker.kernels.native import library
+
+    library.limit_threads(threads)
+
+
 # Called after each op with its name, its positional arguments and its result; None: ops are not observed.
 Observer = Callable[[str, tuple[Any, ...], Any], None]
 _observer: Observer | None = None

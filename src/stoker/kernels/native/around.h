@@ -36,7 +36,7 @@ static void apply_norm(const struct linear *a, float *x, int64_t pitch) {
 /* Load a row of x to `x` [pitch]: in float32, gated, normalized, and padded with zeros. */
 static void load_input(const struct linear *a, int64_t row, float *x, int64_t pitch) {
     const char *from = (const char *)a->x + row * a->x_stride * size_of(a->dtype);
-    memset(x + pitch - 2 * LANES, 0, 2 * LANES * sizeof *x);
+    memset(x + a->in, 0, (pitch - a->in) * sizeof *x);
     for (int64_t k = 0; k < a->in; k += LANES) {
         f32v v = load_up_to(a->dtype, from, k, a->in - k);
         if (a->input_gate) v = activated(a->input_gate, v) * load_up_to(a->dtype, from, a->in + k, a->in - k);

@@ -45,6 +45,7 @@ WIDENING = struct.Struct("@5q").pack  # `struct widening` up to `linear`
 ROPE_STORE = struct.Struct("@29q").pack
 PREFILL = struct.Struct("@23qd").pack
 ATTENTION = struct.Struct("@28qd").pack
+THREADS = struct.Struct("@q").pack
 
 Function = Callable[[bytes], int]
 
@@ -59,6 +60,7 @@ class NativeKernels(NamedTuple):
     rope_store: Function
     attention: Function
     prefill: Function
+    team_size: Function  # of a packed number of threads; returns a number of threads
     fork: int  # the address of GOMP_parallel in PyTorch's OpenMP runtime
 
 
@@ -74,6 +76,14 @@ def kernels() -> NativeKernels | str:
     except Exception as reason:  # of any kind: the references need nothing of what may be missing on this system
         log.info("CPU kernels run in plain PyTorch: %s", reason)
         return str(reason)
+
+
+def limit_threads(threads: int) -> None:
+    """Set PyTorch's number of threads to `threads`, or fewer while other processes use the cores and delay the calling thread's teams."""
+    library = kernels()
+    count = threads if isinstance(library, str) else library.team_size(THREADS(threads))
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
 
 
 def _function(library: ctypes.CDLL, name: str) -> Function:

@@ -15,6 +15,7 @@
 #include <stdlib.h>
 
 #include "around.h"
+#include "digits.h"
 
 #define MAX_ROWS 16
 #define MAX_LINEARS 4
@@ -31,9 +32,15 @@
 struct job {
     const struct linear *linear;
     float *rows;   /* [rows, pitch]: the input of the product, in float32, with zeros behind `in` features */
-    float *x;      /* the same by passes: each [pitch / LANES, rows of the pass, LANES], with rows of zeros behind the last row */
+    float *x;      /* the same by passes: each [pitch / LANES, rows of the pass, LANES], with rows of zeros behind the last row; or digits */
     int64_t pitch;
+    int64_t x_pitch; /* floats of a row of `x` */
+    int64_t digits;  /* whether each row of `x` is stored as digits (digits.h) */
+#ifdef HAS_DIGITS
+    struct chunk_groups groups;
+#endif
     int64_t share_blocks; /* blocks of a work item */
+    int64_t groups_of_row;
 };
 
 /* Rows of x of a pass when `rows` are left. Three run as four and so on, with rows of zeros, so that fewer functions are compiled. */
@@ -65,6 +72,9 @@ static void prepare_row(void *data, int64_t row) {
         float scale = rounding_scale(a, x, job->pitch);
         for (int64_t k = 0; k < job->pitch; k += LANES) store_up_to(FLOAT32, x, k, round_to_e4m3(load(FLOAT32, x, k) / scale) * scale, LANES);
     }
+#ifdef HAS_DIGITS
+    if (job->digits) return convert_to_digits(a, x, job->x + row * job->x_pitch);
+#endif
     if (a->weight_dtype == UINT8) split_even_odd(x, job->pitch);
     int64_t first = row / ROWS_PER_PASS * ROWS_PER_PASS, rows = rows_of_pass(a->rows - first);
     float *to = job->x + first * job->pitch + (row - first) * LANES;
@@ -162,17 +172,66 @@ static INLINE void multiply_int8_groups(int W, int R, const struct linear *a, co
     }
 }
 
+#ifdef HAS_DIGITS
+/* sum[w][r] += the lows of the groups of W weight rows × the sums of the groups of R rows of x. The low of FP4 is that of `decode_fp4`. */
+static INLINE void add_lows(int fp4, int W, int R, int64_t groups, const float *x, int64_t x_pitch, struct tile *t) {
+    for (int64_t g = 0; g < groups; g += LANES) {
+        __mmask16 present = groups - g < LANES ? (1 << (groups - g)) - 1 : 0xffff;
+        UNROLL for (int w = 0; w < W; w++) {
+            f32v low = (f32v)_mm512_maskz_loadu_ps(present, (fp4 ? t->scale : t->low) + w * t->groups + g);
+            if (fp4) low *= -6;
+            UNROLL for (int r = 0; r < R; r++) t->sum[w][r] += low * load(FLOAT32, x + r * x_pitch, g);
+        }
+    }
+}
+
+/* The products of a chunk of W weight rows, from byte k and group `group` on, with R rows of digits. */
+static INLINE void multiply_chunk(int dtype, int fp4, int W, int R, int64_t k, int64_t group, __mmask64 present, __mmask8 scales,
+                                  __m512i lanes, const float *x, int64_t x_pitch, struct tile *t) {
+    UNROLL for (int w = 0; w < W; w++) {
+        __m512i values = _mm512_maskz_loadu_epi8(present, t->row + w * t->pitch + k);
+        __m128 scale = _mm_maskz_loadu_ps(scales, t->scale + w * t->groups + group);
+        f32v of_lanes = (f32v)_mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(scale));
+        if (dtype == UINT8) multiply_int4_digits(R, values, fp4, of_lanes, x, x_pitch, t->sum[w]);
+        else multiply_int8_digits(R, values, of_lanes, x, x_pitch, t->sum[w]);
+    }
+}
+
+/* The products of weights in groups with R rows of digits. `fp4` is constant. */
+static INLINE void multiply_digits(int dtype, int fp4, int W, int R, const struct job *job, const float *x, struct tile *t) {
+    const struct chunk_groups *g = &job->groups;
+    int64_t x_pitch = job->x_pitch, bytes = dtype == UINT8 ? job->linear->in / 2 : job->linear->in;
+    if (dtype == UINT8 || job->linear->offset) add_lows(fp4, W, R, g->count, x, x_pitch, t);
+    const __m512i lanes = _mm512_loadu_si512(g->of_lane);
+    x += g->padded;
+    int64_t group = 0, chunk = 0, k = 0;
+    for (; k + 64 <= bytes; k += 64, x += dtype == UINT8 ? INT4_FLOATS : INT8_FLOATS) {
+        prefetch(t, k * W, W * 64);
+        multiply_chunk(dtype, fp4, W, R, k, group, ~0ull, 15, lanes, x, x_pitch, t);
+        if (++chunk == g->chunks) chunk = 0, group += g->step;
+    }
+    if (k == bytes) return;
+    prefetch(t, k * W, W * (bytes - k));
+    multiply_chunk(dtype, fp4, W, R, k, group, (1ull << (bytes - k)) - 1, (1 << min_i64(g->count - group, 4)) - 1, lanes, x, x_pitch, t);
+}
+#endif
+
 /* sums[r][n] = row r of a pass of x · weight row first + n, for R rows of x and `count` weight rows. Rows that fill no tile are
  * multiplied one by one, by tiles of W times the same row. */
 static INLINE void multiply_block(int dtype, int R, const struct job *job, const struct group_scales *scales, int64_t first, int64_t count,
                                   const float *x, float (*sums)[BLOCK]) {
     const struct linear *a = job->linear;
-    int64_t pitch = dtype == UINT8 ? a->in / 2 : a->in * size_of(dtype), groups = scales ? (a->in + a->group - 1) / a->group : 0;
+    int64_t pitch = dtype == UINT8 ? a->in / 2 : a->in * size_of(dtype), groups = scales ? job->groups_of_row : 0;
     for (int64_t n = 0, rows; n < count; n += rows) {
         struct tile t = {.row = (const char *)a->weight + (first + n) * pitch};
         rows = 1;
         if (n + WIDTH(R) <= count) rows = WIDTH(R), t.pitch = pitch, t.groups = groups;
         if (scales) t.scale = scales->scale + n * groups, t.low = scales->low + n * groups;
+#ifdef HAS_DIGITS
+        if (job->digits && scales && dtype == UINT8 && a->fp4) multiply_digits(UINT8, 1, WIDTH(R), R, job, x, &t);
+        else if (job->digits && scales) multiply_digits(dtype, 0, WIDTH(R), R, job, x, &t);
+        else
+#endif
         if (dtype == UINT8) multiply_int4_groups(WIDTH(R), R, a, x, &t);
         else if (dtype == INT8 && scales) multiply_int8_groups(WIDTH(R), R, a, x, &t);
         else multiply_plain(dtype, WIDTH(R), R, a->in, x, &t);
@@ -190,7 +249,7 @@ static INLINE void multiply_block(int dtype, int R, const struct job *job, const
 #define PRODUCTS(NAME, DTYPE)                                                                                                              \
     static void NAME(const struct job *job, const struct group_scales *scales, int64_t first, int64_t count, float (*sums)[BLOCK]) {       \
         for (int64_t r = 0; r < job->linear->rows; r += ROWS_PER_PASS) {                                                                   \
-            const float *x = job->x + r * job->pitch;                                                                                      \
+            const float *x = job->x + r * job->x_pitch;                                                                                     \
             switch (rows_of_pass(job->linear->rows - r)) {                                                                                 \
             case 1: multiply_block(DTYPE, 1, job, scales, first, count, x, sums + r); break;                                               \
             case 2: multiply_block(DTYPE, 2, job, scales, first, count, x, sums + r); break;                                               \
@@ -240,6 +299,20 @@ static void compute_share(void *data, int64_t index) {
     for (int64_t b = first; b < end; b++) compute_block(job, b * BLOCK);
 }
 
+/* How x is stored for a linear. */
+static struct job make_job(const struct linear *a) {
+    struct job job = {.linear = a, .pitch = padded(a->in), .x_pitch = padded(a->in), .groups_of_row = groups_of(a)};
+#ifdef HAS_DIGITS
+    if (has_digits(a)) {
+        job.digits = 1;
+        job.groups = groups_of_chunks(a);
+        job.pitch = chunks_of(a) * chunk_features(a);
+        job.x_pitch = digits_floats(a);
+    }
+#endif
+    return job;
+}
+
 /* Returns 0, or 1 when the reference must run instead: no memory, or more rows, linears or groups than the buffers above hold. */
 int stoker_linears(const struct linears *a) {
     if (a->count < 1 || a->count > MAX_LINEARS) return 1;
@@ -250,13 +323,13 @@ int stoker_linears(const struct linears *a) {
         const struct linear *l = a->first + i;
         if (l->rows > MAX_ROWS || (l->group && l->in > MAX_GROUPS * l->group) || l->in < 1) return 1;
         if (!l->rows || !l->out) return 0;
-        jobs[i] = (struct job){l, NULL, NULL, padded(l->in), 0};
+        jobs[i] = make_job(l);
         int64_t blocks = (l->out + BLOCK - 1) / BLOCK, bytes = l->in * l->out * size_of(l->weight_dtype);
         int64_t shares = bytes < MIN_PARALLEL_BYTES ? 1 : min_i64(blocks, a->threads * 4);
         jobs[i].share_blocks = (blocks + shares - 1) / shares;
         stages[2 * i] = (struct stage){prepare_row, jobs + i, l->rows, 0, 0};
         stages[2 * i + 1] = (struct stage){compute_share, jobs + i, (blocks + jobs[i].share_blocks - 1) / jobs[i].share_blocks, 0, 0};
-        floats += (padded_rows(l) + l->rows) * jobs[i].pitch;
+        floats += padded_rows(l) * jobs[i].x_pitch + l->rows * jobs[i].pitch;
         if (most_shares < shares) most_shares = shares;
     }
     float *x = aligned_alloc(128, (floats + 31) / 32 * 32 * sizeof *x);
@@ -265,8 +338,8 @@ int stoker_linears(const struct linears *a) {
     for (int64_t i = 0; i < a->count; i++) {
         const struct linear *l = a->first + i;
         jobs[i].x = next;
-        next += padded_rows(l) * jobs[i].pitch;
-        if (padded_rows(l) > l->rows) memset(jobs[i].x, 0, padded_rows(l) * jobs[i].pitch * sizeof *x);
+        next += padded_rows(l) * jobs[i].x_pitch;
+        if (padded_rows(l) > l->rows) memset(jobs[i].x, 0, padded_rows(l) * jobs[i].x_pitch * sizeof *x);
         jobs[i].rows = next;
         next += l->rows * jobs[i].pitch;
     }

@@ -47,21 +47,39 @@ struct linears {
     struct linear first[];
 };
 
+/* Groups of a weight row; 0 without groups. */
+static INLINE int64_t groups_of(const struct linear *a) { return a->group ? (a->in + a->group - 1) / a->group : 0; }
+
 /* Scales and lows of up to BLOCK rows, [rows, groups] in float32. LANES more, because whole vectors are stored. */
 struct group_scales {
     float scale[BLOCK * MAX_GROUPS + LANES], low[BLOCK * MAX_GROUPS + LANES];
 };
 
-/* Load those of weight rows first : first + rows. */
-static INLINE void load_group_scales(const struct linear *a, struct group_scales *scales, int64_t first, int64_t rows) {
-    int64_t groups = (a->in + a->group - 1) / a->group, at = first * groups, count = rows * groups;
+/* to[i] = element at + i of `from` as float32, for i < count; whole registers are stored. Prefetches what is `ahead` elements later. */
+static INLINE void widen_array(int dtype, const void *from, int64_t at, int64_t count, int64_t ahead, float *to) {
     for (int64_t i = 0; i < count; i += LANES) {
-        f32v scale = load_up_to(a->scale_dtype, a->scale, at + i, count - i), low = broadcast(0);
-        if (a->weight_dtype == UINT8 && !a->fp4) low = -8 * scale;
-        if (a->zero) low = -scale * load_up_to(UINT8, a->zero, at + i, count - i);
-        if (a->offset) low = load_up_to(a->scale_dtype, a->offset, at + i, count - i);
-        store_up_to(FLOAT32, scales->scale, i, scale, LANES);
-        store_up_to(FLOAT32, scales->low, i, low, LANES);
+        __builtin_prefetch((const char *)from + (at + i + ahead) * size_of(dtype));
+        store_up_to(FLOAT32, to, i, load_up_to(dtype, from, at + i, count - i), LANES);
+    }
+}
+
+/* The same for float32, bfloat16 and float16, with a loop for each. */
+static INLINE void widen_floats(int dtype, const void *from, int64_t at, int64_t count, int64_t ahead, float *to) {
+    if (dtype == FLOAT16) widen_array(FLOAT16, from, at, count, ahead, to);
+    else if (dtype == BFLOAT16) widen_array(BFLOAT16, from, at, count, ahead, to);
+    else widen_array(FLOAT32, from, at, count, ahead, to);
+}
+
+/* Load those of weight rows first : first + rows. Prefetches those of the block after the next one. */
+static INLINE void load_group_scales(const struct linear *a, struct group_scales *scales, int64_t first, int64_t rows) {
+    int64_t groups = groups_of(a), at = first * groups, count = rows * groups, ahead = 2 * BLOCK * groups;
+    widen_floats(a->scale_dtype, a->scale, at, count, ahead, scales->scale);
+    if (a->offset) return widen_floats(a->scale_dtype, a->offset, at, count, ahead, scales->low);
+    if (a->zero) widen_array(UINT8, a->zero, at, count, ahead, scales->low);
+    f32v factor = broadcast(a->weight_dtype == UINT8 && !a->fp4 ? -8 : 0);
+    for (int64_t i = 0; i < count; i += LANES) {
+        f32v scale = load(FLOAT32, scales->scale, i);
+        store_up_to(FLOAT32, scales->low, i, a->zero ? -scale * load(FLOAT32, scales->low, i) : factor * scale, LANES);
     }
 }
 

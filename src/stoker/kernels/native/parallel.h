@@ -5,18 +5,22 @@
 
 #include <stdint.h>
 
-/* One stage: work(job, i) for each i < count, in any order, on any thread. `next` and `done` are counters that begin at 0. */
+/* One stage: work(job, i) for each i < count, in any order, on any thread. `done` and `sleepers` are counters that begin at 0. */
 struct stage {
     void (*work)(void *, int64_t);
     void *job;
-    int64_t count, next, done;
+    int64_t count;
+    int32_t done, sleepers; /* finished items; threads that sleep until all are */
 };
 
 /* GOMP_parallel(function, data, num_threads, flags): runs function(data) on every thread of a team. */
 typedef void fork_function(void (*)(void *), void *, unsigned, unsigned);
 
-/* Run `count` stages, each after all work of the one before, on up to `threads` threads of PyTorch's OpenMP runtime, whose GOMP_parallel
- * is `fork`. */
+/* How many of `threads` the calling thread should use now: fewer while other processes use the cores. */
+int64_t team_size(int64_t threads);
+
+/* Run `count` stages, each after all work of the one before, on up to team_size(threads) threads of PyTorch's OpenMP runtime, whose
+ * GOMP_parallel is `fork`. */
 void run_stages(fork_function *fork, int64_t threads, struct stage *stages, int64_t count);
 
 #endif

@@ -71,6 +71,7 @@ class ModelRunner:
         self.model = model
         self.caches = caches
         self.device = device
+        self._num_threads = torch.get_num_threads() if device.type == "cpu" else 0
         self.max_batch_size, self.max_num_tokens, self.max_seq_len = max_batch_size, max_num_tokens, max_seq_len
         self.world, self.publisher = world, publisher
         num_stages, data_parallel = world.stage.num_stages, world.data_parallel
@@ -341,6 +342,8 @@ class ModelRunner:
 
     def _compute(self, inputs: StepInputs, batch: ForwardBatch) -> Tensor:
         """The logits [L, V] of a step whose ids were resolved, with the copies of recurrent states before and after it."""
+        if self._num_threads:
+            ops.limit_threads(self._num_threads)
         with contextlib.nullcontext() if self.states is None else self.states.around_step(*inputs.states):
             logits = self.model(batch, self.caches)
         return logits if self.all_rows is None or batch.ranks is None else sampled_first(logits, batch.ranks)
