@@ -1,8 +1,8 @@
 """Compares Stoker with llama.cpp on this CPU: the same Q4_1 file of SmolLM2-135M-Instruct and the same number of threads.
 
-Each has its own process, runs alternate, and the best of each counts, because other work on the machine only makes runs slower. llama.cpp
-is measured without a sampler: its tokens are the largest logits. Stoker is measured with its executor. Needs a Python with llama-cpp-python,
-which is compiled for this processor when it is installed:
+Each has its own process, runs alternate, and the best of each counts, because other work on the machine only makes runs slower.
+llama.cpp is measured without a sampler: its tokens are the largest logits. Stoker is measured with its executor. Needs a Python with
+llama-cpp-python, which is compiled for this processor when it is installed:
 
     CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python==0.3.36
 
@@ -139,8 +139,6 @@ def compare(paths: dict[str, Path], pythons: dict[str, str], threads: int, round
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--serve"]:
-        return serve(sys.argv[2], sys.argv[3], int(sys.argv[4]))
     from stoker.builder.build import build_cached
     from stoker.builder.config import BuildConfig
     from stoker.cli.default_model import default_checkpoint
@@ -172,4 +170,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--serve"]:
+        serve(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    else:
+        main()

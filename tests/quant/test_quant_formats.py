@@ -216,9 +216,10 @@ def test_grouped_int8_is_widened_without_a_kernel(shifted: bool, monkeypatch: py
     read = chosen.load(dict(stored), None)
     monkeypatch.setattr("stoker.kernels.ops.supports_int8_groups", lambda weight: False)
     widened = chosen.load(dict(stored), None)
-    assert (
-        isinstance(widened, PackedLinear) and widened.weight.format == "dense" and torch.allclose(widened(x), read(x), rtol=1e-4, atol=1e-5)
-    )  # type: ignore[operator,call-arg]
+    assert isinstance(widened, PackedLinear) and widened.weight.format == "dense"
+    expected = widened(x)  # type: ignore[operator,call-arg]
+    difference = (read(x) - expected).abs().max()  # type: ignore[operator,call-arg]
+    assert difference < 1e-4 * expected.abs().max()  # the kernel may round activations to 16 bits
 
 
 def test_int8_products_use_sixteen_bits_of_the_activations() -> None:

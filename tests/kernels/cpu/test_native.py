@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stoker.core.forward_batch import KVCache
 from stoker.core.packed_weight import PackedWeight
-from stoker.kernels.native import attention, build, fused_layer, linear, quant_fp8, quant_int4, quant_int8, rope
+from stoker.kernels.native import attention, build, fused_layer, library, linear, quant_fp8, quant_int4, quant_int8, rope
 from stoker.kernels.reference import activation as activation_reference
 from stoker.kernels.reference import attention as attention_reference
 from stoker.kernels.reference import fused_layer as fused_layer_reference
@@ -194,12 +194,25 @@ def test_int4_with_a_shorter_last_group(size: int, group: int, zero: str) -> Non
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("out", [17, 3000])
 @pytest.mark.parametrize("size", [128, 276])
-def test_70_rows_with_a_weight_that_is_widened_in_slices(size: int, out: int, dtype: torch.dtype) -> None:
+def test_70_rows_of_a_weight_in_groups(size: int, out: int, dtype: torch.dtype) -> None:
     for zero in ("none", "int", "float"):
         check(int4(out, size, 64, zero), 70, "nb", dtype)
     check(fp4(out, size, 64), 70, "nb", dtype)
     for shifted in (False, True):
         check(grouped(out, size + 1, 32, shifted), 70, "ibr", dtype)
+
+
+@needs_compiler
+@kernel_only
+def test_70_rows_of_a_weight_that_is_widened_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processors for which gemm.c has no code."""
+    found = library.kernels()
+    assert not isinstance(found, str)
+    monkeypatch.setattr(linear, "kernels", lambda: found._replace(gemm=lambda arguments: 1))
+    for size, out in ((128, 3000), (276, 17)):
+        check(int4(out, size, 64, "float"), 70, "nb")
+        check(fp4(out, size, 64), 70, "nb", torch.bfloat16)
+        check(grouped(out, size + 1, 32, True), 70, "ibr")
 
 
 @needs_compiler

@@ -125,33 +125,33 @@ static INLINE struct chunk_groups groups_of_chunks(const struct linear *a) {
     return found;
 }
 
-/* sum[r] += the products of a chunk of a weight row and of R rows of x, `x_pitch` floats apart. */
-static INLINE void multiply_int4_digits(int R, __m512i bytes, int fp4, f32v scale, const float *x, int64_t x_pitch, f32v *sum) {
-    if (fp4) scale *= 0.5f;
+/* The unsigned values of 64 bytes of int4, even and odd features. FP4: 12 + twice the e2m1 values, 0 to 24. */
+static INLINE void split_int4(__m512i bytes, int fp4, __m512i *even, __m512i *odd) {
     const __m512i low_half = _mm512_set1_epi8(15);
-    __m512i even = _mm512_and_si512(bytes, low_half), odd = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low_half);
-    if (fp4) { /* 12 + twice the e2m1 values: 0 to 24 */
-        const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-        even = _mm512_shuffle_epi8(table, even), odd = _mm512_shuffle_epi8(table, odd);
-    }
-    UNROLL for (int r = 0; r < R; r++) {
-        const struct int4_digits *d = (const struct int4_digits *)(x + r * x_pitch);
-        __m512i dot = _mm512_dpbusd_epi32(_mm512_setzero_si512(), even, _mm512_load_si512(d->coarse[0]));
-        dot = _mm512_slli_epi32(_mm512_dpbusd_epi32(dot, odd, _mm512_load_si512(d->coarse[1])), 8);
-        __m512i fine = _mm512_dpbusd_epi32(_mm512_setzero_si512(), even, _mm512_load_si512(d->fine[0]));
-        fine = _mm512_dpbusd_epi32(fine, odd, _mm512_load_si512(d->fine[1]));
-        sum[r] += (f32v)_mm512_cvtepi32_ps(_mm512_add_epi32(dot, fine)) * (scale * load(FLOAT32, d->unit, 0));
-    }
+    *even = _mm512_and_si512(bytes, low_half), *odd = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low_half);
+    if (!fp4) return;
+    const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    *even = _mm512_shuffle_epi8(table, *even), *odd = _mm512_shuffle_epi8(table, *odd);
 }
 
-static INLINE void multiply_int8_digits(int R, __m512i bytes, f32v scale, const float *x, int64_t x_pitch, f32v *sum) {
-    __m512i values = _mm512_xor_si512(bytes, _mm512_set1_epi8((char)0x80));
-    UNROLL for (int r = 0; r < R; r++) {
-        const struct int8_digits *d = (const struct int8_digits *)(x + r * x_pitch);
-        __m512i dot = _mm512_slli_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), values, _mm512_load_si512(d->coarse)), 8);
-        __m512i fine = _mm512_dpbusd_epi32(_mm512_load_si512(d->minus_128), values, _mm512_load_si512(d->fine));
-        sum[r] += (f32v)_mm512_cvtepi32_ps(_mm512_add_epi32(dot, fine)) * (scale * load(FLOAT32, d->unit, 0));
-    }
+/* A value that stays in its register: compilers would load it again for each weight row, and loads are what limits the loop. */
+static INLINE __m512i in_register(const void *p) {
+    __m512i value = _mm512_load_si512(p);
+    __asm__("" : "+v"(value));
+    return value;
+}
+
+/* The sums of products of a chunk in each lane, as floats in units. */
+static INLINE f32v multiply_int4_digits(__m512i even, __m512i odd, const __m512i x[4]) {
+    __m512i dot = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), even, x[0]), odd, x[1]);
+    __m512i fine = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), even, x[2]), odd, x[3]);
+    return (f32v)_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(dot, 8), fine));
+}
+
+static INLINE f32v multiply_int8_digits(__m512i values, const struct int8_digits *x) {
+    __m512i dot = _mm512_dpbusd_epi32(_mm512_setzero_si512(), values, _mm512_load_si512(x->coarse));
+    __m512i fine = _mm512_dpbusd_epi32(_mm512_load_si512(x->minus_128), values, _mm512_load_si512(x->fine));
+    return (f32v)_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(dot, 8), fine));
 }
 
 #endif

@@ -213,11 +213,12 @@ def product(x: Tensor, weight: NativeWeight, bias: Tensor | None, fusion: Fusion
 def grouped_product(x: Tensor, weight: NativeWeight | None, bias: Tensor | None, fusion: Fusion) -> Tensor | None:
     """The linear with a weight in groups, or None when it is not supported.
 
-    More than MAX_GROUPED_ROWS rows are computed by `_widened_product`, fewer by `product`.
+    More than MAX_GROUPED_ROWS rows are computed by `_widened_product` where gemm.c does not support the processor.
     """
     if weight is None:
         return None
-    return (product if x.shape[0] <= MAX_GROUPED_ROWS else _widened_product)(x, weight, bias, fusion)
+    y = product(x, weight, bias, fusion)
+    return _widened_product(x, weight, bias, fusion) if y is None and x.shape[0] > MAX_GROUPED_ROWS else y
 
 
 def _widened_product(x: Tensor, weight: NativeWeight, bias: Tensor | None, fusion: Fusion) -> Tensor | None:

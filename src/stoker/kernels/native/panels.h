@@ -92,8 +92,44 @@ static INLINE u32v load_elements(const struct linear *a, int64_t row, int64_t k)
     return load_left((const float *)a->weight + row * a->in + k, a->in - k);
 }
 
+/* The same of a row in groups, all of whose LANES elements have this scale and low. */
+static INLINE u32v load_grouped_elements(const struct linear *a, int64_t row, int64_t k, float scale, float low) {
+    int64_t left = a->in - k, is_int4 = a->weight_dtype == UINT8;
+    if (left <= 0) return (u32v){0};
+    const char *from = (const char *)a->weight + (is_int4 ? row * (a->in / 2) + k / 2 : row * a->in + k);
+    char last[LANES] = {0};
+    if (left < LANES) from = memcpy(last, from, is_int4 ? left / 2 : left);
+    codebook book = codebook_of(scale, low, a->fp4);
+    f32v v = is_int4 ? decode_int4(load_int4(from), book) : load(INT8, from, 0) * scale + low;
+    return left < LANES ? (u32v)load_first(FLOAT32, &v, 0, left) : (u32v)v;
+}
+
+/* Convert weight rows first : first + count in groups to a panel. */
+static void pack_grouped_weight(const struct panels *p, int64_t first, int64_t count, u32v (*panel)[2]) {
+    const struct linear *a = p->linear;
+    int64_t groups = groups_of(a);
+    struct group_scales scales;
+    for (int64_t begin = 0; begin < WIDTH; begin += LANES) {
+        int64_t rows = min_i64(LANES, count - begin);
+        if (rows > 0) load_group_scales(a, &scales, first + begin, rows); /* else the last row of the lanes before stands for all */
+        int64_t from = rows > 0 ? first + begin : first + begin - LANES;
+        rows = rows > 0 ? rows : min_i64(LANES, count - begin + LANES);
+        for (int64_t k = 0; k < p->elements; k += LANES) {
+            u32v row[LANES];
+            int64_t group = min_i64(k, a->in - 1) / a->group;
+            UNROLL_TILE for (int i = 0; i < LANES; i++) {
+                int64_t r = min_i64(i, rows - 1), at = r * groups + group;
+                row[i] = load_grouped_elements(a, from + r, k, scales.scale[at], scales.low[at]);
+            }
+            transpose(row);
+            UNROLL_TILE for (int i = 0; i < LANES; i++) panel[k + i][begin / LANES] = row[i];
+        }
+    }
+}
+
 /* Convert weight rows first : first + count to a panel. The last one stands for those behind it. */
 static void pack_weight(const struct panels *p, int64_t first, int64_t count, u32v (*panel)[2]) {
+    if (p->linear->group) return pack_grouped_weight(p, first, count, panel);
     for (int64_t k = 0; k < p->elements; k += LANES) {
         for (int half = 0; half < 2; half++) {
             u32v row[LANES];
@@ -167,7 +203,8 @@ static INLINE u32v (*allocate_panels(const struct panels *p, int64_t count))[2] 
 
 /* Whether the product of a linear is supported. */
 static INLINE int has_panels(const struct linear *a) {
-    if (a->group || a->in < 1 || a->in > MAX_IN) return 0;
+    if (a->in < 1 || a->in > MAX_IN) return 0;
+    if (a->group) return a->in <= MAX_GROUPS * a->group && a->group % LANES == 0;
 #ifdef __AVX512BF16__
     if (a->weight_dtype == E4M3) return a->rounding != NOT_ROUNDED;
 #endif

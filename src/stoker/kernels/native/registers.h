@@ -44,6 +44,12 @@ static INLINE u32v load_left(const float *p, int64_t left) {
     return (u32v)_mm512_maskz_loadu_epi32(left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0, p);
 }
 
+/* LANES values of int4 at p, each in the low four bits of a lane. Reads LANES / 2 bytes. */
+static INLINE i32v load_int4(const void *p) {
+    __m128i bytes = _mm_loadl_epi64(p), twice = _mm_unpacklo_epi8(bytes, bytes);
+    return (i32v)_mm512_srlv_epi32(_mm512_cvtepu8_epi32(twice), _mm512_set1_epi64(4ll << 32)); /* odd lanes: the high half */
+}
+
 static INLINE u32v broadcast_bits(uint32_t bits) { return (u32v)_mm512_set1_epi32(bits); }
 
 static INLINE f32v multiply_add_floats(f32v sum, u32v a, u32v b) { return (f32v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum); }
@@ -90,6 +96,12 @@ static INLINE void store_tile_rows(uint32_t *to, u32v v) { memcpy(to, &v, TILE_R
 /* LANES elements at p, of which `left` exist. Zeros stand for the others. */
 static INLINE u32v load_left(const float *p, int64_t left) {
     return left > 0 ? (u32v)load_up_to(FLOAT32, p, 0, left) : (u32v){0};
+}
+
+/* LANES values of int4 at p, each in the low four bits of a lane. Reads LANES / 2 bytes. */
+static INLINE i32v load_int4(const void *p) {
+    __m128i bytes = _mm_loadu_si32(p), twice = _mm_unpacklo_epi8(bytes, bytes);
+    return (i32v)_mm256_srlv_epi32(_mm256_cvtepu8_epi32(twice), _mm256_set1_epi64x(4ll << 32)); /* odd lanes: the high half */
 }
 
 static INLINE u32v broadcast_bits(uint32_t bits) { return (u32v)_mm256_set1_epi32(bits); }

@@ -82,15 +82,11 @@ WIDEN(widen_u16, uint16_t)
 
 /* IEEE half precision bits (in the low 16 bits of each lane) as float32. */
 static INLINE f32v from_float16(u32v half) {
-#ifdef __AVX512F__
-    return (f32v)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)half));
-#else
     u32v magnitude = (half & 0x7fff) << 13;
     f32v value = as_float(magnitude) * 0x1p112f; /* moves the exponent's bias from 15 to 127; exact for subnormals */
     f32v special = as_float(magnitude | 0x7f800000);
     value = blend((i32v)((half & 0x7c00) == 0x7c00), special, value); /* infinity and NaN */
     return as_float((u32v)value | (half & 0x8000) << 16);
-#endif
 }
 
 /* e4m3 bits (in the low 8 bits of each lane) as float32. */
@@ -109,7 +105,13 @@ static INLINE f32v load(int dtype, const void *array, int64_t index) {
     case INT8: return __builtin_convertvector(widen_i8(p), f32v);
     case UINT8: return __builtin_convertvector(widen_u8(p), f32v);
     case BFLOAT16: return as_float((u32v)widen_u16(p) << 16);
+#if defined(__AVX512F__)
+    case FLOAT16: return (f32v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__F16C__) && defined(__AVX2__)
+    case FLOAT16: return (f32v)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#else
     case FLOAT16: return from_float16((u32v)widen_u16(p));
+#endif
     case E4M3: return from_e4m3((u32v)widen_u8(p));
     }
     memcpy(&v, p, sizeof v);
