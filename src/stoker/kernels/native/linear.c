@@ -40,6 +40,11 @@ static void split_even_odd(float *x, int64_t pitch) {
     }
 }
 
+/* Prefetch the first PREFETCH_BYTES of a weight, which the products before it do not reach. */
+static void prefetch_first_rows(const struct linear *a) {
+    for (int64_t i = 0; i < PREFETCH_BYTES; i += 64) __builtin_prefetch((const char *)a->weight + i);
+}
+
 /* Stage 1 of a linear, work item `row`: the input of the product. */
 static void prepare_row(void *data, int64_t row) {
     const struct job *job = data;
@@ -138,7 +143,9 @@ static void compute_block(const struct job *job, int64_t first) {
 /* Stage 2 of a linear, work item `index`: its share of the blocks. */
 static void compute_share(void *data, int64_t index) {
     const struct job *job = data;
-    int64_t first = index * job->share_blocks, end = min_i64(first + job->share_blocks, (job->linear->out + BLOCK - 1) / BLOCK);
+    int64_t blocks = (job->linear->out + BLOCK - 1) / BLOCK;
+    int64_t first = index * job->share_blocks, end = min_i64(first + job->share_blocks, blocks);
+    if (job->next && end == blocks) prefetch_first_rows(job->next);
     for (int64_t b = first; b < end; b++) compute_block(job, b * BLOCK);
 }
 
@@ -167,6 +174,7 @@ int stoker_linears(const struct linears *a) {
         if (l->rows > MAX_ROWS || (l->group && l->in > MAX_GROUPS * l->group) || l->in < 1) return 1;
         if (!l->rows || !l->out) return 0;
         jobs[i] = make_job(l);
+        jobs[i].next = i + 1 < a->count ? l + 1 : NULL;
         int64_t blocks = (l->out + BLOCK - 1) / BLOCK, bytes = l->in * l->out * size_of(l->weight_dtype);
         int64_t shares = bytes < MIN_PARALLEL_BYTES ? 1 : min_i64(blocks, a->threads * 4);
         jobs[i].share_blocks = (blocks + shares - 1) / shares;
@@ -178,6 +186,7 @@ int stoker_linears(const struct linears *a) {
     float *x = aligned_alloc(128, (floats + 31) / 32 * 32 * sizeof *x);
     if (!x) return 1;
     float *next = x;
+    prefetch_first_rows(a->first);
     for (int64_t i = 0; i < a->count; i++) {
         const struct linear *l = a->first + i;
         jobs[i].x = next;

@@ -76,7 +76,8 @@ static INLINE void load_group_scales(const struct linear *a, struct group_scales
     widen_floats(a->scale_dtype, a->scale, at, count, ahead, scales->scale);
     if (a->offset) return widen_floats(a->scale_dtype, a->offset, at, count, ahead, scales->low);
     if (a->zero) widen_array(UINT8, a->zero, at, count, ahead, scales->low);
-    f32v factor = broadcast(a->weight_dtype == UINT8 && !a->fp4 ? -8 : 0);
+    if (a->weight_dtype == INT8) return (void)memset(scales->low, 0, count * sizeof *scales->low);
+    f32v factor = broadcast(a->fp4 ? 0 : -8);
     for (int64_t i = 0; i < count; i += LANES) {
         f32v scale = load(FLOAT32, scales->scale, i);
         store_up_to(FLOAT32, scales->low, i, a->zero ? -scale * load(FLOAT32, scales->low, i) : factor * scale, LANES);

@@ -25,17 +25,18 @@
 #include "parallel.h"
 
 #define MAX_SPINS 4096           /* polls before a waiting thread sleeps: about 50 µs */
-#define MIN_LOST_NS 300000       /* a shorter wait is no sign of a suspended thread */
-#define MEMORY_NS 200000000      /* the time in which a second wait makes the team smaller */
+#define MIN_LOST_NS 100000       /* a shorter wait is no sign of a suspended thread */
+#define WINDOW_NS 20000000       /* of work, after which the part that was lost is judged */
 #define FIRST_PAUSE_NS 100000000 /* the time after which a larger team is tried; doubled whenever that fails */
-#define LAST_PAUSE_NS 3200000000
+#define LAST_PAUSE_NS 1600000000
 
 /* Whether the teams of a calling thread have to share their cores with other work. */
 struct contention {
-    int64_t limit;       /* threads of a team; 0: all */
+    int64_t limit;        /* threads of a team; 0: all */
     int64_t until, pause; /* when a larger team is tried; the length of that wait */
-    int64_t struck, grown; /* when the last region was delayed; when the team was made larger */
-    int64_t lost;        /* nanoseconds of the current region in which the calling thread waited, after its spins */
+    int64_t grown;        /* when the team was made larger */
+    int64_t lost;         /* nanoseconds of the current region in which the calling thread waited, after its spins */
+    int64_t sum, total;   /* of the regions of a window: nanoseconds lost, and in all */
 };
 
 static _Thread_local struct contention contention;
@@ -127,23 +128,24 @@ static void run_forked_member(void *data) {
     if (((struct team *)data)->caller == &contention) contention.lost -= now_ns();
 }
 
-/* Run a team of `threads` > 1, and make the next ones smaller if this one waited for suspended threads, twice in MEMORY_NS or just after it
- * had become larger. */
+/* Run a team of `threads` > 1. Make the next ones smaller if more time is lost in waits for suspended threads than by having fewer. */
 static void run_team(fork_function *fork, int64_t threads, struct team *team) {
     struct contention *c = &contention;
     int64_t started = now_ns();
     c->lost = 0;
     fork(run_forked_member, team, threads, 0);
-    int64_t ended = now_ns();
+    int64_t ended = now_ns(), fewer = threads * 3 / 4;
     c->lost += ended;
-    if (c->lost < MIN_LOST_NS || c->lost < (ended - started) / 2) return;
-    int is_soon = c->grown && ended - c->grown < c->pause, is_second = c->struck && ended - c->struck < MEMORY_NS;
-    c->struck = ended;
-    if (!is_soon && !is_second) return;
-    c->pause = is_soon ? c->pause * 2 : FIRST_PAUSE_NS;
-    if (c->pause > LAST_PAUSE_NS) c->pause = LAST_PAUSE_NS;
-    c->limit = threads * 3 / 4;
-    c->until = ended + c->pause;
+    c->total += ended - started;
+    if (c->lost > MIN_LOST_NS) c->sum += c->lost;
+    int has_grown = c->grown && ended - c->grown < c->pause;
+    if (c->total < WINDOW_NS) return;
+    if (c->sum * threads > c->total * (threads - fewer)) {
+        c->pause = !has_grown ? FIRST_PAUSE_NS : c->pause < LAST_PAUSE_NS ? 2 * c->pause : c->pause;
+        c->limit = fewer;
+        c->until = ended + c->pause;
+    }
+    c->sum = c->total = 0;
 }
 
 int64_t team_size(int64_t threads) {
@@ -152,6 +154,7 @@ int64_t team_size(int64_t threads) {
     int64_t now = now_ns();
     if (now < c->until) return c->limit;
     c->grown = now;
+    c->sum = c->total = 0;
     c->until = now + c->pause;
     c->limit += (c->limit + 3) / 4;
     if (c->limit >= threads) c->limit = 0;

@@ -30,6 +30,7 @@ struct job {
 #endif
     int64_t share_blocks; /* blocks of a work item */
     int64_t groups_of_row;
+    const struct linear *next; /* the linear after this one, or NULL */
 };
 
 /* Weight rows of a tile, for R rows of x: as many as there are registers for the sums. */
