@@ -100,7 +100,7 @@ static void wait_until_done(struct stage *stage, const struct team *team) {
     if (team->caller == &contention) contention.lost += now_ns() - started;
 }
 
-/* Do the items of range `range` of stage number `s` that nobody has taken. */
+/* Do the items of range `range` of stage number `s` that no thread has taken. */
 static void work_on_range(const struct team *team, int64_t s, int64_t range) {
     struct stage *stage = team->stages + s;
     int64_t first = stage->count * range / team->ranges, count = stage->count * (range + 1) / team->ranges - first;
