@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -28,6 +27,7 @@ from stoker.builder.build import build_cached
 from stoker.builder.checkpoint.checkpoint import open_checkpoint
 from stoker.builder.config import BuildConfig
 from stoker.builder.verification.reference_model import load_reference_model
+from stoker.cli.benchmark.machine import cpu_name
 from stoker.cli.default_model import default_checkpoint
 
 STREAMS = 16
@@ -133,7 +133,7 @@ def main() -> None:
     stored = build_cached(checkpoint, BuildConfig(device="cpu"), verify="files").path
     engine = build_cached(checkpoint, BuildConfig(device="cpu", quantization="NO_QUANT"), verify="files").path
     results: dict[str, Any] = {
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
         "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(),

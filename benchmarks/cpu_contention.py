@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from stoker import LLM, SamplingParams
 from stoker.base.env import num_threads
 from stoker.builder.build import build_cached
 from stoker.builder.config import BuildConfig
+from stoker.cli.benchmark.machine import cpu_name
 from stoker.cli.default_model import default_checkpoint
 
 PROMPT, NEW = 16, 48
@@ -60,7 +60,7 @@ def main() -> None:
     best_wall, best_cpu = (min(column) for column in zip(*quiet, strict=True))
     fair = cores / (args.busy + args.threads)
     results: dict[str, Any] = {
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": cpu_name(),
         "cores": cores,
         "threads": args.threads,
         "busy_processes": args.busy,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -141,6 +140,7 @@ def compare(paths: dict[str, Path], pythons: dict[str, str], threads: int, round
 def main() -> None:
     from stoker.builder.build import build_cached
     from stoker.builder.config import BuildConfig
+    from stoker.cli.benchmark.machine import cpu_name
     from stoker.cli.default_model import default_checkpoint
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -153,7 +153,7 @@ def main() -> None:
     engine = build_cached(gguf, BuildConfig(device="cpu", quantization="AS_STORED"), verify="files").path
     paths, pythons = {"llama.cpp": gguf, "stoker": engine}, {"llama.cpp": args.llama_python, "stoker": sys.executable}
     results = {
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "load_average": os.getloadavg()[0],
         "bytes": {

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from stoker import LLM, SamplingParams
 from stoker.base.env import num_threads
 from stoker.builder.build import build_cached
 from stoker.builder.config import BuildConfig
+from stoker.cli.benchmark.machine import cpu_name
 from stoker.cli.default_model import default_checkpoint
 
 # name: (quantization, target of tokens per second ÷ those of float32, target of file bytes ÷ those of float32)
@@ -120,7 +120,7 @@ def main() -> None:
         row |= {"target_one_stream_ratio": speed_target, "target_bytes_ratio": size_target}
         print(f"{name:10}", json.dumps(row), flush=True)
     results = {
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": args.threads or num_threads(),
         "torch": torch.__version__,

@@ -30,6 +30,7 @@ from typing import Any
 
 import msgspec
 
+from stoker.cli.benchmark.machine import cpu_name
 from stoker.router.core.settings import RoutingSettings
 from stoker.simulation.fleet import FleetSettings, TraceSettings, simulate_fleet
 from stoker.simulation.replica import ReplicaSettings
@@ -143,10 +144,8 @@ def agreement() -> Row:
 
 def machine() -> Row:
     """The processor and versions that simulated."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     commit = subprocess.run(("git", "rev-parse", "--short", "HEAD"), capture_output=True, text=True, cwd=RESULTS).stdout.strip()
-    return {"cpu": model, "python": platform.python_version(), "commit": commit, "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    return {"cpu": cpu_name(), "python": platform.python_version(), "commit": commit, "date": time.strftime("%Y-%m-%d", time.gmtime())}
 
 
 def main() -> None:
