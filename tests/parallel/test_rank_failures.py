@@ -178,7 +178,7 @@ def test_a_hung_rank_ends_all_ranks(engine: Path) -> None:
 def test_a_rank_that_cannot_load_is_named(engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file is removed after the leader has checked it."""
     copy = shutil.copytree(engine, tmp_path / "engine")
-    monkeypatch.setattr("stoker.runtime.load._check", lambda *_: (copy / "rank1.safetensors").unlink())
+    monkeypatch.setattr("stoker.runtime.start_checks._check", lambda *_: (copy / "rank1.safetensors").unlink())
     with pytest.raises(
         RankError, match=r"rank 1 on cpu ended with status 1; its log is (.*)rank1.log.*rank1.safetensors is missing"
     ) as caught:
