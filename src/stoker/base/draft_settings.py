@@ -13,6 +13,11 @@ _DEFAULTS = {"draft_tokens": None, "draft_tree": None, "adaptive_drafts": True}
 _DRAFTER = "the directory of a draft engine or of draft heads"
 
 
+def uses_drafter(runtime: RuntimeConfig) -> bool:
+    """Whether `runtime` names a directory that drafts on the device: a draft engine or draft heads."""
+    return runtime.speculate not in PROPOSERS
+
+
 def unused_draft_settings(runtime: RuntimeConfig) -> list[str]:
     """The names of the settings of drafts that are not at their default and have no effect with `speculate`."""
     needed = {name: _needed_by(name, runtime.speculate) for name in _DEFAULTS}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.base.config import PROPOSERS
+from stoker.base.draft_settings import uses_drafter
 from stoker.deploy.deployment import Deployment
 from stoker.deploy.engine import read_config
 from stoker.deploy.model_name import checkpoint_name_of
@@ -23,7 +23,7 @@ def must_be_built(path: Path) -> bool:
 def names_missing_engine(deployment: Deployment) -> bool:
     """Whether the draft engine of a deployment is not built yet, or must be fetched."""
     path = Path(deployment.runtime.speculate).expanduser()
-    return deployment.runtime.speculate not in PROPOSERS and (not path.exists() or must_be_built(path))
+    return uses_drafter(deployment.runtime) and (not path.exists() or must_be_built(path))
 
 
 def with_built_draft_engine(deployment: Deployment, engine: Path, progress: Callable[[str, int, int | None], None] | None) -> Deployment:
@@ -33,7 +33,7 @@ def with_built_draft_engine(deployment: Deployment, engine: Path, progress: Call
     """
     runtime = deployment.runtime
     path = Path(runtime.speculate).expanduser()
-    if runtime.speculate in PROPOSERS or not must_be_built(path):
+    if not uses_drafter(runtime) or not must_be_built(path):
         return deployment
     from stoker.builder.build import build_cached
     from stoker.builder.config import BuildConfig

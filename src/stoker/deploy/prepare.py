@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stoker.base.config import PROPOSERS
+from stoker.base.draft_settings import uses_drafter
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.deploy import sources
 from stoker.deploy.build_settings import BuildSettings
@@ -103,7 +103,7 @@ def prepare_engine(deployment: Deployment, environment: Environment[str, str], p
 def with_local_drafts(deployment: Deployment, environment: Environment[str, str], progress: Progress | None) -> Deployment:
     """A copy whose `runtime.speculate` is a proposer or a local directory. Draft heads of a hub id or address are fetched."""
     runtime, source = deployment.runtime, deployment.drafts
-    if runtime.speculate in PROPOSERS or Path(runtime.speculate).expanduser().is_dir():
+    if not uses_drafter(runtime) or Path(runtime.speculate).expanduser().is_dir():
         return deployment
     if source is None or source.location != runtime.speculate:  # named by an option
         source = EngineSource(location=runtime.speculate, token_secret="HF_TOKEN")

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from stoker.base.config import RuntimeConfig
+from stoker.base.draft_settings import uses_drafter
 from stoker.base.errors import StokerError
 from stoker.base.logging import get_logger
 from stoker.base.nodes import NodeSettings, leader
@@ -25,7 +26,6 @@ from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.start_checks import check_start
 from stoker.runtime.transfer.transfers import RankTransfers, Transfers, transfer_address
 from stoker.runtime.worker.capacity import Capacity
-from stoker.runtime.worker.draft_sources import uses_drafter
 from stoker.runtime.worker.rank import captures_steps, load_rank, use_device
 from stoker.runtime.worker_group.leader import ONE_NODE, WorkerGroup
 

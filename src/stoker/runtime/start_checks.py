@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from stoker.base.config import PROPOSERS, Mapping, RuntimeConfig
-from stoker.base.draft_settings import check_draft_settings
+from stoker.base.config import Mapping, RuntimeConfig
+from stoker.base.draft_settings import check_draft_settings, uses_drafter
 from stoker.base.errors import ConfigError
 from stoker.base.nodes import NodeSettings, leader
 from stoker.engine.reader import Engine
@@ -32,7 +32,7 @@ def check_start(engine: Engine, config: RuntimeConfig, nodes: NodeSettings = Nod
         check_transfers(config, engine.config.model.requires_whole_prompt, nodes.num_nodes)
     capacity = Capacity.of(engine.config.limits, engine.config.model.max_positions, config)
     drafting = devices.get(leader(engine.config.mapping))
-    if config.speculate not in PROPOSERS and drafting is not None:  # other nodes do not draft
+    if uses_drafter(config) and drafting is not None:  # other nodes do not draft
         from stoker.runtime.worker.draft_sources import check_drafter
         from stoker.runtime.worker.rank import draft_task
 

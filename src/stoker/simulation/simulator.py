@@ -196,7 +196,7 @@ class Simulator:
 
     def _expect(self, replica: SimulatedReplica) -> None:
         """Add the events of the running steps of a replica."""
-        heapq.heappush(self._events, (replica.end_s, next(self._numbers), replica))
+        self._push(replica.end_s, replica)
         if replica.report_s != math.inf:
             self._push(replica.report_s, replica)
 

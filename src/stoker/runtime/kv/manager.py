@@ -218,14 +218,11 @@ class KVCacheManager:
 
     def cached_prefix(self, root: PrefixRoot, token_ids: Seq[int]) -> list[int]:
         """The leading full blocks of a prompt, without its last token, that the device holds."""
-        size, blocks = self.tokens_per_block, list[int]()
-        parent: PrefixNode | PrefixRoot = root
-        for start in range(0, (len(token_ids) - 1) // size * size, size):
-            if self.index is None or (entry := self.index.find((parent, pack(token_ids[start : start + size])))) is None:
-                break
-            parent = entry
-            blocks.append(entry.block)
-        return blocks
+        if self.index is None:
+            return []
+        size = self.tokens_per_block
+        chunks = (pack(token_ids[start : start + size]) for start in range(0, (len(token_ids) - 1) // size * size, size))
+        return [node.block for node in self.index.find_chain(root, chunks)]
 
     def acquire_prefix(self, root: PrefixRoot, token_ids: Seq[int]) -> list[int]:
         """`cached_prefix`, with a reference to each block, so that none is evicted."""

@@ -117,9 +117,9 @@ class PrefixIndex:
 
         Returns the entry.
         """
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = self._entries[key] = self._by_block[block] = PrefixNode(*key, block)
+        parent, chunk = key
+        entry, _ = self.add_chain(parent, (chunk,), (block,))
+        assert isinstance(entry, PrefixNode)
         return entry
 
     def find_chain(self, parent: PrefixNode | PrefixRoot, chunks: Iterable[bytes]) -> list[PrefixNode]:

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from stoker.base.config import PROPOSERS, RuntimeConfig
+from stoker.base.draft_settings import uses_drafter
 from stoker.base.errors import ConfigError
 from stoker.base.logging import get_logger
 from stoker.core.forward_batch import KVCache
@@ -220,7 +221,7 @@ def check_transfers(config: RuntimeConfig, requires_whole_prompt: bool, num_node
             f"transfer={config.transfer} is refused: this model reuses no prefixes, so its blocks are not transferred.",
             cure="Leave it out.",
         )
-    if config.speculate not in PROPOSERS:
+    if uses_drafter(config):
         limit = f"the cache of the drafter speculate={config.speculate} is not transferred"
         raise ConfigError(f"transfer={config.transfer} is refused: {limit}.", cure=f"Use one of: speculate={', '.join(PROPOSERS)}.")
     if num_nodes > 1:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from stoker.base.config import MAX_DRAFT_TOKENS, PROPOSERS, RuntimeConfig
+from stoker.base.config import MAX_DRAFT_TOKENS, PROPOSERS
 from stoker.base.draft_tree import DraftTree, DynamicTree
 from stoker.base.errors import ConfigError
 from stoker.engine.reader import Engine
@@ -79,11 +79,6 @@ DRAFT_KINDS = {
     "engine": DraftKind(is_engine, _check_engine, _load_engine),
     "heads": DraftKind(has_heads, _check_heads, _load_heads),
 }
-
-
-def uses_drafter(config: RuntimeConfig) -> bool:
-    """Whether `config` names a directory that drafts on the device."""
-    return config.speculate not in PROPOSERS
 
 
 def is_drafter(path: Path) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from stoker.base import env
 from stoker.base.config import RuntimeConfig
+from stoker.base.draft_settings import uses_drafter
 from stoker.base.logging import get_logger
 from stoker.core.model_config import ModelConfig
 from stoker.distributed.world import World
@@ -19,7 +20,7 @@ from stoker.layers.state_cache import StateCache, state_bytes
 from stoker.runtime.sampling.grammar_compiler import Grammars
 from stoker.runtime.schedule.planner import max_sampled_tokens
 from stoker.runtime.worker.capacity import Capacity
-from stoker.runtime.worker.draft_sources import DraftTask, load_drafter, uses_drafter
+from stoker.runtime.worker.draft_sources import DraftTask, load_drafter
 from stoker.runtime.worker.drafter import DraftSource
 from stoker.runtime.worker.dummy_step import Bounds
 from stoker.runtime.worker.inputs import Shape

@@ -6,7 +6,7 @@ import fnmatch
 from typing import Any
 
 from stoker.base.errors import CheckpointError
-from stoker.builder.checkpoint.tensorrt_llm.expert_keys import MAX_SIZE, MIGRATION, expert_keys
+from stoker.builder.checkpoint.tensorrt_llm.expert_keys import MIGRATION, check_size, expert_keys
 from stoker.builder.checkpoint.tensorrt_llm.families.family import Family
 from stoker.builder.checkpoint.tensorrt_llm.families.table import FAMILIES, UNSUPPORTED, family_of
 from stoker.builder.checkpoint.tensorrt_llm.smoothquant import ALGORITHMS, MODELOPT_ALGORITHM
@@ -68,8 +68,7 @@ def hugging_face_config(data: dict[str, Any], where: str) -> dict[str, Any]:
         )
     _check_keys(data, family, where)
     for key in ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size", "hidden_size"):
-        if data.get(key) is not None and (type(data[key]) is not int or not 1 <= data[key] <= MAX_SIZE):
-            raise CheckpointError(f"{where}: {key}={str(data[key])[:60]!r} is not a positive number.", cure="Correct config.json.")
+        check_size(data, key, where)
     if not isinstance(data.get("moe"), dict | None):
         raise CheckpointError(f"{where}: moe={str(data['moe'])[:60]!r} is not an object.", cure="Correct config.json.")
     data = _with_defaults(data)

@@ -9,10 +9,16 @@ from stoker.builder.checkpoint.tensorrt_llm.families.family import Family
 from stoker.builder.checkpoint.tensorrt_llm.tensors import Data
 
 MIGRATION = "Build from the Hugging Face checkpoint that it was converted from."
-MAX_SIZE = 1 << 24
+_MAX_SIZE = 1 << 24
 MAX_EXPERTS = 4096
 _CURE = "Correct config.json."
 _NORMALIZATIONS = ("NONE", "RENORMALIZE", "SPARSE_MIXER", "DEVICE_LIMITED", "DEVICE_LIMITED_RENORM")  # by number
+
+
+def check_size(data: Data, key: str, where: str, least: int = 1) -> None:
+    """Raise CheckpointError unless `key` is absent, or an integer from `least` to 2**24."""
+    if data.get(key) is not None and (type(data[key]) is not int or not least <= data[key] <= _MAX_SIZE):
+        raise CheckpointError(f"{where}: {key}={str(data[key])[:60]!r} is not a positive number.", cure=_CURE)
 
 
 def expert_keys(data: Data, family: Family, where: str) -> dict[str, Any]:
@@ -29,8 +35,7 @@ def expert_keys(data: Data, family: Family, where: str) -> dict[str, Any]:
     if family.num_experts_key == "num_local_experts":
         return found | ({"router_jitter_noise": moe.get("sparse_mixer_epsilon", 0.01)} if mode == 2 else {})
     for key in ("moe_intermediate_size", "moe_inter_size", "moe_shared_expert_intermediate_size"):
-        if data.get(key) is not None and (type(data[key]) is not int or not 0 <= data[key] <= MAX_SIZE):
-            raise CheckpointError(f"{where}: {key}={str(data[key])[:60]!r} is not a positive number.", cure=_CURE)
+        check_size(data, key, where, least=0)
     width = data.get("moe_intermediate_size", data.get("moe_inter_size"))
     found |= {"moe_intermediate_size": width} | ({"norm_topk_prob": mode == 1} if mode < 2 else {})
     if family.num_experts_key == "n_routed_experts":

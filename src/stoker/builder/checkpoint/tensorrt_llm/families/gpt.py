@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from stoker.builder.checkpoint.tensorrt_llm.families import derived_keys as keys
 from stoker.builder.checkpoint.tensorrt_llm.families import module_names as names
 from stoker.builder.checkpoint.tensorrt_llm.families.family import GELU, ROPE, Family, Values, outer_modules
@@ -34,38 +36,37 @@ _GPT2 = Family(
     fixed={"multi_query": False},
     hidden_act="",
 )
-_STARCODER = Family(
-    "GPTBigCodeForCausalLM",
-    plain_layer(*names.GPT2_NAMES, layout="heads"),
-    layers="transformer.h.{}.",
-    outer=outer_modules("transformer.wte", "transformer.ln_f", position_embedding="transformer.wpe"),
+_STARCODER = replace(
+    _GPT2,
+    modules=plain_layer(*names.GPT2_NAMES, layout="heads"),
     keys=_GPT_KEYS,
     values={**_learned("starcoder"), "num_key_value_heads": (1,), "gpt_variant": ("starcoder", "santacoder", None)},
     fixed={"multi_query": True, "activation_function": "gelu_pytorch_tanh"},
-    hidden_act="",
 )
-_FALCON_KEYS = {
-    "norm_epsilon": "layer_norm_epsilon",
-    "intermediate_size": "ffn_hidden_size",
-    "num_key_value_heads": "num_kv_heads",
-    "head_size": "",
-}
-_FALCON_VALUES: Values = {
-    "position_embedding_type": ("alibi_with_scale", *ROPE), "hidden_act": GELU, "parallel_attention": (), "bias": (),
-    "new_decoder_architecture": (),
-}  # fmt: skip
 _FALCON_OUTER = outer_modules("transformer.word_embeddings", "transformer.ln_f", ln_embed="transformer.word_embeddings_layernorm")
 _NEW_FALCON = Family(
     "FalconForCausalLM",
     names.FALCON_NEW,
     layers="transformer.h.{}.",
     outer=_FALCON_OUTER,
-    keys=_FALCON_KEYS,
-    values=_FALCON_VALUES,
+    keys={
+        "norm_epsilon": "layer_norm_epsilon",
+        "intermediate_size": "ffn_hidden_size",
+        "num_key_value_heads": "num_kv_heads",
+        "head_size": "",
+    },
+    values={
+        "position_embedding_type": ("alibi_with_scale", *ROPE),
+        "hidden_act": GELU,
+        "parallel_attention": (),
+        "bias": (),
+        "new_decoder_architecture": (),
+    },
     fixed={"activation": "gelu"},
     hidden_act="",
     derive=keys.falcon_keys,
 )
+_OLD_FALCON = replace(_NEW_FALCON, modules=names.BLOOM, variant=(lambda data: bool(data.get("new_decoder_architecture")), _NEW_FALCON))
 
 GPT_FAMILIES: dict[str, Family] = {
     "NemotronForCausalLM": Family(
@@ -114,18 +115,8 @@ GPT_FAMILIES: dict[str, Family] = {
         hidden_act="",
         derive=keys.neox_keys,
     ),
-    "FalconForCausalLM": Family(
-        "FalconForCausalLM",
-        names.BLOOM,
-        variant=(lambda data: bool(data.get("new_decoder_architecture")), _NEW_FALCON),
-        layers="transformer.h.{}.",
-        outer=_FALCON_OUTER,
-        keys=_FALCON_KEYS,
-        values=_FALCON_VALUES,
-        fixed={"activation": "gelu"},
-        hidden_act="",
-        derive=keys.falcon_keys,
-    ),
+    "FalconForCausalLM": _OLD_FALCON,
+    "RWForCausalLM": _OLD_FALCON,
     "MptForCausalLM": Family(
         "MptForCausalLM",
         names.MPT,
@@ -180,4 +171,4 @@ GPT_FAMILIES: dict[str, Family] = {
         derive=keys.phi_keys,
     ),
 }  # fmt: skip
-GPT_FAMILIES |= {"MPTForCausalLM": GPT_FAMILIES["MptForCausalLM"], "RWForCausalLM": GPT_FAMILIES["FalconForCausalLM"]}
+GPT_FAMILIES["MPTForCausalLM"] = GPT_FAMILIES["MptForCausalLM"]

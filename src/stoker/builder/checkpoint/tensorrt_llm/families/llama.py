@@ -5,6 +5,8 @@ Where a Hugging Face architecture with separate q, k and v computes the same (In
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from stoker.builder.checkpoint.tensorrt_llm.families import derived_keys as keys
 from stoker.builder.checkpoint.tensorrt_llm.families import latent_and_state_names as latent
 from stoker.builder.checkpoint.tensorrt_llm.families import module_names as names
@@ -35,8 +37,6 @@ _QWEN_FAMILY = Family(
     hidden_act="",
     derive=lambda data: {"use_logn_attn": bool(data.get("use_logn_attn")), "seq_length": data.get("seq_length", 8192)},
 )
-_BAICHUAN_KEYS = {"max_position_embeddings": "", "num_key_value_heads": "", "head_size": ""}
-_BAICHUAN_VALUES: Values = {"position_embedding_type": ("alibi", *ROPE), "model_version": ()}
 _GEMMA_VALUES: Values = {"hidden_act": (*GELU, None), "inter_layernorms": (), "query_pre_attn_scalar": ()}
 _SOFTCAPS: Values = {"final_logit_softcapping": (), "attn_logit_softcapping": ()}
 _MULTIPLIERS: Values = dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier", "output_multiplier_scale"), ())
@@ -51,18 +51,28 @@ _LATENT_KEYS = {
     )
 } | {"num_key_value_heads": "", "head_size": "", "moe_inter_size": "moe_intermediate_size"}  # fmt: skip
 _LATENT_VALUES: Values = {"topk_method": (), "fp8_format": (False, None)}
-_DEEPSEEK2_VALUES: Values = {**_LATENT_VALUES, "topk_method": ("greedy", "group_limited_greedy", None), "coring_func": ("softmax", None)}
-_DEEPSEEK3_VALUES: Values = {**_LATENT_VALUES, "topk_method": ("noaux_tc", None), "coring_func": ("sigmoid", None)}
-_DEEPSEEK2_LITE = Family(
+_DEEPSEEK2 = Family(
     "DeepseekV2ForCausalLM",
-    latent.LATENT_WITHOUT_QUERY_RANK,
-    parameters=latent.LATENT_PARAMETERS_WITHOUT_QUERY_RANK,
+    latent.LATENT,
+    parameters=latent.LATENT_PARAMETERS,
     keys=_LATENT_KEYS,
-    values=_DEEPSEEK2_VALUES,
-    fixed={"q_lora_rank": None},
+    values={**_LATENT_VALUES, "topk_method": ("greedy", "group_limited_greedy", None), "coring_func": ("softmax", None)},
     derive=keys.deepseek2_keys,
     num_experts_key="n_routed_experts",
     normalizations=(0, 1, 3, 4),
+)
+_DEEPSEEK2_LITE = replace(
+    _DEEPSEEK2,
+    modules=latent.LATENT_WITHOUT_QUERY_RANK,
+    parameters=latent.LATENT_PARAMETERS_WITHOUT_QUERY_RANK,
+    fixed={"q_lora_rank": None},
+)
+_BAICHUAN_FAMILY = Family(
+    "BaichuanForCausalLM",
+    names.BAICHUAN,
+    keys={"max_position_embeddings": "", "num_key_value_heads": "", "head_size": ""},
+    values={"position_embedding_type": ("alibi", *ROPE), "model_version": ()},
+    derive=keys.baichuan_keys,
 )
 
 LLAMA_FAMILIES: dict[str, Family] = {
@@ -100,33 +110,16 @@ LLAMA_FAMILIES: dict[str, Family] = {
         fixed={"first_k_dense_replace": 1, "moe_layer_freq": 1},  # TensorRT-LLM has an MLP in the first layer only
         num_experts_key="n_routed_experts",
     ),
-    "DeepseekV2ForCausalLM": Family(
-        "DeepseekV2ForCausalLM",
-        latent.LATENT,
-        parameters=latent.LATENT_PARAMETERS,
-        keys=_LATENT_KEYS,
-        values=_DEEPSEEK2_VALUES,
-        derive=keys.deepseek2_keys,
-        num_experts_key="n_routed_experts",
-        normalizations=(0, 1, 3, 4),
-        variant=(lambda data: data.get("q_lora_rank") is None, _DEEPSEEK2_LITE),
-    ),
-    "DeepseekV3ForCausalLM": Family(
-        "DeepseekV3ForCausalLM",
-        latent.LATENT,
-        parameters=latent.LATENT_PARAMETERS,
-        keys=_LATENT_KEYS,
-        values=_DEEPSEEK3_VALUES,
+    "DeepseekV2ForCausalLM": replace(_DEEPSEEK2, variant=(lambda data: data.get("q_lora_rank") is None, _DEEPSEEK2_LITE)),
+    "DeepseekV3ForCausalLM": replace(
+        _DEEPSEEK2,
+        architecture="DeepseekV3ForCausalLM",
+        values={**_LATENT_VALUES, "topk_method": ("noaux_tc", None), "coring_func": ("sigmoid", None)},
         derive=keys.deepseek3_keys,
-        num_experts_key="n_routed_experts",
         normalizations=(3,),
     ),
-    "BaichuanForCausalLM": Family(
-        "BaichuanForCausalLM", names.BAICHUAN, keys=_BAICHUAN_KEYS, values=_BAICHUAN_VALUES, derive=keys.baichuan_keys
-    ),
-    "BaiChuanForCausalLM": Family(
-        "BaiChuanForCausalLM", names.BAICHUAN, keys=_BAICHUAN_KEYS, values=_BAICHUAN_VALUES, derive=keys.baichuan_keys
-    ),
+    "BaichuanForCausalLM": _BAICHUAN_FAMILY,
+    "BaiChuanForCausalLM": replace(_BAICHUAN_FAMILY, architecture="BaiChuanForCausalLM"),
     "GemmaForCausalLM": Family(
         "GemmaForCausalLM", names.LLAMA, values=_GEMMA_VALUES, hidden_act="gelu_pytorch_tanh", norm_offset=1.0
     ),
