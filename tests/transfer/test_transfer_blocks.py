@@ -99,6 +99,13 @@ def test_engines_that_wait_for_each_other_compute_a_prompt_themselves(
     """Each engine computes a prompt for the other one, and has then no blocks for the prompt that it imports."""
     monkeypatch.setattr(transfers, "STALL_S", 0.0)
     both = pair(tiny_engine, kv_cache_tokens=256)
+    read, of_sides = Imports._run, [cast(Any, side.executor)._transfers for side in both.sides]
+
+    def read_when_both_compute(self: Imports, each: Any) -> None:
+        wait(lambda: all(any(export.segments for export in list(side.exports._by_id.values())) for side in of_sides))
+        read(self, each)
+
+    monkeypatch.setattr(Imports, "_run", read_when_both_compute)
     wanted, decoded = [request(prompt(70 + i, 150)) for i in range(2)], list[TokenRequest]()
     for each, sides in zip(wanted, (both.sides, both.sides[::-1]), strict=True):
         address = sides[0].executor.info.transfer
