@@ -2,7 +2,9 @@
 
 PYTHONPATH=src python benchmarks/start_up.py --config benchmarks/models/llama-3.1-8b --quantize FP8 --json start_up.json
 
-The page cache is warm from the second start on. The floor is the import of torch, plus the weights at the bandwidth of the file system.
+With --tensor-parallel 2, the engine has two ranks, which need two GPUs (or --device cpu). Each start has the stages of every process, in
+seconds since the start of the command. The page cache is warm from the second start on. The floor is the import of torch, plus the
+weights at the bandwidth of the file system.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 
 from first_token import save_tokenizer
 
-from stoker.base.config import Limits
+from stoker.base.config import Limits, Mapping
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.cli.benchmark.results import provenance
@@ -29,29 +31,31 @@ from stoker.runtime.aot import compile_kernels
 
 
 def start(engine: Path) -> dict[str, Any]:
-    """Start and stop a server. Returns the seconds until each line of its log that names a stage, and until it is ready."""
-    began = time.perf_counter()
+    """Start and stop a server. Returns the seconds until each process reached each stage, and until the server was ready."""
+    began, began_at = time.perf_counter(), time.time()
     command = [sys.executable, "-m", "stoker", "serve", str(engine), "--port", "0"]
-    stages: dict[str, float] = {}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"STOKER_LOG": "info"}
-    ) as server:
+    environment = os.environ | {"STOKER_LOG": "info", "STOKER_LOG_FORMAT": "json"}
+    processes: dict[str, dict[str, float]] = {}
+    result: dict[str, Any] = {"processes": processes}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as server:
         assert server.stdout is not None
+        lines = []
         for line in server.stdout:
-            seconds = time.perf_counter() - began
-            for stage, text in (
-                ("kernels_installed", "compiled kernels of the engine"),
-                ("graphs_captured", "captured"),
-                ("engine", " is ready on "),
-            ):
-                if text in line:
-                    stages[stage] = seconds
+            lines.append(line)
             if "(ready after" in line:
-                stages["ready"] = seconds
+                result["ready"] = round(time.perf_counter() - began, 3)
                 break
+            if line.startswith("{") and "stages" in (report := json.loads(line)):
+                offset = report["began_at"] - began_at
+                processes[report["process"]] = {
+                    "began": round(offset, 3),
+                    **{stage: round(offset + seconds, 3) for stage, seconds in report["stages"].items()},
+                }
         server.send_signal(signal.SIGTERM)
         server.communicate()
-    return stages
+    if "ready" not in result:
+        raise RuntimeError(f"the server did not start:\n{''.join(lines)}")
+    return result
 
 
 def seconds_of_import(module: str) -> float:
@@ -66,6 +70,7 @@ def main() -> None:
     parser.add_argument("--config", required=True)
     parser.add_argument("--quantize")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -78,13 +83,14 @@ def main() -> None:
             quantization=args.quantize,
             dummy_weights=True,
             limits=Limits(),
+            mapping=Mapping(tensor_parallel=args.tensor_parallel),
             device=args.device,
             tokenizer=folder + "/tokenizer",
         )
         build(args.config, engine, config, verify="none", kernels=compile_kernels)
         starts = [start(engine) for _ in range(args.repeats)]
         about = provenance(engine, args.device)
-    ready_s = statistics.median(stages["ready"] for stages in starts[1:])
+    ready_s = statistics.median(found["ready"] for found in starts[1:])
     result = {**about, "import_torch_s": seconds_of_import("torch"), "ready_s": ready_s, "starts": starts}
     print(json.dumps(result, indent=1))
     if args.json:

@@ -63,7 +63,7 @@ class StubExecutor:
             self._mailbox.send(outputs)
 
 
-def load_stub(engine: str, config: object, listen: Any, nodes: object) -> StubExecutor:
+def load_stub(engine: str, config: object, listen: Any, nodes: object, **_: object) -> StubExecutor:
     if (Path(engine) / "refuse").exists():
         raise EngineError("the stub refuses to load.")
     while (Path(engine) / "loading").exists():

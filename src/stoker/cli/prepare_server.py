@@ -86,9 +86,11 @@ def prepare_server(
     )
 
 
-def engine_is_missing(deployment: Deployment) -> bool:
-    """Whether `prepare_server` may take long, because the engine is not a local directory. True for cached builds, too."""
-    return _local_engine(deployment) is None
+def local_engine(deployment: Deployment) -> Path | None:
+    """The engine's directory, or None if it must be fetched or built, which may take long. None for cached builds, too."""
+    source = deployment.source
+    path = Path(source.location).expanduser() if isinstance(source, EngineSource) else None
+    return path if path is not None and path.is_dir() else None
 
 
 def check_engine(deployment: Deployment, nodes: NodeSettings = NodeSettings()) -> None:
@@ -98,7 +100,7 @@ def check_engine(deployment: Deployment, nodes: NodeSettings = NodeSettings()) -
     limits.
     """
     prepare.check_locations(deployment)
-    path = _local_engine(deployment)
+    path = local_engine(deployment)
     if path is not None:
         prepare.check_ranks(deployment, path)
         if nodes.num_nodes == 1:
@@ -131,7 +133,7 @@ def _changed_fields(settings: ServerSettings | RuntimeConfig, explicit: frozense
 
 def describe_nodes(deployment: Deployment, nodes: NodeSettings) -> list[str]:
     """The lines that show which ranks run on which node. Raises ConfigError if the ranks cannot be divided among the nodes."""
-    path, source = _local_engine(deployment), deployment.source
+    path, source = local_engine(deployment), deployment.source
     if path is not None:
         mapping = engine_info(path).mapping
     elif isinstance(source, BuildOptions):
@@ -157,13 +159,6 @@ def _check_start(path: Path, deployment: Deployment, nodes: NodeSettings) -> Non
             f"{deployment.path}: max_beam_width={beams} is above {limit}, the limit of the engine {path}.",
             cure=f"Lower it, or build the engine with --max-beam-width {beams}.",
         )
-
-
-def _local_engine(deployment: Deployment) -> Path | None:
-    """The engine's directory, or None when the engine must be fetched or built."""
-    source = deployment.source
-    path = Path(source.location).expanduser() if isinstance(source, EngineSource) else None
-    return path if path is not None and path.is_dir() else None
 
 
 def _override(deployment: Deployment, settings: ServerSettings, runtime: RuntimeConfig, explicit: frozenset[str] | None) -> Deployment:

@@ -6,8 +6,9 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from stoker.base.start_times import StartTimes
 from stoker.cli.log_options import use_default_level
-from stoker.cli.prepare_server import PreparedServer, engine_is_missing, prepare_server
+from stoker.cli.prepare_server import PreparedServer, local_engine, prepare_server
 from stoker.cli.serve_arguments import ServeArguments
 from stoker.deploy.deployment import Deployment
 from stoker.deploy.model_name import model_name_of
@@ -28,6 +29,7 @@ class ServerStart(NamedTuple):
     server: PreparedServer
     listeners: list[socket.socket]
     executor: Prestarted | None  # imports torch since the deployment was read, if its engine exists
+    times: StartTimes
 
 
 def prepare(arguments: ServeArguments, progress: Progress) -> ServerStart:
@@ -35,17 +37,23 @@ def prepare(arguments: ServeArguments, progress: Progress) -> ServerStart:
 
     Raises ConfigError, CheckpointError and EngineError.
     """
+    times = StartTimes()
     deployment, listeners = _read(arguments, progress)
     use_default_level(deployment.log_level)
-    if not engine_is_missing(deployment):
-        executor = prestart_executor()
+    if (engine := local_engine(deployment)) is not None:
+        executor = prestart_executor(engine, deployment.runtime, arguments.nodes)
+        times.reached("executor started")
         try:
-            return ServerStart(prepare_server(deployment, progress, arguments.nodes), listeners, executor)
+            prepared = prepare_server(deployment, progress, arguments.nodes)
+            times.reached("checked")
+            return ServerStart(prepared, listeners, executor, times)
         except BaseException:
             executor.close()
             raise
     with _loading_server(listeners, deployment.server, deployment.server.model_name or "model") as loading_server:
-        return ServerStart(prepare_server(deployment, _report_to(loading_server, progress), arguments.nodes), listeners, None)
+        prepared = prepare_server(deployment, _report_to(loading_server, progress), arguments.nodes)
+    times.reached("built and checked")
+    return ServerStart(prepared, listeners, None, times)
 
 
 def _read(arguments: ServeArguments, progress: Progress) -> tuple[Deployment, list[socket.socket]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,8 +13,9 @@ import torch
 from stoker.base.config import RuntimeConfig
 from stoker.base.draft_settings import uses_drafter
 from stoker.base.errors import StokerError
-from stoker.base.logging import get_logger
+from stoker.base.logging import get_logger, log_event
 from stoker.base.nodes import NodeSettings, leader
+from stoker.base.start_times import StartTimes
 from stoker.distributed.world import ALONE_WORLD
 from stoker.engine.reader import Engine
 from stoker.runtime.client import ExecutorInfo, Mailbox
@@ -27,6 +29,7 @@ from stoker.runtime.start_checks import check_start
 from stoker.runtime.transfer.transfers import RankTransfers, Transfers, transfer_address
 from stoker.runtime.worker.capacity import Capacity
 from stoker.runtime.worker.rank import captures_steps, load_rank, use_device
+from stoker.runtime.worker_group.follower_process import WaitingFollowers
 from stoker.runtime.worker_group.leader import ONE_NODE, WorkerGroup
 
 log = get_logger(__name__)
@@ -35,15 +38,21 @@ STEP_TIMEOUT_S = {"cuda": 30.0, "cpu": 120.0}  # a prompt of 8192 tokens takes a
 
 
 def load_executor(
-    path: str | Path, config: RuntimeConfig, make_mailbox: Callable[[ExecutorInfo], Mailbox], nodes: NodeSettings = ONE_NODE
+    path: str | Path,
+    config: RuntimeConfig,
+    make_mailbox: Callable[[ExecutorInfo], Mailbox],
+    nodes: NodeSettings = ONE_NODE,
+    *,
+    waiting: WaitingFollowers | None = None,
+    times: StartTimes | None = None,
 ) -> Executor:
     """Load the engine at `path` and return its executor, ready to run.
 
     For an engine of several ranks, this process is the leader and starts a process for each other rank on this node. With several `nodes`,
-    it first waits for the others (`load_node`). `make_mailbox` is called when the limits are known. Raises EngineError, ConfigError or
-    RankError.
+    it first waits for the others (`load_node`). `make_mailbox` is called when the limits are known. `waiting`: processes of the other ranks
+    that are running already. `times` records the stages of the start, which are logged. Raises EngineError, ConfigError or RankError.
     """
-    started = time.monotonic()
+    started, times = time.monotonic(), times or StartTimes()
     engine = Engine.open(path)
     devices = check_start(engine, config, nodes)
     capacity = Capacity.of(engine.config.limits, engine.config.model.max_positions, config)
@@ -53,8 +62,8 @@ def load_executor(
         if config.transfer is not None:
             first = leader(engine.config.mapping)
             transfers = RankTransfers(config, engine.config, first, first)
-        ranks = WorkerGroup(engine, config, capacity, devices, nodes) if engine.world_size > 1 else None
-        executor = _load(engine, config, devices[leader(engine.config.mapping)], ranks, events, transfers, make_mailbox)
+        ranks = WorkerGroup(engine, config, capacity, devices, nodes, waiting) if engine.world_size > 1 else None
+        executor = _load(engine, config, devices[leader(engine.config.mapping)], ranks, events, transfers, make_mailbox, times)
     except BaseException as error:
         if events is not None:
             events.close()
@@ -69,6 +78,8 @@ def load_executor(
         ", ".join(dict.fromkeys(map(str, devices.values()))),
         time.monotonic() - started,
     )
+    for report in (times.report(f"rank {leader(engine.config.mapping)}"), *(ranks.start_reports() if ranks is not None else [])):
+        log_event(log, logging.INFO, report)
     return executor
 
 
@@ -107,12 +118,18 @@ def _load(
     events: EventPublisher | None,
     rank_transfers: RankTransfers | None,
     make_mailbox: Callable[[ExecutorInfo], Mailbox],
+    times: StartTimes,
 ) -> Executor:
     """Load this rank's weights, allocate the KV cache, and create the executor."""
     model_config, limits = engine.config.model, engine.config.limits
     use_device(device, config, engine.world_size)
-    world = ranks.join() if ranks is not None else ALONE_WORLD
-    loaded = load_rank(engine, config, device, world)
+    world = ALONE_WORLD
+    if ranks is not None:
+        ranks.wait()
+        times.reached("all ranks joining")
+        world = ranks.join()
+        times.reached("joined")
+    loaded = load_rank(engine, config, device, world, times)
     if ranks is not None:
         ranks.wait()
     loaded.forward_states()
@@ -153,12 +170,15 @@ def _load(
     if data_parallel > 1:
         scheduler = DataParallelScheduler(lambda first: make_scheduler(first_row=first), data_parallel, rows, config.policy)
     runner = loaded.runner(num_blocks, ranks)
+    times.reached("cache")
     budget = loaded.budget(num_blocks, runner.warm_up())
+    times.reached("warm-up")
     log.info("%s", budget.table())
     _log_kernels(device)
     if rank_transfers is not None:
         rank_transfers.attach(runner)
     world.everyone.smallest(0)  # wait until all ranks are ready
+    times.reached("all ranks ready")
     info = ExecutorInfo(
         limits=limits,
         max_seq_len=max_seq_len,

@@ -243,7 +243,7 @@ def _run(start: ServerStart, nodes: NodeSettings) -> int:
     try:
         return run_server(
             server.engine, server.runtime, server.settings, announce, tokenizer=server.tokenizer, listeners=start.listeners,
-            prestarted=start.executor, nodes=nodes,
+            prestarted=start.executor, nodes=nodes, times=start.times,
         )  # fmt: skip
     finally:
         waiting.stop()

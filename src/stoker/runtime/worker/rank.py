@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from stoker.base import env
 from stoker.base.config import RuntimeConfig
 from stoker.base.draft_settings import uses_drafter
 from stoker.base.logging import get_logger
+from stoker.base.start_times import StartTimes
 from stoker.core.model_config import ModelConfig
 from stoker.distributed.world import World
 from stoker.engine.reader import Engine
@@ -54,6 +55,7 @@ class LoadedRank:
     activations: int | None = None
     num_snapshots: int = 0  # of recurrent states; set by `num_blocks`
     draft_source: DraftSource | None = None  # of the leader, if `config` names a draft engine
+    times: StartTimes = field(default_factory=StartTimes)
 
     @property
     def max_drafts(self) -> int:
@@ -98,8 +100,10 @@ class LoadedRank:
             num_snapshots(self._free(), self._slot_bytes() or 1, *slots)
         if self.device.type == "cuda":
             self.activations = self._largest_step()
+            self.times.reached("largest step")
             graphs = self._runner(1, self.capacity.max_seq_len, use_graphs=self._use_graphs).graph_footprint()
             torch.cuda.empty_cache()
+            self.times.reached("size of graphs")
         self.free = self._free()
         room = self.free - (self.activations or 0) - graphs
         if self.draft_source is not None:
@@ -249,11 +253,13 @@ def largest_steps(capacity: Capacity, *, speculates: bool = False, pads: bool = 
     return steps
 
 
-def load_rank(engine: Engine, config: RuntimeConfig, device: torch.device, world: World) -> LoadedRank:
-    """Load the weights of this rank. Raises EngineError or ConfigError."""
+def load_rank(engine: Engine, config: RuntimeConfig, device: torch.device, world: World, times: StartTimes | None = None) -> LoadedRank:
+    """Load the weights of this rank, and record the stages in `times`. Raises EngineError or ConfigError."""
+    times = times or StartTimes()
     use_device(device, config, world.ranks_on_host)
     if device.type == "cuda":
         _use_kernels(engine)
+        times.reached("kernels")
     ops.check_inboxes(world.tensor)
     capacity = Capacity.of(engine.config.limits, engine.config.model.max_positions, config)
     before = free_memory(device)[0]
@@ -272,7 +278,8 @@ def load_rank(engine: Engine, config: RuntimeConfig, device: torch.device, world
     if device.type == "cuda":
         torch.cuda.synchronize()
         weights = before - free_memory(device)[0]
-    return LoadedRank(engine, config, capacity, device, world, model, weights, draft_source=source)
+    times.reached("weights")
+    return LoadedRank(engine, config, capacity, device, world, model, weights, draft_source=source, times=times)
 
 
 def draft_task(engine: Engine, config: RuntimeConfig, device: torch.device, capacity: Capacity) -> DraftTask:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -14,8 +13,10 @@ from stoker.base.config import RuntimeConfig
 from stoker.base.errors import StokerError
 from stoker.base.logging import configure, get_logger
 from stoker.base.process import freeze_objects, importing
+from stoker.base.start_times import StartTimes
 from stoker.runtime.worker_group.channels.channel import PlanReader
 from stoker.runtime.worker_group.channels.shared_memory import ChannelAddress, SharedMemoryReader
+from stoker.runtime.worker_group.leader_link import LeaderLink
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -34,7 +35,7 @@ SPIN_S = {"cuda": 2e-3, "cpu": 0.0}
 
 
 class FollowTask(msgspec.Struct):
-    """The arguments of a follower, which it reads from standard input."""
+    """The arguments of a follower, which it receives from its leader."""
 
     engine: str
     rank: int
@@ -45,48 +46,63 @@ class FollowTask(msgspec.Struct):
     address: str  # of the rendezvous store
     port: int
     store_prefix: str  # of the names in the store; unknown to strangers
-    channel: ChannelAddress
-    status_fd: int
+    channel: ChannelAddress  # its descriptor arrives with the task
 
 
 def main() -> int:
-    """Run the follower process whose task is on standard input. Returns the exit status."""
+    """Run the follower process for the device that the command line names. Returns the exit status."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to all processes of a job; this one ends with its leader
     configure()
-    task = msgspec.msgpack.decode(_read_task(), type=FollowTask)
-    _end_with_leader()
     try:
-        follow(task)
+        follow(LeaderLink(), sys.argv[1], StartTimes())
     except StokerError as error:
         log.error("%s", error)
         return 1
     return 0
 
 
-def follow(task: FollowTask) -> None:
-    """Load this rank, report its progress to the leader, and run the published steps until the leader ends them."""
+def follow(link: LeaderLink, expected_device: str, times: StartTimes) -> None:
+    """Receive the task, load this rank, report its progress to the leader, and run the published steps until the leader ends them.
+
+    Imports run, and the context of `expected_device` is created, before there is a task.
+    """
     with importing():
         import torch
+
+        from stoker.runtime.worker.device_context import DeviceContext
+
+        context = DeviceContext(expected_device)
+
         import torch.distributed as dist
 
         from stoker.distributed.world import join
         from stoker.engine.reader import Engine
         from stoker.runtime.worker.rank import load_rank, use_device
 
-    channel = SharedMemoryReader(task.channel, task.reader)
+    times.reached("imports")
+    context.wait()
+    times.reached("device")
+    data, fd = link.receive_task()
+    task = msgspec.msgpack.decode(data, type=FollowTask)
+    times.reached("task")
+    channel = SharedMemoryReader(msgspec.structs.replace(task.channel, fd=fd), task.reader)
     threading.Thread(target=_beat, args=(channel,), name="heartbeat", daemon=True).start()
     engine, device = Engine.open(task.engine), torch.device(task.device)
     use_device(device, task.config, task.hosts.count(task.hosts[task.rank]))
-    os.write(task.status_fd, JOINING)
+    link.report(JOINING)
     store = dist.PrefixStore(task.store_prefix, dist.TCPStore(task.address, task.port, is_master=False))
     world = join(store, task.rank, engine.config.mapping, device, hosts=task.hosts, custom_all_reduce=task.config.custom_all_reduce)
-    loaded = load_rank(engine, task.config, device, world)
-    os.write(task.status_fd, LOADED)
+    times.reached("joined")
+    loaded = load_rank(engine, task.config, device, world, times)
+    link.report(LOADED)
     loaded.forward_states()
     runner = loaded.runner(world.everyone.smallest(loaded.num_blocks()))
+    times.reached("cache")
     runner.warm_up()
+    times.reached("warm-up")
     transfers = _serve_transfers(task, engine.config, runner, store) if task.config.transfer is not None else None
     freeze_objects()
+    store.set(start_key(task.rank), msgspec.json.encode(times.report(f"rank {task.rank}")).decode())
     world.everyone.smallest(0)
     _run_steps(channel, runner, SPIN_S[device.type], task)
     if transfers is not None:
@@ -95,6 +111,11 @@ def follow(task: FollowTask) -> None:
         torch.cuda.synchronize(device)  # the last step; the leader kills a rank that does not end in time
     runner.close()
     world.close()
+
+
+def start_key(rank: int) -> str:
+    """The name in the store of the report of a rank's start."""
+    return f"start{rank}"
 
 
 def _serve_transfers(task: FollowTask, engine: EngineConfig, runner: ModelRunner, store: Store) -> RankTransfers:
@@ -139,27 +160,6 @@ def _beat(channel: PlanReader) -> None:
     while True:
         channel.beat()
         threading.Event().wait(HEARTBEAT_S)
-
-
-def _read_task() -> bytes:
-    """The bytes of the task: standard input has an 8-byte little-endian size, then the task."""
-    size = int.from_bytes(os.read(0, 8), "little")
-    data = b""
-    while len(data) < size and (chunk := os.read(0, size - len(data))):
-        data += chunk
-    return data
-
-
-def _end_with_leader() -> None:
-    """Start a thread that ends this process when standard input is closed, because the leader holds its other end."""
-
-    def watch() -> None:
-        """Wait until standard input is closed, and end the process."""
-        while os.read(0, 1):
-            pass
-        os._exit(0)
-
-    threading.Thread(target=watch, name="leader", daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from stoker.base.config import RuntimeConfig
 from stoker.base.errors import RankError
 from stoker.base.logging import get_logger
 from stoker.base.nodes import NodeSettings, describe_placement, leader, place_ranks
+from stoker.base.start_times import StartReport
 from stoker.distributed.world import LOCAL_HOST, World, address_of, join
 from stoker.engine.reader import Engine
 from stoker.runtime.transfer.address import WILDCARDS, parse_transfer
@@ -25,6 +26,8 @@ from stoker.runtime.worker.capacity import Capacity
 from stoker.runtime.worker.inputs import PackedStep
 from stoker.runtime.worker_group.channels.channel import Numbers
 from stoker.runtime.worker_group.channels.tcp import TcpChannel
+from stoker.runtime.worker_group.follower import start_key
+from stoker.runtime.worker_group.follower_process import WaitingFollowers
 from stoker.runtime.worker_group.hosts.link import LinkError
 from stoker.runtime.worker_group.hosts.messages import JOINED, JoinAnswer, describe_node, encode
 from stoker.runtime.worker_group.hosts.remote_node import RemoteNode
@@ -45,9 +48,13 @@ class WorkerGroup:
     """The follower ranks of an engine, as the leader sees them. The leader is this process."""
 
     def __init__(
-        self, engine: Engine, config: RuntimeConfig, capacity: Capacity, devices: dict[int, torch.device], nodes: NodeSettings = ONE_NODE
-    ) -> None:
-        """`devices`: of each rank on this node. Waits until the other nodes have joined, and raises RankError if one does not."""
+        self, engine: Engine, config: RuntimeConfig, capacity: Capacity, devices: dict[int, torch.device], nodes: NodeSettings = ONE_NODE,
+        waiting: WaitingFollowers | None = None,
+    ) -> None:  # fmt: skip
+        """`devices`: of each rank on this node. `waiting`: processes of followers that are running already.
+
+        Waits until the other nodes have joined, and raises RankError if one does not.
+        """
         mapping, limits = engine.config.mapping, engine.config.limits
         self.num_stages = mapping.pipeline_parallel
         self._engine, self._config, self._leader = engine, config, leader(mapping)
@@ -86,7 +93,7 @@ class WorkerGroup:
             self._send_answers(setup)
             followers = [rank for rank, node in enumerate(placement) if node == 0 and rank != self._leader]
             self.local_ranks = [self._leader, *followers]
-            self._local = LocalRanks(setup, followers)
+            self._local = LocalRanks(setup, followers, waiting or WaitingFollowers())
         except BaseException:
             self._nodes.close()
             raise
@@ -106,8 +113,7 @@ class WorkerGroup:
                 node.fail(str(error))
 
     def join(self) -> World:
-        """Join the world when all followers are ready for it. Raises RankError if one of them ends before."""
-        self.wait()
+        """Join the world, after all followers have reported that they are ready for it (`wait`). Raises RankError if one ends before."""
         self._world = join(
             self._store, self._leader, self._engine.config.mapping, self._device, hosts=self._hosts,
             custom_all_reduce=self._config.custom_all_reduce, check=self.check,
@@ -120,6 +126,11 @@ class WorkerGroup:
         layouts = (msgspec.json.decode(self._store.get(f"transfer{rank}"), type=RankLayout) for rank in ranks)
         host = parse_transfer(self._config.transfer or "")[0]
         return [msgspec.structs.replace(layout, host=LOCAL_HOST if host in WILDCARDS else host) for layout in layouts]
+
+    def start_reports(self) -> list[StartReport]:
+        """The report of the start of each follower on all nodes, after all ranks are ready."""
+        ranks = (rank for rank in range(self._engine.config.mapping.world_size) if rank != self._leader)
+        return [msgspec.json.decode(self._store.get(start_key(rank)), type=StartReport) for rank in ranks]
 
     def wait(self) -> None:
         """Wait until every follower has reported its next state. Raises RankError if one ends before."""

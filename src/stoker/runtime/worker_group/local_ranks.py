@@ -17,7 +17,7 @@ from stoker.base.config import RuntimeConfig
 from stoker.runtime.worker_group.channels.channel import Numbers
 from stoker.runtime.worker_group.channels.shared_memory import SharedMemoryChannel
 from stoker.runtime.worker_group.follower import FollowTask
-from stoker.runtime.worker_group.follower_process import FollowerProcess
+from stoker.runtime.worker_group.follower_process import FollowerProcess, WaitingFollowers
 from stoker.runtime.worker_group.records import END
 
 HEARTBEAT_TIMEOUT_S = 5.0  # a process without a heartbeat for this time is stopped or stuck
@@ -47,22 +47,22 @@ class FailedRank:
 
 
 class LocalRanks:
-    """The follower ranks `ranks`, one process each."""
+    """The follower ranks `ranks`, one process each. `waiting`: processes that are running already."""
 
-    def __init__(self, setup: RankSetup, ranks: list[int]) -> None:
+    def __init__(self, setup: RankSetup, ranks: list[int], waiting: WaitingFollowers) -> None:
         self.channel = SharedMemoryChannel(len(ranks), setup.record_size)
         self._step_timeout_s = setup.step_timeout_s
         self._positions: dict[int, tuple[int, float]] = {}  # reader → its last position, and since when it is there
         self.followers: list[FollowerProcess] = []
         self._is_closed = False
-        fd = self.channel.address.fd
         try:
             for reader, rank in enumerate(ranks):
                 task = FollowTask(
                     engine=setup.engine, rank=rank, reader=reader, device=str(setup.devices[rank]), config=setup.config, hosts=setup.hosts,
-                    address=setup.address, port=setup.port, store_prefix=setup.store_prefix, channel=self.channel.address, status_fd=-1,
+                    address=setup.address, port=setup.port, store_prefix=setup.store_prefix, channel=self.channel.address,
                 )  # fmt: skip
-                self.followers.append(FollowerProcess(task, (fd,)))
+                self.followers.append(waiting.take(task.device))
+                self.followers[-1].assign(task)
         except BaseException:
             self.kill()
             raise

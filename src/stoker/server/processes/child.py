@@ -64,17 +64,19 @@ class Child:
         name: str,
         module: str,
         task: Any,
+        arguments: Sequence[str] = (),
         *,
         pass_fds: Sequence[int] = (),
         python: str = sys.executable,
         environment: dict[str, str] | None = None,
         stop_signal: signal.Signals = signal.SIGTERM,
     ) -> Child:
-        """Run `python -m module` in its own session, so that Ctrl-C in a terminal sends SIGINT to the parent only."""
+        """Run `python -m module` with `arguments` in its own session, so that Ctrl-C in a terminal sends SIGINT to the parent only."""
         process = await asyncio.create_subprocess_exec(
             python,
             "-m",
             module,
+            *arguments,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             pass_fds=pass_fds,

@@ -8,8 +8,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from stoker.base.config import RuntimeConfig
 from stoker.base.errors import EngineError
 from stoker.base.logging import get_logger
+from stoker.base.nodes import NodeSettings
+from stoker.runtime.expected_devices import expected_devices
 from stoker.server.coordination import Coordinator
 from stoker.server.processes.child import EXECUTOR_STOP_SIGNAL, Child
 from stoker.server.processes.executor_restarts import ExecutorRestarts
@@ -25,9 +28,9 @@ STOP_S = 10.0
 ReadAgain = Callable[[], ServedEngine]
 
 
-def prestart_executor() -> Prestarted:
-    """Start the process of an executor whose engine is not known yet."""
-    return Prestarted("executor", MODULE, EXECUTOR_STOP_SIGNAL)
+def prestart_executor(engine: Path, runtime: RuntimeConfig, nodes: NodeSettings) -> Prestarted:
+    """Start the processes of the ranks of an engine that is not checked yet."""
+    return Prestarted("executor", MODULE, EXECUTOR_STOP_SIGNAL, expected_devices(engine, runtime, nodes))
 
 
 class ExecutorControl:
@@ -73,16 +76,22 @@ class ExecutorControl:
         if prestarted is not None and prestarted.is_waiting:
             self.child = await prestarted.adopt(self._task)
         else:
-            self.child = await Child.start("executor", MODULE, self._task, stop_signal=EXECUTOR_STOP_SIGNAL)
+            self.child = await self._start()
         self.child.mapped = _weight_files(Path(served.engine))
         return self.child
+
+    async def _start(self) -> Child:
+        """Start a process with the current task."""
+        task = self._task
+        devices = expected_devices(Path(task.engine), task.config, task.nodes)
+        return await Child.start("executor", MODULE, task, devices, stop_signal=EXECUTOR_STOP_SIGNAL)
 
     async def relaunch(self) -> Child:
         """Start a process with the same task, and so with the same address. Returns when it is ready.
 
         Raises EngineError if it ends before that, or is not ready after load_timeout_s.
         """
-        starting = asyncio.create_task(Child.start("executor", MODULE, self._task, stop_signal=EXECUTOR_STOP_SIGNAL))
+        starting = asyncio.create_task(self._start())
         try:
             child = self.child = await asyncio.shield(starting)
         except asyncio.CancelledError:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from stoker.base import env
@@ -17,10 +18,11 @@ from stoker.server.processes.child import Child, encode_task
 class Prestarted:
     """A running child process without a task. It is started without an event loop, and `adopt` gives it its task within one."""
 
-    def __init__(self, name: str, module: str, stop_signal: signal.Signals = signal.SIGTERM) -> None:
+    def __init__(self, name: str, module: str, stop_signal: signal.Signals = signal.SIGTERM, arguments: Sequence[str] = ()) -> None:
+        """Run `python -m module` with `arguments`."""
         self._name, self._stop_signal = name, stop_signal
         self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
-            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
+            [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
             env=env.child_environment(),
         )  # fmt: skip
 

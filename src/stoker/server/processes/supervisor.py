@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import msgspec
 
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import EngineError
-from stoker.base.logging import get_logger
+from stoker.base.logging import get_logger, log_event
 from stoker.base.nodes import NodeSettings
+from stoker.base.start_times import StartTimes
 from stoker.server.coordination import Values
 from stoker.server.processes.child import Child
 from stoker.server.processes.coordinator import SupervisorCoordinator
@@ -51,6 +53,7 @@ def serve(
     read_again: ReadAgain | None = None,
     prestarted: Prestarted | None = None,
     nodes: NodeSettings = NodeSettings(),
+    times: StartTimes | None = None,
 ) -> int:
     """Serve the engine directory until SIGINT or SIGTERM. Returns the exit status: 0 after a signal, 1 if a child process ended by itself.
 
@@ -60,7 +63,8 @@ def serve(
 
     `tokenizer` is a directory whose tokenizer replaces the engine's own. `listeners` are the sockets of `listen` if they are open already.
     `read_again` returns what to serve after a reload. `prestarted` is the process of the executor, if it is running already. `nodes`: those
-    of the ranks, of which this process is the first. `announce` is called with one line that contains the URL when the server is ready.
+    of the ranks, of which this process is the first. `times` has the stages of the start so far. `announce` is called with one line that
+    contains the URL when the server is ready.
     Raises ConfigError if an address, the certificate or the state directory cannot be used.
     """
     if settings.state_dir is not None:
@@ -71,7 +75,7 @@ def serve(
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-"))
         settings = msgspec.structs.replace(settings, state_dir=settings.state_dir or str(Path(run_dir) / "state"))
         served = ServedEngine(engine=Path(engine), tokenizer=Path(tokenizer or engine), runtime=runtime, settings=settings, nodes=nodes)
-        supervisor = Supervisor(served, listeners, grpc, Path(run_dir), announce, read_again, prestarted)
+        supervisor = Supervisor(served, listeners, grpc, Path(run_dir), announce, read_again, prestarted, times)
         return asyncio.run(supervisor.run())
 
 
@@ -87,8 +91,10 @@ class Supervisor:
         announce: Callable[[str], None],
         read_again: ReadAgain | None = None,
         prestarted: Prestarted | None = None,
+        times: StartTimes | None = None,
     ) -> None:
         self._served = served
+        self._times = times or StartTimes()
         self._settings = served.settings
         self._listeners = listeners
         self._grpc_address = address_of(grpc) if grpc is not None else None
@@ -122,6 +128,7 @@ class Supervisor:
         socket = await self._coordinator.listen(self._run_dir)
         executor = await self._executor.launch() if _runs_executor(self._settings) else None
         if executor is not None:
+            self._times.reached("task sent")
             await self._executor.publish()
             if self._settings.exit_on_error:
                 self._attach(executor)
@@ -130,7 +137,8 @@ class Supervisor:
             self._attach(child)
         if not self._frontends.restarts:
             self._close_listeners()
-        ready = asyncio.gather(self._executor_ready(executor), *(child.ready() for child in self._frontends.children))
+        frontends = asyncio.gather(*(child.ready() for child in self._frontends.children))
+        ready = asyncio.gather(self._note("executor ready", self._executor_ready(executor)), self._note("frontends ready", frontends))
         with registered(self.url, self._name, self._served.engine):
             failed = await self._watch(ready, started)
         if failed is not None:
@@ -165,6 +173,11 @@ class Supervisor:
         else:
             if not self._settings.exit_on_error:
                 self._attach(executor)
+
+    async def _note(self, stage: str, work: Awaitable[object]) -> None:
+        """Wait for `work`, and note the time of a stage of the start."""
+        await work
+        self._times.reached(stage)
 
     def _attach(self, child: Child) -> None:
         """Watch a child from now on: the server stops when it ends."""
@@ -215,6 +228,7 @@ class Supervisor:
                 for child in self._frontends.children:
                     self._detach(child)
                 self._frontends.keep_running()
+            log_event(log, logging.INFO, self._times.report("the server"))
             self._announce(f"{self._status} (ready after {time.monotonic() - started:.1f} s)")
             self._systemd.ready(self._status)
             self._run_task(self._systemd.keep_alive(lambda: self._coordinator.publish({})))  # returns when all frontends have received it

@@ -1,7 +1,7 @@
 """shared_memory: a queue of NUM_SLOTS records in memory that the processes of one host share.
 
 One writer and several readers, each with a counter that only it writes. There is no lock, and nothing is serialized. The memory is an
-anonymous file whose descriptor the followers inherit, so that nothing remains when the processes end, however they end.
+anonymous file whose descriptor the followers receive, so that nothing remains when the processes end, however they end.
 
     int64, one cache line each:  published │ released by reader 0 │ heartbeat of reader 0 │ released by reader 1 │ ...
     int32:                       slot 0: header, numbers │ slot 1 │ ... │ slot NUM_SLOTS - 1
@@ -30,7 +30,7 @@ class ChannelAddress(msgspec.Struct, frozen=True):
 
     num_readers: int
     record_size: int
-    fd: int  # descriptor that the follower inherits
+    fd: int  # descriptor in this process
 
 
 class _Memory:

@@ -17,6 +17,7 @@ from stoker.base.nodes import NodeSettings, describe_placement, place_ranks
 from stoker.engine.reader import Engine
 from stoker.runtime.worker_group.channels.channel import HEADER_SIZE
 from stoker.runtime.worker_group.channels.tcp import StoppedError, TcpReader
+from stoker.runtime.worker_group.follower_process import WaitingFollowers
 from stoker.runtime.worker_group.hosts.link import HANDSHAKE_TIMEOUT_S, Link, LinkError, SecretError, open_link
 from stoker.runtime.worker_group.hosts.messages import (
     BEAT,
@@ -55,18 +56,18 @@ def run_node(
     if a rank, node 0 or the network between them fails.
     """
     facts = describe_node(engine, config, list(devices.values()), nodes.num_nodes)
-    link = _connect(nodes)
-    node = Node(link, nodes)
-    try:
-        answer = node.join(JoinRequest(node_rank=nodes.node_rank, name=socket.gethostname()[:255], facts=facts))
-        for line in describe_placement(engine.config.mapping, place_ranks(engine.config.mapping, nodes.num_nodes), answer.hosts):
-            log.info("%s", line)
-        joined(sorted(devices))
-        node.run(engine, config, devices, answer)
-    except LinkError as error:
-        raise RankError(f"node 0 ({nodes.rendezvous}) {error}.") from None
-    finally:
-        node.close()
+    with WaitingFollowers(map(str, devices.values())) as waiting:  # they import while this node waits for the others
+        node = Node(_connect(nodes), nodes)
+        try:
+            answer = node.join(JoinRequest(node_rank=nodes.node_rank, name=socket.gethostname()[:255], facts=facts))
+            for line in describe_placement(engine.config.mapping, place_ranks(engine.config.mapping, nodes.num_nodes), answer.hosts):
+                log.info("%s", line)
+            joined(sorted(devices))
+            node.run(engine, config, devices, answer, waiting)
+        except LinkError as error:
+            raise RankError(f"node 0 ({nodes.rendezvous}) {error}.") from None
+        finally:
+            node.close()
 
 
 class Node:
@@ -94,13 +95,15 @@ class Node:
             if kind != BEAT:
                 raise LinkError(f"sent a frame of the unknown kind {kind}")
 
-    def run(self, engine: Engine, config: RuntimeConfig, devices: dict[int, torch.device], answer: JoinAnswer) -> None:
-        """Start the ranks, and pass records to them until the END record."""
+    def run(
+        self, engine: Engine, config: RuntimeConfig, devices: dict[int, torch.device], answer: JoinAnswer, waiting: WaitingFollowers
+    ) -> None:
+        """Give the ranks their tasks, and pass records to them until the END record."""
         setup = RankSetup(
             engine=str(engine.path), config=config, devices=devices, hosts=answer.hosts, address=answer.address, port=answer.port,
             store_prefix=answer.store_prefix, record_size=answer.record_size, step_timeout_s=answer.step_timeout_s,
         )  # fmt: skip
-        self._ranks = ranks = LocalRanks(setup, sorted(devices))
+        self._ranks = ranks = LocalRanks(setup, sorted(devices), waiting)
         reader = TcpReader(self._link, answer.record_size, HEARTBEAT_TIMEOUT_S, self._status, self._check)
         try:
             while True:
