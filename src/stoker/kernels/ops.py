@@ -28,6 +28,7 @@ from torch import Tensor
 from stoker.core.packed_weight import PackedWeight
 from stoker.distributed.group import Group
 from stoker.kernels import reference
+from stoker.kernels.native.recording import Layers, Recordings
 from stoker.kernels.reference import activation as activation_ref
 from stoker.kernels.reference import all_reduce as all_reduce_ref
 from stoker.kernels.reference import attention as attention_ref
@@ -331,6 +332,13 @@ def fused_layer(x: Tensor, residual: Tensor, layer: FusedLayer) -> tuple[Tensor,
     """
     module = _pick(x, fused_layer_ref) if _observer is None else fused_layer_ref
     return module.fused_layer(x, residual, layer)
+
+
+def replay(recordings: Recordings, layers: Layers, x: Tensor, batch: ForwardBatch, caches: list[KVCache]) -> Tensor:
+    """layers(x, batch, caches). On a CPU, decode steps are recorded in `recordings` if they only run C kernels, and replayed."""
+    if _observer is not None or not x.is_cpu or not _cpu():
+        return layers(x, batch, caches)
+    return recordings.run(layers, x, batch, caches)
 
 
 def rotate_heads(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:

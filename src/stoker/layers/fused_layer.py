@@ -12,6 +12,7 @@ from torch import Tensor
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.distributed.group import SINGLE, Group
 from stoker.kernels import ops
+from stoker.kernels.native.recording import Recordings
 from stoker.kernels.types import PLAIN, FusedLayer, FusedLinear, Fusion
 from stoker.layers.attention import Attention
 from stoker.layers.layer import Layer, PreNorm
@@ -33,6 +34,7 @@ class FusedLayers:
         self.first = layers[0].attention_norm.fusion
         self.layers = list(_fused_layers(layers))
         self._supported: dict[int, bool] = {}
+        self._recordings = Recordings()
         group = layers[0].attention.group
         self._max_rows = None if group.size == 1 else self._max_rows_of_all(group)
         before_fused_layer = self.supports(1)
@@ -83,6 +85,12 @@ class FusedLayers:
 
         `supports` must accept the number of rows. `observe`: see `Decoder.observe_layers`.
         """
+        if observe is None:
+            return ops.replay(self._recordings, self._run, x, batch, caches)
+        return self._run(x, batch, caches, observe)
+
+    def _run(self, x: Tensor, batch: ForwardBatch, caches: list[KVCache], observe: Callable[[int, Tensor], None] | None = None) -> Tensor:
+        """The result, layer after layer."""
         qkv: Tensor | None = self.attentions[0].qkv(x, self.first)
         for i, (attention, params, layer, cache) in enumerate(zip(self.attentions, self.params, self.layers, caches, strict=True)):
             assert qkv is not None

@@ -29,7 +29,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 def forget() -> None:
-    library.kernels.cache_clear()
+    library.load_kernels.cache_clear()
     ops._cpu.cache_clear()
 
 

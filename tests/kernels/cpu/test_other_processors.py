@@ -21,7 +21,7 @@ import test_scores
 import torch
 
 from stoker.kernels.native import build
-from stoker.kernels.native.library import kernels
+from stoker.kernels.native.library import load_kernels
 
 CASES = Path(__file__).parent / "kernel_cases.c"
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
@@ -81,9 +81,9 @@ def avx2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     flags = [flag for flag in build.FLAGS if flag != "-march=native"]
     monkeypatch.setattr(build, "FLAGS", (*flags, "-mavx2", "-mfma"))
     monkeypatch.setenv("STOKER_CACHE", str(tmp_path))
-    kernels.cache_clear()
+    load_kernels.cache_clear()
     yield
-    kernels.cache_clear()
+    load_kernels.cache_clear()
 
 
 def test_tiles_of_avx2(avx2: None) -> None:

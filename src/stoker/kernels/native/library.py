@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +48,7 @@ ROPE_STORE = struct.Struct("@29q").pack
 PREFILL = struct.Struct("@23qd").pack
 ATTENTION = struct.Struct("@28qd").pack
 THREADS = struct.Struct("@q").pack
+CALL = struct.Struct("@2q").pack  # `struct call` up to its arguments
 
 Function = Callable[[bytes], int]
 
@@ -60,13 +63,62 @@ class NativeKernels(NamedTuple):
     rope_store: Function
     attention: Function
     prefill: Function
+    replay: Function  # of recorded calls
     team_size: Function  # of a packed number of threads; returns a number of threads
     fork: int  # the address of GOMP_parallel in PyTorch's OpenMP runtime
 
 
-@cache
+class Call(NamedTuple):
+    """A call of a kernel that returned 0."""
+
+    address: int  # of the function
+    arguments: bytes
+
+
+class _Recorded(threading.local):
+    """The kernels of a thread whose calls are recorded; None: they are not."""
+
+    kernels: NativeKernels | None = None
+
+
+_recorded = _Recorded()
+
+
 def kernels() -> NativeKernels | str:
-    """The kernels of this machine, compiled now if necessary, or the reason why there are none as a string."""
+    """The kernels of this machine, or the reason why there are none as a string. Calls are recorded in `recorded_calls`."""
+    return _recorded.kernels or load_kernels()
+
+
+@contextmanager
+def recorded_calls(calls: list[Call]) -> Iterator[None]:
+    """Add this thread's calls of kernels to `calls` until the context ends."""
+    library = load_kernels()
+    assert not isinstance(library, str)
+    functions = {name: _recording_function(function, calls) for name, function in library._asdict().items() if name != "fork"}
+    _recorded.kernels = NativeKernels(**functions, fork=library.fork)
+    try:
+        yield
+    finally:
+        _recorded.kernels = None
+
+
+def _recording_function(function: Any, calls: list[Call]) -> Function:
+    """A function that calls `function` and adds the call to `calls`."""
+    address = ctypes.cast(function, ctypes.c_void_p).value or 0
+
+    def recording(arguments: bytes) -> int:
+        """Call the function, and add the call if it returns 0."""
+        status = int(function(arguments))
+        if not status:
+            calls.append(Call(address, arguments))
+        return status
+
+    return recording
+
+
+@cache
+def load_kernels() -> NativeKernels | str:
+    """The kernels, compiled at the first call if necessary, or the reason why there are none."""
     if not env.native():
         return "turned off by STOKER_NATIVE"
     try:
