@@ -11,6 +11,7 @@
 #include "linear.c"
 #include "parallel.c"
 #include "rope.c"
+#include "sample.c"
 #include "widen.c"
 
 static uint32_t state = 1;
@@ -91,7 +92,11 @@ static void run_linears(void) {
                 check(stoker_linears(all));
                 put(dtype, l.y, l.rows * out);
                 if (!l.group) continue;
-                struct widening w = {NULL, 1, array(FLOAT32, 19 * l.in, 0), 1, 17, l};
+                int32_t ids[] = {7, 0, 12, 7};
+                struct widening w = {NULL, 1, array(FLOAT32, 19 * l.in, 0), NULL, 1, 17, l};
+                check(stoker_widen(&w));
+                put(FLOAT32, w.out, w.count * l.in);
+                w.ids = ids, w.count = 4;
                 check(stoker_widen(&w));
                 put(FLOAT32, w.out, w.count * l.in);
             }
@@ -130,8 +135,22 @@ static void run_cache(int dtype, int cache_dtype, int interleaved, int64_t windo
     put(dtype, a.out, ROWS * heads * SIZE);
 }
 
+/* Rows of logits, many of which are equal: the index of the first one of the largest. */
+static void run_greedy(int dtype) {
+    enum { LOGITS = 1003 };
+    int32_t ids[ROWS];
+    struct greedy a = {NULL, 1, array(dtype, ROWS * LOGITS, 1), ids, ROWS, LOGITS, LOGITS, dtype};
+    check(stoker_greedy(&a));
+    for (int r = 0; r < ROWS; r++) {
+        float index = ids[r];
+        put(FLOAT32, &index, 1);
+    }
+}
+
 int main(void) {
     run_linears();
+    run_greedy(FLOAT32);
+    run_greedy(BFLOAT16);
     run_cache(FLOAT32, FLOAT32, 0, 0);
     run_cache(BFLOAT16, BFLOAT16, 1, 20);
     run_cache(FLOAT32, INT8, 0, 0);

@@ -497,3 +497,18 @@ def test_nan_scores_stay_in_their_head() -> None:
     q[0, 1, 3] = float("nan")
     found = attention.attention(q, cache, batch, AttentionParams(0.1)).view(2, 4, -1)
     assert found[0, 1].isnan().all() and found[0, [0, 2, 3]].isfinite().all() and found[1].isfinite().all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize(("columns", "group"), [(96, 32), (100, 32), (576, 16)])
+def test_rows_of_an_embedding_in_groups(columns: int, group: int, shifted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, ids = grouped_weight(50, columns, group, shifted), torch.tensor([49, 0, 7, 7, *range(20)], dtype=torch.int32)
+    expected = {dtype: quant_int8.reference.packed_embedding(ids, weight, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    with pytest.raises(IndexError):
+        quant_int8.packed_embedding(torch.tensor([50], dtype=torch.int32), weight, torch.float32)
+    monkeypatch.setattr(quant_int8.reference, "packed_embedding", lambda *given: pytest.fail("the reference ran"))
+    for dtype, want in expected.items():
+        found = quant_int8.packed_embedding(ids, weight, dtype)
+        torch.testing.assert_close(found, want, rtol=0 if not shifted else None, atol=0 if not shifted else None)
+    assert quant_int8.packed_embedding(ids[:0], weight, torch.float32).shape == (0, columns)

@@ -43,10 +43,11 @@ LINEARS = struct.Struct("@3q").pack  # `struct linears`: the header, which is fo
 CALL_ARGUMENTS = struct.Struct("@6q").pack  # `struct linear` up to `dtype`: what differs from call to call
 LINEAR_ARGUMENTS = struct.Struct("@21qd").pack  # the rest of it: the weight and its fusion
 SCORING = struct.Struct("@5q2d").pack  # `struct scoring` up to `linear`
-WIDENING = struct.Struct("@5q").pack  # `struct widening` up to `linear`
+WIDENING = struct.Struct("@6q").pack  # `struct widening` up to `linear`
 ROPE_STORE = struct.Struct("@29q").pack
 PREFILL = struct.Struct("@23qd").pack
 ATTENTION = struct.Struct("@28qd").pack
+GREEDY = struct.Struct("@8q").pack
 THREADS = struct.Struct("@q").pack
 CALL = struct.Struct("@2q").pack  # `struct call` up to its arguments
 
@@ -63,6 +64,7 @@ class NativeKernels(NamedTuple):
     rope_store: Function
     attention: Function
     prefill: Function
+    greedy: Function
     replay: Function  # of recorded calls
     team_size: Function  # of a packed number of threads; returns a number of threads
     fork: int  # the address of GOMP_parallel in PyTorch's OpenMP runtime

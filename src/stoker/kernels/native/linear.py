@@ -238,12 +238,22 @@ def _widened_product(x: Tensor, weight: NativeWeight, bias: Tensor | None, fusio
         rows, y = rows.float(), torch.empty(rows.shape[0], own.outputs)
         for first in range(0, own.outputs, slice_rows):
             count = min(slice_rows, own.outputs - first)
-            status = library.widen(WIDENING(fork, threads, wide.data_ptr(), first, count) + arguments)
+            status = library.widen(WIDENING(fork, threads, wide.data_ptr(), 0, first, count) + arguments)
             assert not status, "_has_group_scales accepts only what the kernel supports"
             torch.mm(rows, wide[:count].t(), out=y[:, first : first + count])
         return (y if bias is None else y.add_(bias)).to(x.dtype)
 
     return around(x, fusion, multiply)
+
+
+def widened_rows(weight: NativeWeight | None, ids: Tensor) -> Tensor | None:
+    """The rows `ids` int32 [T] of a weight in groups, float32 [T, features], or None when they are not supported."""
+    library, own = kernels(), None if weight is None else pack_linear(weight, None, PLAIN)
+    if isinstance(library, str) or own is None or ids.dtype != torch.int32 or not ids.is_contiguous():
+        return None
+    out = torch.empty(ids.shape[0], own.inputs)
+    header = WIDENING(library.fork, torch.get_num_threads(), out.data_ptr(), ids.data_ptr(), 0, ids.shape[0])
+    return None if library.widen(header + CALL_ARGUMENTS(0, 0, 0, 0, 0, FLOAT32) + own.packed) else out
 
 
 def _is_vector(info: TensorInfo, size: int) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
-from stoker.kernels.native.linear import grouped_int8_weight, grouped_product, int8_weight, product
+from stoker.kernels.native.linear import grouped_int8_weight, grouped_product, int8_weight, product, widened_rows
 from stoker.kernels.reference import quant_int8 as reference
-from stoker.kernels.reference.quant_int8 import has_integer_products, packed_embedding, prepare_weight
+from stoker.kernels.reference.quant_int8 import has_integer_products, prepare_weight
 from stoker.kernels.types import PLAIN, Fusion
 
 __all__ = ["packed_embedding", "packed_linear", "prepare_weight", "supports_groups"]
@@ -23,6 +24,12 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
     elif weight.activations == "none" and x.shape[0] <= max_rows() and (native := int8_weight(weight)) is not None:
         y = product(x, native, weight.bias, fusion)
     return reference.packed_linear(x, weight, fusion) if y is None else y
+
+
+def packed_embedding(token_ids: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """Rows of an int8 embedding table (`ops.packed_embedding`), of one with groups by the C kernel."""
+    rows = widened_rows(grouped_int8_weight(weight), token_ids) if weight.group_size else None
+    return reference.packed_embedding(token_ids, weight, dtype) if rows is None else rows.to(dtype)
 
 
 def supports_groups(weight: PackedWeight) -> bool:

@@ -1,5 +1,5 @@
-/* Rows of a weight in groups (int8 or int4) as float32. Linears of many rows widen a slice of the weight that fits the L2 cache, and
- * multiply it there with PyTorch's product. */
+/* Rows of a weight in groups (int8 or int4) as float32: the slices of a weight that linears of many rows widen into the L2 cache and multiply
+ * there with PyTorch's product, or the rows of token ids. */
 
 #include "linear.h"
 
@@ -8,7 +8,8 @@ struct widening {
     fork_function *fork;
     int64_t threads;
     float *out;           /* [count, in] */
-    int64_t first, count; /* rows of the weight */
+    const int32_t *ids;   /* [count], the rows of the weight; NULL: the `count` rows from `first` on */
+    int64_t first, count;
     struct linear linear; /* of which only the weight is used */
 };
 
@@ -44,19 +45,22 @@ static void widen_block(void *data, int64_t index) {
     const struct linear *l = &a->linear;
     int64_t begin = index * BLOCK, rows = min_i64(BLOCK, a->count - begin), groups = (l->in + l->group - 1) / l->group;
     struct group_scales scales;
-    load_group_scales(l, &scales, a->first + begin, rows);
+    if (!a->ids) load_group_scales(l, &scales, a->first + begin, rows);
     for (int64_t r = 0; r < rows; r++) {
-        int64_t row = a->first + begin + r;
-        const float *scale = scales.scale + r * groups, *low = scales.low + r * groups;
+        int64_t row = a->ids ? a->ids[begin + r] : a->first + begin + r, at = a->ids ? 0 : r * groups;
+        if (a->ids) load_group_scales(l, &scales, row, 1);
+        const float *scale = scales.scale + at, *low = scales.low + at;
         float *out = a->out + (begin + r) * l->in;
         if (l->weight_dtype == UINT8) widen_row(1, l, scale, low, (const char *)l->weight + row * (l->in / 2), out);
         else widen_row(0, l, scale, low, (const char *)l->weight + row * l->in, out);
     }
 }
 
-/* Returns 0, or 1 when a row has more groups than the buffer holds. */
+/* Returns 0, or 1 when a row has more groups than the buffer holds, or an id is not one of a row. */
 int stoker_widen(const struct widening *a) {
     if (!a->linear.group || a->linear.in > MAX_GROUPS * a->linear.group) return 1;
+    for (int64_t i = 0; a->ids && i < a->count; i++)
+        if (a->ids[i] < 0 || a->ids[i] >= a->linear.out) return 1;
     struct stage blocks = {widen_block, (void *)a, (a->count + BLOCK - 1) / BLOCK, 0, 0};
     run_stages(a->fork, a->threads, &blocks, 1);
     return 0;
