@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from stoker.base.process import without_garbage_collection
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.worker import cuda_graphs as graphs
-from stoker.runtime.worker.cuda_graphs import CapturedStep, Graphs, drafted_rows, row_buckets
-from stoker.runtime.worker.inputs import Shape
+from stoker.runtime.worker.cuda_graphs import CapturedStep, Graphs, PlainStep, drafted_rows, row_buckets
+from stoker.runtime.worker.inputs import Shape, StepInputs
 
 MIB = 1 << 20
 TOTAL = 1000 * MIB
@@ -25,12 +30,12 @@ class SimulatedGraphs(Graphs):
         self._captured, self._pool, self._stream = {}, None, None
         self.free = TOTAL
 
-    def capture(self, shape: Shape, all_greedy: bool) -> CapturedStep:
+    def capture(self, shape: Shape) -> None:
         known = [s.tokens for s, _ in self._captured if (s.is_decode, s.max_drafts) == (shape.is_decode, shape.max_drafts)]
-        self.free -= MIB + max(shape.tokens - max(known, default=0), 0) * MIB // 4
+        self.free -= 2 * MIB + max(shape.tokens - max(known, default=0), 0) * MIB // 4
         self._pool = self._pool or object()
-        self._captured[shape, all_greedy] = CapturedStep([], None)  # type: ignore[arg-type]
-        return self._captured[shape, all_greedy]
+        for all_greedy in (True, False):
+            self._captured[shape, all_greedy] = CapturedStep([], None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("max_drafts", [0, 5])
@@ -61,6 +66,41 @@ def test_the_footprint_of_a_single_shape(monkeypatch: pytest.MonkeyPatch) -> Non
     probe.row_buckets, probe.token_buckets = [1], []
     monkeypatch.setattr(graphs, "_free_bytes", lambda: probe.free)
     assert probe.footprint() == TOTAL - probe.free > 0
+
+
+class RecordedGraphs(Graphs):
+    """Records what is launched, and what would be captured."""
+
+    def __init__(self, *, samples: bool) -> None:
+        self.samples, self.events = samples, list[object]()
+        self._captured, self._pool, self._stream = {}, None, None
+        self._step = SimpleNamespace(batch=SimpleNamespace(shared={}))
+
+    def launch(self, inputs: StepInputs, max_drafts: int) -> None:
+        self.events.append("launched")
+        inputs.batch.shared["computed"] = True
+
+    def forward(self, inputs: StepInputs, max_drafts: int, all_greedy: bool) -> Iterator[PlainStep]:
+        assert not inputs.batch.shared, "a tensor outside of the graph"
+        self.events.append(all_greedy)
+        inputs.batch.shared["computed"] = True
+        yield PlainStep(torch.zeros(1), None)
+
+    def _dummy_step(self, shape: Shape) -> StepInputs:
+        return self._step  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("samples", [True, False])
+def test_a_capture_launches_the_model_once(monkeypatch: pytest.MonkeyPatch, samples: bool) -> None:
+    for name in ("Stream", "CUDAGraph", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, stream: nullcontext())
+    captured = RecordedGraphs(samples=samples)
+    shape = Shape(8, 8, is_decode=True)
+    captured.capture(shape)
+    assert captured.events == (["launched", True, False] if samples else ["launched", True])
+    assert (captured._captured[shape, True] is captured._captured[shape, False]) != samples
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from drive import Driven, request
@@ -24,7 +25,9 @@ class CalledSteps(Graphs):
 
     def __init__(self, runner: ModelRunner, max_drafts: int) -> None:
         sizes = {"max_rows": 8, "max_seq_len": runner.max_seq_len, "max_tokens": 128}
-        super().__init__(runner._forward, runner.inputs, **sizes, max_drafts=max_drafts, device=runner.device)
+        super().__init__(
+            runner._forward, runner._launch_all, runner.inputs, samples=True, **sizes, max_drafts=max_drafts, device=runner.device
+        )
         self.wanted: list[int | None] = []
 
     def run(self, packed: PackedStep, all_greedy: bool, num_wanted: int | None = None) -> PlainStep:
@@ -41,7 +44,7 @@ class CalledSteps(Graphs):
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.2, "seed": 5}], ids=["greedy", "sampled"])
 def test_padding_has_no_effect_on_drafts(
-    drive: Callable[..., Driven], prompts: list[list[int]], tiny_engine: Path, params: dict[str, Any]
+    drive: Callable[..., Driven], prompts: list[list[int]], tiny_engine: Path, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cases = [request(prompt, max_tokens=30, **params) for prompt in prompts]
     expected = [answer.tokens for answer in drive().run(*cases)]
@@ -52,8 +55,11 @@ def test_padding_has_no_effect_on_drafts(
     assert [answer.tokens for answer in driven.run(*cases)] == expected
     stats = driven.stats
     assert steps.num_runs > 5 and stats.num_accepted_draft_tokens == stats.num_draft_tokens > 100
+    model = MagicMock(wraps=runner.model)
+    monkeypatch.setattr(runner, "model", model)
     for shape in steps.verifications()[:3]:
-        steps.trace(shape, True)
+        steps.trace(shape)
+    assert model.call_count == 3, "once for both kinds of sampling"
 
 
 def test_a_captured_step_computes_the_drafts_that_are_wanted(

@@ -23,9 +23,9 @@ def capture_step(executor: Executor, rows: int, context: int, drafts: int = 0) -
     assert isinstance(graphs, Graphs)
     shape = Shape(rows * (1 + drafts), rows, is_decode=not drafts, max_drafts=drafts)
     graphs._captured.clear()
-    captured = graphs.capture(shape, True)
+    graphs.capture(shape)
     fill_inputs(graphs, shape, context, executor.info.limits.tokens_per_block, executor.info.kv_cache_tokens)
-    return captured
+    return graphs._captured[shape, True]
 
 
 def replay_ms(captured: CapturedStep) -> float:

@@ -173,9 +173,8 @@ def _trace(runner: ModelRunner) -> None:
 def _trace_steps(runner: ModelRunner, is_traced: Callable[[int], bool]) -> None:
     """Run the steps for whose number of tokens `is_traced` returns True."""
     if runner.graphs is not None:
-        for shape, all_greedy in itertools.product(_captured(runner.graphs), (True, False)):
-            if is_traced(shape.tokens):
-                runner.graphs.trace(shape, all_greedy)
+        for shape in filter(lambda shape: is_traced(shape.tokens), _captured(runner.graphs)):
+            runner.graphs.trace(shape)
     for shape, bounds in _eager(runner):
         if is_traced(shape.tokens):
             runner.run_dummy_step_with_sampling(shape, bounds)

@@ -52,6 +52,8 @@ class PlainStep(NamedTuple):
 
 # The captured function: (inputs, max_drafts, all_greedy) → the results after the first part of the step, and again after each further one.
 Forward = Callable[[StepInputs, int, bool], Iterator[PlainStep]]
+# The function that launches all kernels of a step before its capture, those of both variants of sampling: (inputs, max_drafts).
+Launch = Callable[[StepInputs, int], None]
 
 
 @dataclass(slots=True)
@@ -117,8 +119,10 @@ class Graphs:
     def __init__(
         self,
         forward: Forward,
+        launch: Launch,
         inputs: InputBuilder,
         *,
+        samples: bool,
         max_rows: int,
         max_seq_len: int,
         max_tokens: int,
@@ -126,9 +130,13 @@ class Graphs:
         device: torch.device,
         states: StateCache | None = None,
     ) -> None:
-        """`max_drafts`: the largest number of drafts of a row; 0: without speculative decoding. `states`: those of recurrences."""
+        """`samples`: whether this rank samples, so that greedy steps and others have graphs of their own.
+
+        `max_drafts`: the largest number of drafts of a row; 0: without speculative decoding. `states`: those of recurrences.
+        """
         self.states = states
-        self.forward = forward
+        self.forward, self.launch = forward, launch
+        self.samples = samples
         self.inputs = inputs
         self.max_seq_len = max_seq_len
         self.row_buckets = row_buckets(max_rows)
@@ -181,25 +189,31 @@ class Graphs:
         `num_wanted`: the number of drafts to compute for each row; None: the drafter does not run.
         """
         shape = packed.shape
-        captured = self._captured.get((shape, all_greedy)) or self.capture(shape, all_greedy)
+        if (shape, all_greedy) not in self._captured:
+            self.capture(shape)
+        captured = self._captured[shape, all_greedy]
         copies = self.inputs.send(packed, self._static, self._tables[: shape.rows])
         with nullcontext() if self.states is None else self.states.around_step(*copies):
             return captured.replay(num_wanted)
 
-    def capture(self, shape: Shape, all_greedy: bool) -> CapturedStep:
-        """Capture the step of a shape. It is run once before, which compiles kernels and allocates workspaces of libraries."""
+    def capture(self, shape: Shape) -> None:
+        """Capture the step of a shape, with greedy sampling and with any sampling.
+
+        It is run once before, which compiles kernels and allocates workspaces of libraries.
+        """
         step = self._dummy_step(shape)
         # One stream for all captures, because libraries keep a workspace per stream.
         stream = self._stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         # A collection may destroy a graph of another engine, which would make the capture fail.
         with torch.cuda.stream(stream), without_garbage_collection():
-            self._run_all(step, shape, all_greedy)
-            step.batch.shared.clear()
-            captured = self._capture_parts(self.forward(step, shape.max_drafts, all_greedy), stream)
+            self.launch(step, shape.max_drafts)
+            for all_greedy in (True, False) if self.samples else (True,):
+                step.batch.shared.clear()
+                self._captured[shape, all_greedy] = self._capture_parts(self.forward(step, shape.max_drafts, all_greedy), stream)
         torch.cuda.current_stream().wait_stream(stream)
-        self._captured[shape, all_greedy] = captured
-        return captured
+        if not self.samples:
+            self._captured[shape, False] = self._captured[shape, True]
 
     def _capture_parts(self, parts: Iterator[PlainStep], stream: torch.cuda.Stream) -> CapturedStep:
         """Capture a graph of each part of a step. The iterator holds the tensors that later parts read, until all are captured."""
@@ -213,14 +227,9 @@ class Graphs:
             self._pool = self._pool or graph.pool()
         return CapturedStep(graphs, result)
 
-    def _run_all(self, step: StepInputs, shape: Shape, all_greedy: bool) -> None:
-        """Launch the kernels of all parts of a step."""
-        for _ in self.forward(step, shape.max_drafts, all_greedy):
-            pass
-
-    def trace(self, shape: Shape, all_greedy: bool) -> None:
+    def trace(self, shape: Shape) -> None:
         """Launch the kernels that `capture` would record, on meta tensors."""
-        self._run_all(self._dummy_step(shape), shape, all_greedy)
+        self.launch(self._dummy_step(shape), shape.max_drafts)
 
     def warm_up(self) -> int:
         """Capture decodes, short prefills and decodes with drafts, greedy and sampled. Other shapes are captured when a step needs them.
@@ -229,7 +238,7 @@ class Graphs:
         """
         started = time.monotonic()
         num_bytes = self._capture_all([*self._decodes(), *self._prefills(), *self.verifications()])
-        log.info("captured %d graphs in %.1f s", len(self._captured), time.monotonic() - started)
+        log.info("captured %d steps in %.1f s", len({shape for shape, _ in self._captured}), time.monotonic() - started)
         return num_bytes
 
     def footprint(self) -> int:
@@ -260,11 +269,10 @@ class Graphs:
         return [shape for rows in reversed(self.drafted_rows) for shape in reversed(self._drafted(rows))]
 
     def _capture_all(self, shapes: list[Shape]) -> int:
-        """Capture a graph of each shape with greedy sampling, and one with any sampling. Returns the bytes allocated on the device."""
+        """Capture the steps of these shapes. Returns the bytes allocated on the device."""
         before = _free_bytes()
         for shape in shapes:
-            for all_greedy in (True, False):
-                self.capture(shape, all_greedy)
+            self.capture(shape)
         return max(before - _free_bytes(), 0)
 
     def _dummy_step(self, shape: Shape) -> StepInputs:

@@ -96,7 +96,9 @@ class ModelRunner:
         if use_graphs and device.type != "cpu":
             self.graphs = Graphs(
                 self._forward,
+                self._launch_all,
                 self.inputs,
+                samples=world.is_leader,
                 max_rows=max_batch_size,
                 max_seq_len=max_seq_len,
                 max_tokens=max_num_tokens,
@@ -317,6 +319,21 @@ class ModelRunner:
         ranks = self._set_uniform_counts(inputs)
         batch = self._resolve(inputs)
         logits = self.model(batch, self.caches)
+        yield from self._after_model(inputs, batch, logits, ranks, max_drafts, all_greedy)
+
+    def _launch_all(self, inputs: StepInputs, max_drafts: int) -> None:
+        """Launch the kernels of all parts of a step, those of greedy sampling and those of any sampling. The model runs once."""
+        ranks = self._set_uniform_counts(inputs)
+        batch = self._resolve(inputs)
+        logits = self.model(batch, self.caches)
+        for all_greedy in (True, False):
+            for _ in self._after_model(inputs, batch, logits, ranks, max_drafts, all_greedy):
+                pass
+
+    def _after_model(
+        self, inputs: StepInputs, batch: ForwardBatch, logits: Tensor, ranks: RankCounts | None, max_drafts: int, all_greedy: bool
+    ) -> Iterator[PlainStep]:
+        """The sampler, then the drafter. Yields the results after each part of the step."""
         verified: Verified | None = None
         if self.world.is_leader:
             token_ids = newest = ops.sample(logits, self.sampler.table.gather(*self._rows_to_sample(inputs, ranks), all_greedy))
