@@ -23,7 +23,7 @@ import torch
 from stoker.kernels.native import build
 from stoker.kernels.native.library import load_kernels
 
-CASES = Path(__file__).parent / "kernel_cases.c"
+FOLDER = Path(__file__).parent
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 X86 = platform.machine() == "x86_64"
 COMPILER = next(filter(None, map(shutil.which, build.COMPILERS)), None)
@@ -34,12 +34,12 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Compiles the cases with other flags than -march=native, and returns their results."""
+    """Compiles cases with other flags than -march=native, and returns their results."""
 
-    def results(*flags: str, compiler: str = COMPILER or "", emulator: tuple[str, ...] = ()) -> np.ndarray:
+    def results(*flags: str, cases: str = "kernel_cases.c", compiler: str = COMPILER or "", emulator: tuple[str, ...] = ()) -> np.ndarray:
         program = tmp_path_factory.mktemp("cases") / "cases"
         common = [flag for flag in build.FLAGS if flag not in ("-march=native", "-shared", "-fPIC")]
-        command = [compiler, *common, *flags, f"-I{build._SOURCES}", "-o", str(program), str(CASES), "-lm"]
+        command = [compiler, *common, *flags, f"-I{build._SOURCES}", "-o", str(program), str(FOLDER / cases), "-lm"]
         subprocess.run(command, check=True, timeout=120)
         done = subprocess.run([*emulator, str(program)], check=True, timeout=120, stdout=subprocess.PIPE)
         return np.frombuffer(done.stdout, np.float32)
@@ -51,6 +51,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def here(run: Run) -> np.ndarray:
     """The results of this machine, with activations in float32 (digits.h needs VNNI)."""
     return run("-march=native", *(["-mno-avx512vnni"] if X86 else []))
+
+
+@pytest.fixture(scope="module")
+def panels_here(run: Run) -> np.ndarray:
+    """The results of this machine's kernels of many rows."""
+    if X86 and " avx2 " not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has no kernels of many rows")
+    return run("-march=native", cases="panel_cases.c")
 
 
 def check(found: np.ndarray, here: np.ndarray, tolerance: float = 1e-5) -> None:
@@ -97,6 +105,16 @@ def test_tiles_of_avx2(avx2: None) -> None:
         test_prefill.test_prefill_rows(test_prefill.CASES[case])
 
 
-@pytest.mark.skipif(not (shutil.which(ARM_COMPILER) and shutil.which(ARM_EMULATOR)), reason="no cross-compiler or emulator of ARM")
+needs_emulator = pytest.mark.skipif(
+    not (shutil.which(ARM_COMPILER) and shutil.which(ARM_EMULATOR)), reason="no cross-compiler or emulator of ARM"
+)
+
+
+@needs_emulator
 def test_arm(run: Run, here: np.ndarray) -> None:
     check(run("-static", compiler=ARM_COMPILER, emulator=(ARM_EMULATOR,)), here)
+
+
+@needs_emulator
+def test_many_rows_on_arm(run: Run, panels_here: np.ndarray) -> None:
+    check(run("-static", cases="panel_cases.c", compiler=ARM_COMPILER, emulator=(ARM_EMULATOR,)), panels_here)

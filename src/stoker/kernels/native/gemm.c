@@ -1,4 +1,5 @@
-/* Linears of many rows of x with AVX-512 or AVX2, with weight and activations in float32, or in e4m3 (AVX512-BF16). See panels.h for the product.
+/* Linears of many rows of x with AVX-512, AVX2 or NEON, with weight and activations in float32, or in e4m3 (AVX512-BF16). See panels.h for the
+ * product.
  *
  * Stage 1 packs x. In stage 2, a work item converts one weight panel after another, and multiplies it by its panels of x while it is in the
  * L2 cache. On a Zen 4 core, products of e4m3 [1024, 576] and [3072, 576] reach 82 % of what the loop alone reaches (231 GFLOP/s).

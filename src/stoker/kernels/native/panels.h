@@ -1,10 +1,10 @@
-/* Products of panels with AVX-512 or AVX2: the tile of sums that linears, scores and attention of many rows compute.
+/* Products of panels with AVX-512, AVX2 or NEON: the tile of sums that linears, scores and attention of many rows compute.
  *
  * Both operands are packed into panels of elements of 32 bits: a feature in float32, or two neighbouring ones as bfloat16. Every e4m3 value
  * is a bfloat16 value, and the product of two of them is a float, so that only the float32 sums of VDPBF16PS (AVX512-BF16) are rounded.
  *
- *     x panel       [elements, TILE_ROWS]: 12 or 6 rows of x        | element 0 of rows 0..11 | element 1 of rows 0..11 | ...
- *     weight panel  [elements, WIDTH]: 32 or 16 weight rows         | element 0 of rows 0..31 | element 1 of rows 0..31 | ...
+ *     x panel       [elements, TILE_ROWS]: 12 rows of x (AVX2: 6, NEON: 8)     | element 0 of rows 0..11 | element 1 of rows 0..11 | ...
+ *     weight panel  [elements, WIDTH]: 32 weight rows (AVX2: 16, NEON: 8)  | element 0 of rows 0..31 | element 1 of rows 0..31 | ...
  *     tile          [TILE_ROWS, WIDTH]: sums in two registers per row
  */
 
@@ -57,11 +57,15 @@ static void pack_rows(void *data, int64_t index) {
         p->x_scale[row + r] = a->rounding ? rounding_scale(a, x + r * pitch, pitch) : 1;
     }
     for (int64_t k = 0; k < p->elements; k += LANES, panel += LANES * TILE_ROWS) {
-        u32v block[LANES];
-        UNROLL_TILE for (int r = 0; r < LANES; r++)
-            block[r] = r < rows ? elements_of(a->weight_dtype, x + r * pitch, p->x_scale[row + r], k) : (u32v){0};
-        transpose(block);
-        UNROLL_TILE for (int i = 0; i < LANES; i++) store_tile_rows(panel + i * TILE_ROWS, block[i]);
+        for (int64_t first = 0; first < TILE_ROWS; first += LANES) {
+            u32v block[LANES];
+            UNROLL_TILE for (int i = 0; i < LANES; i++) {
+                int64_t r = first + i;
+                block[i] = r < rows ? elements_of(a->weight_dtype, x + r * pitch, p->x_scale[row + r], k) : (u32v){0};
+            }
+            transpose(block);
+            UNROLL_TILE for (int i = 0; i < LANES; i++) store_tile_rows(panel + i * TILE_ROWS + first, block[i]);
+        }
     }
     free(x);
 }
@@ -140,7 +144,7 @@ static void pack_weight(const struct panels *p, int64_t first, int64_t count, u3
     }
 }
 
-/* sum + the products of an element of one row of x and of LANES weight rows. */
+/* sum + the products of an element of one row of x (`load_element`) and of LANES weight rows. */
 static INLINE f32v multiply_add(int dtype, f32v sum, u32v weight, u32v x) {
 #ifdef __AVX512BF16__
     if (dtype == E4M3) return (f32v)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weight, (__m512bh)x);
@@ -155,7 +159,7 @@ static INLINE void add_products(int dtype, int64_t elements, const uint32_t *x, 
     for (int64_t k = 0; k < elements; k++, x += element_step, weights += weight_step) {
         u32v left = (u32v)load(FLOAT32, weights, 0), right = (u32v)load(FLOAT32, weights, LANES);
         UNROLL_TILE for (int r = 0; r < TILE_ROWS; r++) {
-            u32v element = broadcast_bits(x[r * row_step]);
+            u32v element = load_element(x + r * row_step);
             sum[r][0] = multiply_add(dtype, sum[r][0], left, element);
             sum[r][1] = multiply_add(dtype, sum[r][1], right, element);
         }

@@ -1,4 +1,4 @@
-/* Causal paged attention of the queries of one sequence, with AVX-512 or AVX2. See `ops.attention`, and panels.h for the products.
+/* Causal paged attention of the queries of one sequence, with AVX-512, AVX2 or NEON. See `ops.attention`, and panels.h for the products.
  *
  * The query heads of a group (GQA) share their KV head, so their rows are computed together:
  *
