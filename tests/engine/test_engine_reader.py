@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from stoker.base.errors import EngineError
 from stoker.builder.build import build
-from stoker.engine.config import FORMAT_VERSION
+from stoker.engine.config_file import FORMAT_VERSION
 from stoker.engine.reader import Engine
 from stoker.engine.safetensors_header import read_header
 from stoker.engine.tensor_source import DummyTensorSource

@@ -15,7 +15,7 @@ from stoker.builder.build_plan import BuildPlan
 from stoker.builder.config import BuildConfig
 from stoker.builder.conversion.convert import quantize_in_chunks
 from stoker.core.specs import LinearSpec
-from stoker.engine.reader import rank_file_name
+from stoker.engine.config_file import rank_file_name
 from stoker.quant.format import Format
 from stoker.quant.formats.block_fp8 import BlockFp8
 from stoker.quant.formats.fp8 import Fp8

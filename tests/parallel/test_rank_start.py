@@ -154,8 +154,13 @@ def test_closing_a_prestarted_executor_ends_all_ranks(engine: Path) -> None:
         prestarted.close()
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
-def test_a_command_that_ends_before_its_executor_has_a_task(engine: Path, tmp_path: Path, number: signal.Signals, status: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "statuses"),
+    [(signal.SIGINT, (130, 0)), (signal.SIGTERM, (143, 0)), (signal.SIGKILL, (-signal.SIGKILL,))],  # 0: the supervisor runs already
+)
+def test_a_command_that_ends_while_its_ranks_import(
+    engine: Path, tmp_path: Path, number: signal.Signals, statuses: tuple[int, ...]
+) -> None:
     command = [sys.executable, "-m", "stoker", "serve", str(engine), "--port", "0", "--kv-cache-tokens", "1024"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as server:
@@ -164,8 +169,36 @@ def test_a_command_that_ends_before_its_executor_has_a_task(engine: Path, tmp_pa
         with ends(server.pid, executor, *followers):
             server.send_signal(number)
             out, _ = server.communicate(timeout=TIMEOUT_S)
-    assert "Traceback" not in out and "ready" not in out
-    assert server.returncode == status
+    assert "Traceback" not in out and "(ready after" not in out
+    assert server.returncode in statuses
+
+
+def test_only_ranks_import_torch(engine: Path) -> None:
+    command = [sys.executable, "-m", "stoker", "serve", str(engine), "--port", "0", "--kv-cache-tokens", "1024"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and "(ready after" in server.stdout.readline()
+        modules = {pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0")[2] for pid in children(server.pid)}
+        executor = next(pid for pid, module in modules.items() if module == "stoker.server.processes.executor")
+        frontend = next(pid for pid, module in modules.items() if module == "stoker.server.processes.frontend_entry")
+        (follower,) = children(executor)
+        uses_torch = {pid: "libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in (server.pid, frontend, executor, follower)}
+        with ends(*uses_torch):
+            server.terminate()
+            assert server.wait(TIMEOUT_S) == 0
+    assert uses_torch == {server.pid: False, frontend: False, executor: True, follower: True}
+
+
+def test_the_error_of_an_executor_is_that_of_the_command(engine: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(engine, tmp_path / "engine")
+    shutil.copy(copy / "rank0.safetensors", copy / "rank1.safetensors")
+    for path, options, status, message in (
+        (engine, ["--devices", "0,1"], 2, f"stoker: devices=[0, 1] name GPUs, and {engine} runs on the CPU. Leave devices out.\n"),
+        (copy, [], 1, f"stoker: {copy}/rank1.safetensors is from another build or rank: its header says rank 0 of 2 of engine"),
+    ):
+        command = [sys.executable, "-m", "stoker", "serve", str(path), "--port", "0", "--kv-cache-tokens", "1024", *options]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        assert (ended.returncode, ended.stdout) == (status, "")
+        assert ended.stderr.startswith(message) and ended.stderr.count("\n") == 1
 
 
 def test_expected_devices(engine: Path, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from stoker.builder.build_plan import BuildPlan
+from stoker.engine.config_file import CONFIG_FILE
 from stoker.engine.publish import write_config
-from stoker.engine.reader import CONFIG_FILE
 
 # Receives (stage, done, total).
 Progress = Callable[[str, int, int], None]

@@ -13,7 +13,7 @@ from stoker.builder.conversion.tensor_plan import dense_shapes
 from stoker.core.model_config import AttentionConfig, LayerConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig
 from stoker.distributed.pipeline import stage_layers
 from stoker.engine.config import EngineConfig
-from stoker.engine.reader import rank_file_name
+from stoker.engine.config_file import rank_file_name
 from stoker.engine.safetensors_header import num_bytes
 from stoker.layers.decoder import declare, kv_width
 from stoker.layers.state_cache import state_bytes

@@ -17,9 +17,10 @@ from stoker.builder.conversion.shard_plan import ShardPlan, specs_in_file_order
 from stoker.builder.generation_config import write_generation_config
 from stoker.builder.tokenizers.tokenizer_files import write_tokenizer
 from stoker.engine.config import EngineConfig, rank_metadata
+from stoker.engine.config_file import CONFIG_FILE, rank_file_name
 from stoker.engine.file_record import FileRecord, record_file
 from stoker.engine.publish import write_config
-from stoker.engine.reader import CONFIG_FILE, HUGGING_FACE_CONFIG_FILE, rank_file_name
+from stoker.engine.reader import HUGGING_FACE_CONFIG_FILE
 from stoker.engine.safetensors_header import num_bytes
 from stoker.engine.safetensors_writer import PINNED_BYTES, SafetensorsWriter
 

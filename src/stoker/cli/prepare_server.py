@@ -1,7 +1,7 @@
 """Prepares a server: from a path or address on the command line to an engine and the settings with which it is served.
 
 `read_deployment` reads what the path requests and applies the command line's options; it fetches and builds nothing but the folder itself.
-`prepare_server` fetches or builds the engine, and imports torch, which `read_deployment` does not.
+`prepare_server` fetches or builds the engine.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from stoker.deploy.draft_engine import names_missing_engine
 from stoker.deploy.model_name import model_name_of
 from stoker.deploy.runtime_checks import check_device, check_runtime, override_runtime, with_runtime_limits
 from stoker.deploy.triton.export import five_models
+from stoker.engine.config_file import read_summary
 from stoker.server.names import check_names
 from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.settings import ServerSettings
@@ -68,15 +69,25 @@ def read_deployment(
 
 
 def prepare_server(
-    deployment: Deployment, progress: prepare.Progress | None = None, nodes: NodeSettings = NodeSettings()
+    deployment: Deployment,
+    progress: prepare.Progress | None = None,
+    nodes: NodeSettings = NodeSettings(),
+    *,
+    executor_checks: bool = False,
 ) -> PreparedServer:
-    """Fetch or build the deployment's engine, and log the deployment's notes. Raises ConfigError, CheckpointError and EngineError."""
+    """Fetch or build the deployment's engine, and log the deployment's notes. Raises ConfigError, CheckpointError and EngineError.
+
+    With `executor_checks`, only the executor checks that the engine runs on this machine, and torch is not imported for an engine that
+    exists.
+    """
     for note in deployment.notes:
         log.log(logging.WARNING if note.severity == "warning" else logging.INFO, "%s", note)
     prepared = prepare.prepare_engine(deployment, env.child_environment(), progress)
     if nodes.num_nodes == 1:
         check_required_nodes(deployment.nodes, nodes, num_ranks=engine_info(prepared.engine).mapping.world_size)
-    _check_start(prepared.engine, prepared.deployment, nodes)
+    _check_beams(prepared.engine, prepared.deployment)
+    if not executor_checks:
+        _check_start(prepared.engine, prepared.deployment, nodes)
     return PreparedServer(
         engine=prepared.engine,
         settings=_with_models(prepared.deployment.server, prepared.engine),
@@ -105,17 +116,16 @@ def check_engine(deployment: Deployment, nodes: NodeSettings = NodeSettings()) -
         prepare.check_ranks(deployment, path)
         if nodes.num_nodes == 1:
             check_required_nodes(deployment.nodes, nodes, num_ranks=engine_info(path).mapping.world_size)
+        _check_beams(path, deployment)
         _check_start(path, deployment, nodes)
 
 
 def engine_info(path: Path) -> EngineInfo:
     """The data in an engine's config.json that an export to a deployment folder needs. Raises EngineError."""
-    from stoker.engine.reader import Engine
-
-    config = Engine.open(path).config
+    found = read_summary(path)
     return EngineInfo(
-        path=str(path.resolve()), architecture=config.model.architecture, vocab_size=config.model.vocab_size, dtype=config.dtype,
-        device=config.target.device, limits=config.limits, mapping=config.mapping,
+        path=str(path.resolve()), architecture=found.model.architecture, vocab_size=found.model.vocab_size, dtype=found.dtype,
+        device=found.target.device, limits=found.limits, mapping=found.mapping,
     )  # fmt: skip
 
 
@@ -148,12 +158,16 @@ def _check_start(path: Path, deployment: Deployment, nodes: NodeSettings) -> Non
     from stoker.engine.reader import Engine
     from stoker.runtime.start_checks import check_start
 
-    engine, options = Engine.open(path), deployment.server.options
     runtime = deployment.runtime
     if names_missing_engine(deployment):
         runtime = msgspec.structs.replace(runtime, speculate="none")
-    check_start(engine, runtime, nodes)
-    beams, limit = options.max_beam_width if isinstance(options, TritonOptions) else 1, engine.config.limits.max_beam_width
+    check_start(Engine.open(path), runtime, nodes)
+
+
+def _check_beams(path: Path, deployment: Deployment) -> None:
+    """Raise ConfigError if the deployment has wider beams than the engine."""
+    options = deployment.server.options
+    beams, limit = options.max_beam_width if isinstance(options, TritonOptions) else 1, engine_info(path).limits.max_beam_width
     if beams > limit:
         raise ConfigError(
             f"{deployment.path}: max_beam_width={beams} is above {limit}, the limit of the engine {path}.",

@@ -44,7 +44,7 @@ def prepare(arguments: ServeArguments, progress: Progress) -> ServerStart:
         executor = prestart_executor(engine, deployment.runtime, arguments.nodes)
         times.reached("executor started")
         try:
-            prepared = prepare_server(deployment, progress, arguments.nodes)
+            prepared = prepare_server(deployment, progress, arguments.nodes, executor_checks=_executor_checks(deployment.server))
             times.reached("checked")
             return ServerStart(prepared, listeners, executor, times)
         except BaseException:
@@ -54,6 +54,13 @@ def prepare(arguments: ServeArguments, progress: Progress) -> ServerStart:
         prepared = prepare_server(deployment, _report_to(loading_server, progress), arguments.nodes)
     times.reached("built and checked")
     return ServerStart(prepared, listeners, None, times)
+
+
+def _executor_checks(settings: ServerSettings) -> bool:
+    """Whether an executor starts with the server, and ends it if the engine does not run on this machine."""
+    from stoker.server.processes.supervisor import runs_executor
+
+    return settings.exit_on_error and runs_executor(settings)
 
 
 def _read(arguments: ServeArguments, progress: Progress) -> tuple[Deployment, list[socket.socket]]:

@@ -21,6 +21,7 @@ from stoker.deploy.lmi.load import CONTAINER, load_lmi
 from stoker.deploy.model_name import checkpoint_name_of
 from stoker.deploy.secrets import find_secret, secret_places
 from stoker.deploy.sources.hub import AccessError
+from stoker.engine.config_file import read_summary
 
 if TYPE_CHECKING:
     from stoker.builder.config import BuildConfig
@@ -201,9 +202,7 @@ def _build(deployment: Deployment, local: Path, environment: Environment[str, st
 
 def check_ranks(deployment: Deployment, engine: Path) -> None:
     """Raise ConfigError when the engine was built for another number of ranks than the deployment requires."""
-    from stoker.engine.reader import Engine
-
-    required, built = deployment.source.mapping, Engine.open(engine).config.mapping
+    required, built = deployment.source.mapping, read_summary(engine).mapping
     if not isinstance(deployment.source, EngineSource) or required is None:
         return
     if required.world_size != built.world_size or (required.data_parallel > 1 and required.data_parallel != built.data_parallel):

@@ -11,11 +11,10 @@ import msgspec
 from stoker.base.config import DEVICES, DTYPES, Limits, Mapping, check_choice
 from stoker.base.errors import ConfigError, EngineError
 from stoker.core.model_config import ModelConfig, decode_model, encode_model
+from stoker.engine.config_file import FORMAT_VERSION
 from stoker.engine.file_record import FileRecord
 from stoker.layers.shard import Sharding
 from stoker.quant.recipe import KV_DTYPES, Recipe, decode_recipe, encode_recipe
-
-FORMAT_VERSION = 3
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,8 @@ from stoker.base.disk import names_path
 from stoker.base.errors import EngineError
 from stoker.base.process import start_time
 from stoker.engine.config import EngineConfig, encode_engine_config
-from stoker.engine.reader import CONFIG_FILE, is_engine
+from stoker.engine.config_file import CONFIG_FILE
+from stoker.engine.reader import is_engine
 
 _REPLACED = ".old"  # suffix of a workspace's name: the engine that is being replaced
 

@@ -17,8 +17,8 @@ from stoker.builder.calibration.recording import CheckpointTensorSource
 from stoker.builder.conversion.convert import PrecomputedTensors
 from stoker.builder.conversion.layouts import stored_layouts
 from stoker.distributed.group import SINGLE
+from stoker.engine.config_file import rank_file_name
 from stoker.engine.layerwise import LayerwiseModel, Scores
-from stoker.engine.reader import rank_file_name
 from stoker.engine.tensor_source import FileTensorSource
 from stoker.layers.decoder import declare
 from stoker.layers.loader import Loader

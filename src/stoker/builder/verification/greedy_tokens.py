@@ -17,7 +17,8 @@ from stoker.builder.verification.reference_model import load_reference_model
 from stoker.core.forward_batch import ForwardBatch, KVCache, LayerState
 from stoker.distributed.group import SINGLE
 from stoker.engine.config import EngineConfig
-from stoker.engine.reader import Engine, rank_file_name
+from stoker.engine.config_file import rank_file_name
+from stoker.engine.reader import Engine
 from stoker.engine.tensor_source import FileTensorSource
 from stoker.layers.decoder import Decoder, kv_shapes
 from stoker.layers.loader import Loader

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from stoker.base.errors import EngineError
-from stoker.engine.reader import Engine, rank_file_name
+from stoker.engine.config_file import rank_file_name
+from stoker.engine.reader import Engine
 from stoker.engine.safetensors_header import TensorLayouts
 from stoker.engine.tensor_source import FileTensorSource
 

@@ -10,7 +10,8 @@ import torch
 from stoker.base.draft_tree import DraftTree, DynamicTree
 from stoker.base.errors import ConfigError
 from stoker.engine.config import EngineConfig
-from stoker.engine.reader import CONFIG_FILE, Engine
+from stoker.engine.config_file import CONFIG_FILE
+from stoker.engine.reader import Engine
 from stoker.layers.decoder import Decoder
 from stoker.layers.state_cache import StateCache, state_bytes
 from stoker.runtime.worker.draft_batch import SpareBlocks, num_spare_blocks

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stoker.base import env
+from stoker.base.errors import ConfigError, EngineError, StokerError
 
 READY = b"ready\n"
+USAGE_STATUS = 2  # exit status of a child that has reported a ConfigError
 KILL_AFTER_S = 60.0  # between the stop signal and SIGKILL when the parent has ended
 # The stop signal of executors. Slurm and systemd send SIGTERM to all processes of a job or service at once, which the executor ignores,
 # because requests in flight have the drain time to end.
@@ -57,6 +59,8 @@ class Child:
         self.process = process
         self.mapped: dict[Path, int] = {}  # files that the process maps into its memory, with their sizes
         self._stop_signal = stop_signal
+        self._report = ""
+        self._has_reported = asyncio.Event()
 
     @classmethod
     async def start(
@@ -96,7 +100,16 @@ class Child:
         """Wait for the child's report. None: it is ready. Otherwise its error, which is empty if the child ended without a report."""
         assert self.process.stdout is not None
         line = await self.process.stdout.readline()
-        return None if line == READY else line.decode().strip()
+        self._report = "" if line == READY else line.decode().strip()
+        self._has_reported.set()
+        return None if line == READY else self._report
+
+    async def refusal(self) -> StokerError | None:
+        """The error that the child, which has ended, reported instead of becoming ready. Something else must wait for `failure`."""
+        await self._has_reported.wait()
+        if not self._report:
+            return None
+        return ConfigError(self._report) if await self.process.wait() == USAGE_STATUS else EngineError(self._report)
 
     async def stop(self, timeout_s: float) -> None:
         """Send the stop signal, and SIGKILL if the process is still running after `timeout_s`."""

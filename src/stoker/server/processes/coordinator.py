@@ -105,8 +105,11 @@ class FrontendCoordination(Coordination):
 
     @classmethod
     async def connect(cls, run_dir: str) -> FrontendCoordination:
-        """Connect to the supervisor and receive the present values."""
-        coordination = cls(*await asyncio.open_unix_connection(Path(run_dir) / SOCKET))
+        """Connect to the supervisor and receive the present values. Raises UnavailableError if it has ended."""
+        try:
+            coordination = cls(*await asyncio.open_unix_connection(Path(run_dir) / SOCKET))
+        except OSError:
+            raise UnavailableError("the supervisor has ended.") from None
         await coordination._connected.wait()
         return coordination
 

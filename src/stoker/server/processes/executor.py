@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from stoker.base.errors import StokerError
+from stoker.base.errors import ConfigError, StokerError
 from stoker.base.logging import configure, get_logger
 from stoker.base.process import freeze_objects, importing
 from stoker.base.start_times import StartTimes
@@ -16,7 +16,7 @@ from stoker.runtime.client import ExecutorInfo, Message, Shutdown
 from stoker.runtime.request import SequenceOutput
 from stoker.runtime.transport.zmq_mailbox import ZmqMailbox
 from stoker.runtime.worker_group.follower_process import WaitingFollowers
-from stoker.server.processes.child import EXECUTOR_STOP_SIGNAL, end_with_parent, receive_task
+from stoker.server.processes.child import EXECUTOR_STOP_SIGNAL, USAGE_STATUS, end_with_parent, receive_task
 from stoker.server.processes.tasks import ExecutorTask
 
 if TYPE_CHECKING:
@@ -64,10 +64,9 @@ def main() -> int:
         try:
             run(task, report_ready, waiting, times)
         except StokerError as error:
-            log.error("%s", error)
             with contextlib.suppress(BrokenPipeError):
                 report_ready(str(error))
-            return 1
+            return USAGE_STATUS if isinstance(error, ConfigError) else 1
     return 0
 
 

@@ -144,6 +144,7 @@ class ExecutorControl:
             try:
                 await self.wait_until_ready()
             except EngineError as error:
+                log.error("the executor cannot start: %s", error)
                 await self.withdraw(str(error))
                 raise
             self._attach(child)

@@ -80,6 +80,7 @@ class HttpServer(uvicorn.Server):
 def main() -> int:
     """Run a frontend for the task that the supervisor sends. Returns the exit status."""
     task, report_ready = receive_task()
+    end_with_parent()
     try:
         uvloop.run(serve(task, report_ready))
     except StokerError as error:
@@ -100,7 +101,6 @@ async def serve(task: FrontendTask, report_ready: Callable[[], Any]) -> None:
     server = HttpServer(http_config(make_app(context), task.settings), lambda: metrics.of(EXHAUSTED, "http").inc())
     grpc = await open_grpc(context, task.grpc_address) if task.grpc_address is not None else None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: setattr(server, "should_exit", True))
-    end_with_parent()
     serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=fd) for fd in task.socket_fds]))
     loading = asyncio.create_task(model.load())
     await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)

@@ -65,7 +65,7 @@ def serve(
     `read_again` returns what to serve after a reload. `prestarted` is the process of the executor, if it is running already. `nodes`: those
     of the ranks, of which this process is the first. `times` has the stages of the start so far. `announce` is called with one line that
     contains the URL when the server is ready.
-    Raises ConfigError if an address, the certificate or the state directory cannot be used.
+    Raises ConfigError if an address, the certificate or the state directory cannot be used, and the error of an executor that cannot start.
     """
     if settings.state_dir is not None:
         StateDirectory(settings.state_dir).close()
@@ -117,7 +117,10 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
-        """Start the children, serve until a signal or the end of a child, and stop the children. Returns the exit status."""
+        """Start the children, serve until a signal or the end of a child, and stop the children. Returns the exit status.
+
+        Raises ConfigError or EngineError if the executor reports one instead of becoming ready.
+        """
         started = time.monotonic()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
@@ -126,7 +129,7 @@ class Supervisor:
         self._systemd.report("Loading the engine.")
         await self._keys.start()
         socket = await self._coordinator.listen(self._run_dir)
-        executor = await self._executor.launch() if _runs_executor(self._settings) else None
+        executor = await self._executor.launch() if runs_executor(self._settings) else None
         if executor is not None:
             self._times.reached("task sent")
             await self._executor.publish()
@@ -141,7 +144,8 @@ class Supervisor:
         ready = asyncio.gather(self._note("executor ready", self._executor_ready(executor)), self._note("frontends ready", frontends))
         with registered(self.url, self._name, self._served.engine):
             failed = await self._watch(ready, started)
-        if failed is not None:
+        refusal = await failed.refusal() if failed is not None and failed is executor and not ready.done() else None
+        if failed is not None and refusal is None:
             log.error("the %s %s; the server stops.", failed.name, failed.ending)
         await self._end(failing=failed is not None and failed not in self._frontends.children and ready.done())
         socket.close()
@@ -151,6 +155,8 @@ class Supervisor:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await ready
+        if refusal is not None:
+            raise refusal
         return 0 if failed is None else 1
 
     async def _executor_ready(self, executor: Child | None) -> None:
@@ -303,7 +309,7 @@ class Supervisor:
         self._stop.set()
 
 
-def _runs_executor(settings: ServerSettings) -> bool:
+def runs_executor(settings: ServerSettings) -> bool:
     """Whether the executor runs from the start: always, unless explicit model control loads no model that needs it."""
     options = settings.options
     if not isinstance(options, TritonOptions):
