@@ -105,12 +105,12 @@ if torch.cuda.is_available():
 @cache
 def _cpu() -> dict[ModuleType, ModuleType]:
     """The modules of C kernels, with their reference modules as keys; empty without a compiler. Compiles the kernels at the first call."""
-    from stoker.kernels.native import attention, fused_layer, library, linear, rope, sampling, scores
+    from stoker.kernels.native import attention, fused_layer, library, linear, norm, rope, sampling, scores
 
     if isinstance(library.kernels(), str):
         return {}
     return {
-        attention_ref: attention, linear_ref: linear, rope_ref: rope, fused_layer_ref: fused_layer, scores_ref: scores,
+        attention_ref: attention, linear_ref: linear, rope_ref: rope, norm_ref: norm, fused_layer_ref: fused_layer, scores_ref: scores,
         sampling_ref: sampling, **_by_format("stoker.kernels.native", "quant_"),
     }  # fmt: skip
 

@@ -6,6 +6,7 @@
 
 #include "attention.c"
 #include "linear.c"
+#include "norm.c"
 #include "parallel.c"
 #include "rope.c"
 #include "sample.c"
@@ -99,10 +100,22 @@ static void run_greedy(int dtype) {
     }
 }
 
+static void run_norm(int dtype, int kind, int64_t size) {
+    struct norm_rows a = {
+        .threads = 1, .x = array(dtype, ROWS * 2 * KV_HEADS * size, 3), .y = array(dtype, ROWS * KV_HEADS * size, 0), .tokens = ROWS,
+        .heads = KV_HEADS, .size = size, .token_stride = 2 * KV_HEADS * size, .head_stride = size, .dtype = dtype, .kind = kind, .eps = 1e-5,
+        .weight = array(BFLOAT16, size, 1), .weight_dtype = BFLOAT16, .bias = kind == LAYER ? array(FLOAT32, size, 1) : NULL,
+    };
+    check(stoker_norm(&a));
+    put(dtype, a.y, ROWS * KV_HEADS * size);
+}
+
 int main(void) {
     run_linears();
     run_greedy(FLOAT32);
     run_greedy(BFLOAT16);
+    run_norm(FLOAT32, RMS, SIZE);
+    run_norm(BFLOAT16, LAYER, 101);
     run_cache(FLOAT32, FLOAT32, 0, 0);
     run_cache(BFLOAT16, BFLOAT16, 1, 20);
     run_cache(FLOAT32, INT8, 0, 0);

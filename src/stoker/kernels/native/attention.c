@@ -50,7 +50,7 @@ static INLINE const int32_t *block_table(const struct attention *a, int64_t row)
 /* Queries of a row that share a KV head, and their online softmax (arXiv 1805.02867) over the keys so far. */
 struct queries {
     const int32_t *blocks;
-    int64_t kv_head;
+    int64_t kv_head, length; /* length: of the keys */
     float q[GROUP_QUERIES][MAX_HEAD_SIZE];      /* times the scale of the scores */
     float out[GROUP_QUERIES][MAX_HEAD_SIZE];    /* Σ exp(score - highest) × value */
     float weights[GROUP_QUERIES][KEY_TILE];     /* scores of a tile, then exp(score - highest) */
@@ -83,12 +83,27 @@ static INLINE void score_keys(int G, int K, int dtype, const struct attention *a
     }
 }
 
-/* weights[g][i] = q[g] · key first + i, for G queries and `count` keys. Two keys at a time, which share the loads of q. */
+/* Prefetch `count` keys or values of `size` elements, which are `at` elements behind `array`. */
+static INLINE void prefetch_heads(int dtype, const char *array, int64_t at, int64_t count, int64_t size) {
+    const char *p = array + at * size_of(dtype), *end = p + count * size * size_of(dtype);
+    for (; p < end; p += 64) __builtin_prefetch(p);
+}
+
+/* weights[g][i] = q[g] · key first + i, for G queries and `count` keys. Two keys at a time, which share the loads of q.
+ *
+ * With each key, its value is prefetched, and the key at the same place of the next block: blocks are too short for the processor to
+ * notice a stream. */
 static INLINE void compute_scores(int G, int dtype, const struct attention *a, struct queries *s, int64_t first, int64_t count) {
     for (int64_t i = 0, run; i < count;) {
-        int64_t at = key_place(a, s, first + i, &run) * a->size, end = min_i64(i + run, count);
-        for (; i + 2 <= end; i += 2, at += 2 * a->size) score_keys(G, 2, dtype, a, s, i, at);
-        if (i < end) score_keys(G, 1, dtype, a, s, i++, at);
+        int64_t place = key_place(a, s, first + i, &run), end = min_i64(i + run, count), at = place * a->size, unused;
+        int64_t next = first + end < s->length ? key_place(a, s, first + end, &unused) - place : 0;
+        for (int64_t keys; i < end; i += keys, at += keys * a->size, place += keys) {
+            keys = min_i64(2, end - i);
+            prefetch_heads(dtype, a->keys, (place + next) * a->size, keys, a->size);
+            prefetch_heads(dtype, a->values, place * a->value_size, keys, a->value_size);
+            if (keys == 2) score_keys(G, 2, dtype, a, s, i, at);
+            else score_keys(G, 1, dtype, a, s, i, at);
+        }
     }
 }
 
@@ -144,6 +159,7 @@ static INLINE void attend(int G, int dtype, const struct attention *a, int64_t r
     struct queries s;
     s.blocks = block_table(a, row);
     s.kv_head = kv_head;
+    s.length = length;
     for (int g = 0; g < G; g++) {
         int64_t from = query + min_i64(g, count - 1);
         load_head(s.q[g], a->dtype, a->q + (row * a->q_token_stride + from * a->q_head_stride) * bytes, a->size);

@@ -47,6 +47,7 @@ WIDENING = struct.Struct("@6q").pack  # `struct widening` up to `linear`
 ROPE_STORE = struct.Struct("@29q").pack
 PREFILL = struct.Struct("@23qd").pack
 ATTENTION = struct.Struct("@28qd").pack
+NORM = struct.Struct("@15qd").pack
 GREEDY = struct.Struct("@8q").pack
 THREADS = struct.Struct("@q").pack
 CALL = struct.Struct("@2q").pack  # `struct call` up to its arguments
@@ -64,6 +65,7 @@ class NativeKernels(NamedTuple):
     rope_store: Function
     attention: Function
     prefill: Function
+    norm: Function
     greedy: Function
     replay: Function  # of recorded calls
     team_size: Function  # of a packed number of threads; returns a number of threads

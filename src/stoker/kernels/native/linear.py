@@ -159,7 +159,7 @@ def pack_linear(weight: NativeWeight, bias: Tensor | None, fusion: Fusion) -> Pa
     out, size = weight.values.shape
     size *= 2 if weight.values.dtype == UINT8 else 1
     added, norm_weight, norm_bias = tensor_info(bias), tensor_info(fusion.norm_weight), tensor_info(fusion.norm_bias)
-    if not (_is_vector(added, out) and _is_vector(norm_weight, size) and _is_vector(norm_bias, size)):
+    if not (is_vector(added, out) and is_vector(norm_weight, size) and is_vector(norm_bias, size)):
         return None
     out //= 2 if gate else 1
     packed = LINEAR_ARGUMENTS(
@@ -256,6 +256,6 @@ def widened_rows(weight: NativeWeight | None, ids: Tensor) -> Tensor | None:
     return None if library.widen(header + CALL_ARGUMENTS(0, 0, 0, 0, 0, FLOAT32) + own.packed) else out
 
 
-def _is_vector(info: TensorInfo, size: int) -> bool:
+def is_vector(info: TensorInfo, size: int) -> bool:
     """Whether a tensor is absent or has `size` floats."""
     return info is ABSENT or (info.numel == size and info.dtype in FLOATS)
