@@ -20,11 +20,13 @@ from oracles import hf_model
 from rank_executors import generate
 
 from stoker.base.config import Limits, Mapping, RuntimeConfig
-from stoker.base.errors import RankError
+from stoker.base.errors import ConfigError, RankError
 from stoker.base.nodes import NodeSettings
 from stoker.base.start_times import StartTimes
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
+from stoker.cli.benchmark.executor import ExecutorBenchmark
+from stoker.frontend.in_process_engine import InProcessEngine
 from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.expected_devices import expected_devices
 from stoker.runtime.load import load_executor
@@ -171,6 +173,27 @@ def test_a_command_that_ends_while_its_ranks_import(
             out, _ = server.communicate(timeout=TIMEOUT_S)
     assert "Traceback" not in out and "(ready after" not in out
     assert server.returncode in statuses
+
+
+def test_engines_in_this_process_use_the_waiting_processes(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[FollowerProcess] = []
+    init = FollowerProcess.__init__
+
+    def counted(self: FollowerProcess, device: str) -> None:
+        init(self, device)
+        started.append(self)
+
+    monkeypatch.setattr(FollowerProcess, "__init__", counted)
+    benchmark = ExecutorBenchmark(engine, CONFIG)
+    with ends(*(follower.process.pid for follower in started)):
+        benchmark.executor.close()
+    in_process = InProcessEngine(engine, CONFIG)
+    with ends(started[-1].process.pid):
+        in_process.close()
+    with pytest.raises(ConfigError, match="name GPUs"):
+        InProcessEngine(engine, RuntimeConfig(device="cpu", devices=(1, 0)))
+    assert [(follower.rank, follower.device) for follower in started] == [(1, "cpu"), (1, "cpu"), (-1, "cpu")]
+    assert started[-1].process.returncode == -signal.SIGKILL
 
 
 def test_only_ranks_import_torch(engine: Path) -> None:

@@ -17,8 +17,10 @@ from stoker.frontend.generation import GenerationService
 from stoker.frontend.tokenizer import Tokenizer
 from stoker.runtime.client import Shutdown
 from stoker.runtime.executor import Executor
+from stoker.runtime.expected_devices import expected_devices
 from stoker.runtime.load import load_executor
 from stoker.runtime.transport.in_process import InProcessClient, InProcessMailbox
+from stoker.runtime.worker_group.follower_process import WaitingFollowers
 
 ABORT_TIMEOUT_S = 10.0  # to wait for the executor thread after an interrupted load
 
@@ -42,16 +44,19 @@ class InProcessEngine:
         name: str | None = None,
     ) -> None:
         self.config = config
-        Engine.open(path)  # raises for a wrong or damaged directory before single files of it are read
-        self.tokenizer = Tokenizer.load(tokenizer or path)
-        loaded: Future[Executor] = Future()
-        self._executor_thread = threading.Thread(target=self._run_executor, args=(path, loaded), name="stoker-executor", daemon=True)
-        self._executor_thread.start()
-        try:
-            self._executor = loaded.result()
-        except BaseException:
-            self._abort_load(loaded)
-            raise
+        with WaitingFollowers(expected_devices(path, config)[1:]) as waiting:
+            Engine.open(path)  # raises for a wrong or damaged directory before single files of it are read
+            self.tokenizer = Tokenizer.load(tokenizer or path)
+            loaded: Future[Executor] = Future()
+            self._executor_thread = threading.Thread(
+                target=self._run_executor, args=(path, waiting, loaded), name="stoker-executor", daemon=True
+            )
+            self._executor_thread.start()
+            try:
+                self._executor = loaded.result()
+            except BaseException:
+                self._abort_load(loaded)
+                raise
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._loop_thread = threading.Thread(target=self._loop.run_forever, name="stoker-frontend", daemon=True)
@@ -90,14 +95,14 @@ class InProcessEngine:
         self._loop.close()
         del self._executor
 
-    def _run_executor(self, path: Path, loaded: Future[Executor]) -> None:
+    def _run_executor(self, path: Path, waiting: WaitingFollowers, loaded: Future[Executor]) -> None:
         """Load the engine and run the step loop on the same thread.
 
         OpenMP creates a team of threads for each thread that ever computed. With more threads than cores, waiting threads sleep instead
         of spinning: on two cores, a step of SmolLM2 in int8 took 17.5 ms when another thread had loaded the engine, and 8.8 ms when not.
         """
         try:
-            executor = load_executor(path, self.config, InProcessMailbox)
+            executor = load_executor(path, self.config, InProcessMailbox, waiting=waiting)
         except BaseException as error:
             if loaded.set_running_or_notify_cancel():
                 loaded.set_exception(error)

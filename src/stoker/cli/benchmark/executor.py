@@ -13,6 +13,8 @@ from rich.console import Console
 from stoker.api.progress import ProgressBars
 from stoker.base.config import RuntimeConfig, check_range
 from stoker.base.errors import ConfigError
+from stoker.runtime.expected_devices import expected_devices
+from stoker.runtime.worker_group.follower_process import WaitingFollowers
 
 if TYPE_CHECKING:
     from stoker.profiling.batch_run import BatchRun
@@ -27,11 +29,12 @@ class ExecutorBenchmark:
     """Loads an engine and runs batches of random prompts on it. No two batches have the same prompts, so no prefix is reused."""
 
     def __init__(self, engine: Path, runtime: RuntimeConfig) -> None:
-        from stoker.profiling.mailbox import SynchronousMailbox
-        from stoker.runtime.load import load_executor
+        with WaitingFollowers(expected_devices(engine, runtime)[1:]) as waiting:  # which import torch while this process does
+            from stoker.profiling.mailbox import SynchronousMailbox
+            from stoker.runtime.load import load_executor
 
-        runtime = msgspec.structs.replace(runtime, max_queue_size=max(runtime.max_queue_size, MAX_REQUESTS))
-        self.executor: Executor = load_executor(engine, runtime, SynchronousMailbox)
+            runtime = msgspec.structs.replace(runtime, max_queue_size=max(runtime.max_queue_size, MAX_REQUESTS))
+            self.executor: Executor = load_executor(engine, runtime, SynchronousMailbox, waiting=waiting)
         assert isinstance(self.executor.mailbox, SynchronousMailbox)
         self._mailbox = self.executor.mailbox
         self._submitted: list[str] = []
