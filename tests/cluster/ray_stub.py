@@ -19,7 +19,7 @@ from stoker.base.types import Delta
 from stoker.frontend.service import GenerationRequest
 from stoker.runtime.request import ExecutorStats
 from stoker.server.application import make_app
-from stoker.server.processes.child import end_with_parent
+from stoker.server.processes.child import end_at_eof
 from stoker.server.processes.frontend import HttpServer, http_config
 from stoker.server.protocols.kserve.grpc.server import make_grpc_server
 
@@ -64,7 +64,7 @@ async def main() -> None:
     server = HttpServer(http_config(make_app(context), context.settings))
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, lambda: setattr(server, "should_exit", True))
-    end_with_parent()
+    end_at_eof()
     listener = socket.create_server((options["host"], options["port"]))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from stoker.server.processes.child import Child
 from stoker.server.processes.prestart import Prestarted
 
 CHILD = """
@@ -15,6 +16,14 @@ import signal, sys
 from stoker.server.processes.child import receive_task
 task, report = receive_task()
 report(task if task != "ready" else "")
+signal.pause()
+"""
+
+
+IMPORTING_CHILD = """
+import signal
+from stoker.server.processes.child import end_with_parent
+end_with_parent()
 signal.pause()
 """
 
@@ -51,6 +60,24 @@ def test_a_child_that_ends_before_its_task(child: str) -> None:
         assert await adopted.failure() == "" and await adopted.process.wait() == 1
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("data", [b"", b"a task that is not read"])
+def test_a_child_that_still_imports_ends_with_its_parent(child: str, tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "importing_child.py").write_text(IMPORTING_CHILD)
+    prestarted = Prestarted("child", "importing_child")
+    process = prestarted._process
+    assert process is not None and process.stdin is not None
+    process.stdin.write(data)
+    process.stdin.close()
+    assert process.wait() == -signal.SIGTERM
+
+
+async def test_a_started_child_that_still_imports_ends_with_its_parent(child: str, tmp_path: Path) -> None:
+    (tmp_path / "importing_child.py").write_text(IMPORTING_CHILD)
+    started = await Child.start("child", "importing_child", "a task that is not read")
+    started.process.stdin.close()  # type: ignore[attr-defined]
+    assert await started.process.wait() == -signal.SIGTERM
 
 
 def test_a_child_without_a_task_ends_silently(child: str) -> None:

@@ -174,9 +174,9 @@ def serve(
         if dry_run:
             return _print_report(arguments)
         if stop_at_eof:
-            from stoker.server.processes.child import end_with_parent
+            from stoker.server.processes.child import end_at_eof
 
-            end_with_parent()
+            end_at_eof()
         raise typer.Exit(_serve(arguments) if arguments.nodes.is_first else _run_node(arguments))
 
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import pickle
+import select
 import signal
 import sys
 import threading
@@ -164,15 +165,40 @@ def receive_task() -> tuple[Any, Callable[..., Any]]:
 
 
 def end_with_parent(stop_signal: signal.Signals = signal.SIGTERM) -> None:
-    """Start a thread that sends this process its stop signal when standard input has ended, and SIGKILL KILL_AFTER_S later."""
+    """In the child: start a thread that sends this process its stop signal when the parent has ended, and SIGKILL KILL_AFTER_S later.
 
-    def watch() -> None:
-        """Read until the pipe from the parent closes, then end this process."""
+    It reads nothing, so that it may start before the task is received: a child that imports does not outlive its parent.
+    """
+
+    def wait() -> None:
+        """Wait until the parent's end of standard input is closed."""
+        poll = select.poll()
+        poll.register(0, 0)  # POLLHUP and POLLERR are always reported
+        poll.poll()
+
+    _end_after(wait, stop_signal)
+
+
+def end_at_eof() -> None:
+    """Start a thread that sends this process SIGTERM at the end of file of standard input, and SIGKILL KILL_AFTER_S later."""
+
+    def wait() -> None:
+        """Read until the end."""
         with contextlib.suppress(OSError):  # a closed descriptor
             while os.read(0, 4096):
                 pass
+
+    _end_after(wait, signal.SIGTERM)
+
+
+def _end_after(wait: Callable[[], None], stop_signal: signal.Signals) -> None:
+    """Start a thread that calls `wait`, and then ends this process."""
+
+    def run() -> None:
+        """The thread."""
+        wait()
         os.kill(os.getpid(), stop_signal)
         threading.Event().wait(KILL_AFTER_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, name="parent", daemon=True).start()
+    threading.Thread(target=run, name="parent", daemon=True).start()

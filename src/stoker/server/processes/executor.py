@@ -50,13 +50,13 @@ def main() -> int:
     The command line has the expected devices of the ranks, this one's first. The processes of the other ranks are started at once.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # inherited by its child processes
+    end_with_parent(EXECUTOR_STOP_SIGNAL)
     configure()
     times, devices = StartTimes(), sys.argv[1:]
     with WaitingFollowers(devices[1:]) as waiting:
         context = _import(devices)
         times.reached("imports")
         task, report_ready = receive_task()
-        end_with_parent(EXECUTOR_STOP_SIGNAL)
         times.reached("task")
         if context is not None:
             context.wait()

@@ -23,7 +23,7 @@ from stoker.server.coordination import Coordination, Coordinator
 from stoker.server.http.accepting import Acceptor
 from stoker.server.http.connection import READ_S, BoundedProtocol
 from stoker.server.metrics.frontend import FrontendMetrics
-from stoker.server.processes.child import end_with_parent, receive_task
+from stoker.server.processes.child import receive_task
 from stoker.server.processes.coordinator import FrontendCoordination
 from stoker.server.processes.draining import END_S, drain, end_grpc
 from stoker.server.processes.engine_service import EngineService
@@ -80,7 +80,6 @@ class HttpServer(uvicorn.Server):
 def main() -> int:
     """Run a frontend for the task that the supervisor sends. Returns the exit status."""
     task, report_ready = receive_task()
-    end_with_parent()
     try:
         uvloop.run(serve(task, report_ready))
     except StokerError as error:

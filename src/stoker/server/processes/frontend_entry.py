@@ -7,12 +7,14 @@ import sys
 from stoker.base.errors import StokerError
 from stoker.base.logging import configure, get_logger
 from stoker.base.process import importing
+from stoker.server.processes.child import end_with_parent
 
 log = get_logger(__name__)
 
 
 def main() -> int:
     """Run `frontend.main` and return its exit status. If its import fails, report the error and return 1."""
+    end_with_parent()
     configure()
     try:
         with importing():
