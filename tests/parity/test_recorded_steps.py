@@ -1,4 +1,4 @@
-"""Decode steps that are replayed from recordings of their C calls compute exactly what the layers do."""
+"""Short steps that are replayed from recordings of their C calls compute exactly what the layers do."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def decoded(folder: Path) -> list[Tensor]:
-    """The logits of one row, then two, then the other one, whose block tables grow. Others use the blocks in between."""
+    """The logits of one row, then two, then drafts after the first one, then the other one. Block tables grow."""
     model = Harness(folder, 128)
     first, second = model.start([7, 3, 11, 5, 2]), model.start([9, 4, 8])
     model.step([(first, 5)])
@@ -49,6 +49,9 @@ def decoded(folder: Path) -> list[Tensor]:
     model.step([(second, 3)])
     for _ in range(20):
         model.step([(first, 1), (second, 1)])
+    for _ in range(4):
+        first.tokens += [4, 8]
+        model.step([(first, 3), (second, 1)])
     model.preempt(first)
     for _ in range(30):
         model.step([(second, 1)])
@@ -77,7 +80,8 @@ def test_replayed_steps_equal_the_layers(
     monkeypatch.setattr(recording, "_MIN_WIDTH", 1)
     found = decoded(tmp_path / "engine")
     # Each number of rows and width comes once before it is recorded: 1, 2 and 4 blocks with one row, 2 and 4 with two.
-    assert (replays.count(1), replays.count(2)) == ((20 + 30 - 3, 20 - 2) if is_recorded else (0, 0))
+    counts = [replays.count(tokens) for tokens in (1, 2, 4)]
+    assert counts == ([20 + 30 - 3, 20 - 2, 4 - 1] if is_recorded else [0, 0, 0])
     monkeypatch.setattr(Recordings, "run", lambda self, layers, x, batch, caches: layers(x, batch, caches))
     for replayed, separate in zip(found, decoded(tmp_path / "engine"), strict=True):
         assert torch.equal(replayed, separate)
@@ -157,6 +161,18 @@ def test_layers_with_other_operations_are_not_recorded(replays: list[int]) -> No
     for _ in range(5):
         assert torch.equal(recordings.run(layers, x, step(3, 5), caches), attend(x, step(3, 5), caches) + 1)
     assert not replays and len(ran) == 6  # one of them to record
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_a_limited_number_of_shapes_is_kept(monkeypatch: pytest.MonkeyPatch, replays: list[int]) -> None:
+    monkeypatch.setattr(recording, "_MAX_SHAPES", 2)
+    recordings, caches = Recordings(), pages()
+    for rows in (1, 2, 1, 2, 3, 3, 1, 3):
+        x, batch = torch.randn(rows, SIZE), step(*[5] * rows)
+        batch.block_tables[:] = 1
+        assert torch.equal(recordings.run(attend, x, batch, caches), attend(x, batch, caches))
+    assert replays == [1, 2, 3] and len(recordings._seen) == 2
 
 
 @needs_compiler

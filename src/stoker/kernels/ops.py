@@ -335,7 +335,7 @@ def fused_layer(x: Tensor, residual: Tensor, layer: FusedLayer) -> tuple[Tensor,
 
 
 def replay(recordings: Recordings, layers: Layers, x: Tensor, batch: ForwardBatch, caches: list[KVCache]) -> Tensor:
-    """layers(x, batch, caches). On a CPU, decode steps are recorded in `recordings` if they only run C kernels, and replayed."""
+    """layers(x, batch, caches). On a CPU, steps that only run C kernels are recorded in `recordings`, and replayed."""
     if _observer is not None or not x.is_cpu or not _cpu():
         return layers(x, batch, caches)
     return recordings.run(layers, x, batch, caches)

@@ -56,13 +56,13 @@ static void run_score(float softcap) {
 }
 
 static void run_prefill(int dtype, int cache_dtype, int64_t window) {
-    static const int32_t blocks[] = {3, 1, 0, 4, 2, 5, 11, 7, 9};
+    static const int32_t blocks[] = {3, 1, 0, 4, 2, 5, 11, 7, 9}, length = 141;
     float scales[KV_HEADS] = {1.0f / 90, 1.0f / 70};
     int64_t cache = (int64_t)BLOCKS * KV_HEADS * PLACES * SIZE;
     struct prefill a = {
         .threads = 1, .q = array(dtype, ROWS * HEADS * SIZE, 1), .keys = array(cache_dtype, cache, 1), .values = array(cache_dtype, cache, 1),
-        .key_scale = cache_dtype == INT8 ? scales : NULL, .value_scale = cache_dtype == INT8 ? scales : NULL, .blocks = blocks,
-        .out = array(dtype, ROWS * HEADS * SIZE, 0), .queries = ROWS, .length = 141, .heads = HEADS, .kv_heads = KV_HEADS, .size = SIZE,
+        .key_scale = cache_dtype == INT8 ? scales : NULL, .value_scale = cache_dtype == INT8 ? scales : NULL, .blocks = blocks, .length_address = &length,
+        .out = array(dtype, ROWS * HEADS * SIZE, 0), .queries = ROWS, .heads = HEADS, .kv_heads = KV_HEADS, .size = SIZE,
         .value_size = SIZE, .q_token_stride = HEADS * SIZE, .q_head_stride = SIZE, .num_blocks = BLOCKS, .block_size = PLACES,
         .window = window, .dtype = dtype, .cache_dtype = cache_dtype, .scale = 0.144,
     };

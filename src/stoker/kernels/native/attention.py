@@ -54,10 +54,10 @@ def _queries(batch: ForwardBatch, tree: TreeMask) -> _Queries:
     return _Queries(lengths.int(), tables.int(), ends.int(), tree_starts, tree.masks[: len(tables)].contiguous())
 
 
-def _attend(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor | None:
+def _attend(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams, out: Tensor | None = None) -> Tensor | None:
     """Attention [Q, heads × Dv] of Q queries, which are the first ones of the step, or None when the kernel does not support the arguments.
 
-    Without draft trees, these are those of the first Q rows, which are decode rows.
+    Without draft trees, these are those of the first Q rows, which are decode rows. `out`: a tensor whose first Q rows become the result.
     """
     library, dtype = kernels(), ACTIVATION_DTYPES.get(q.dtype, -1)
     queries = _Queries(batch.seq_lens)
@@ -72,7 +72,7 @@ def _attend(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionPar
         return None
     if queries.tables is None and tables.shape[0] < rows:
         return None
-    out = torch.empty(rows, heads * value_size, dtype=q.dtype)
+    out = torch.empty(rows, heads * value_size, dtype=q.dtype) if out is None else out
     status = library.attention(
         ATTENTION(
             library.fork,
@@ -117,12 +117,9 @@ def _prefill(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionPa
     if size != key_size or stride[2] != 1:
         return None
     out = torch.empty(tokens, heads * value_size, dtype=q.dtype)
-    if n := batch.num_decodes:
-        decoded = _attend(q[:n], cache, batch, params)
-        if decoded is None:
-            return None
-        out[:n] = decoded
-    lengths = step_value(batch, "lengths", batch.seq_lens.tolist)
+    n, lens = batch.num_decodes, tensor_info(batch.seq_lens)
+    if lens.dtype != INT32 or (n and _attend(q[:n], cache, batch, params, out) is None):
+        return None
     starts = step_value(batch, "starts", batch.query_starts.tolist)
     for row in range(n, batch.num_rows):
         start, queries = starts[row], starts[row + 1] - starts[row]
@@ -136,9 +133,9 @@ def _prefill(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionPa
                 pages.key_scale.address,
                 pages.value_scale.address,
                 tables.address + row * tables.shape[1] * batch.block_tables.element_size(),
+                lens.address + row * batch.seq_lens.element_size(),
                 out.data_ptr() + start * heads * value_size * out.element_size(),
                 queries,
-                lengths[row],
                 heads,
                 kv_heads,
                 size,

@@ -21,9 +21,9 @@ struct prefill {
     const char *q, *keys, *values;        /* q [queries, heads, size]; keys, values [num_blocks, kv_heads, block_size, size] */
     const float *key_scale, *value_scale; /* [kv_heads] of an int8 cache, else NULL */
     const int32_t *blocks;                /* of the sequence: [ceil(length / block_size)] */
+    const int32_t *length_address;        /* of the position of the last query + 1: replayed calls (replay.c) differ in its value */
     void *out;                            /* [queries, heads × value_size] */
-    int64_t queries, length;              /* length: the position of the last query + 1 */
-    int64_t heads, kv_heads, size, value_size, q_token_stride, q_head_stride, num_blocks, block_size;
+    int64_t queries, heads, kv_heads, size, value_size, q_token_stride, q_head_stride, num_blocks, block_size;
     int64_t window, chunk; /* 0: none */
     int64_t dtype, cache_dtype;
     double scale;
@@ -40,6 +40,7 @@ struct prefill {
 /* What the work items of one KV head share. */
 struct head_job {
     const struct prefill *a;
+    int64_t length;      /* of the sequence */
     int64_t kv_head;
     int64_t begin;       /* the first place in `keys` and `values`: a multiple of KEY_TILE */
     int64_t first_key;   /* that a query sees. Blocks before it may be free; zeros stand for their keys */
@@ -62,6 +63,12 @@ static int64_t first_seen(const struct prefill *a, int64_t position) {
 
 static INLINE int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
+/* Where a key is in the cache, in tokens of one head. */
+static INLINE int64_t place_of(const struct head_job *job, int64_t key) {
+    const struct prefill *a = job->a;
+    return ((int64_t)a->blocks[key / a->block_size] * a->kv_heads + job->kv_head) * a->block_size + key % a->block_size;
+}
+
 /* Stage 1, work item `index`: WIDTH keys and values. Zeros stand for those before the first and behind the last one. */
 static void pack_keys(void *data, int64_t index) {
     const struct head_job *job = data;
@@ -72,11 +79,16 @@ static void pack_keys(void *data, int64_t index) {
         float *value = job->values + (index * WIDTH + i) * job->value_pitch;
         int64_t key = job->begin + index * WIDTH + i;
         memset(value, 0, job->value_pitch * sizeof *value);
-        if (key < job->first_key || key >= a->length) {
+        if (key < job->first_key || key >= job->length) {
             memset(rows[i], 0, sizeof rows[i]);
             continue;
         }
-        int64_t block = a->blocks[key / a->block_size], place = (block * a->kv_heads + job->kv_head) * a->block_size + key % a->block_size;
+        if (key + WIDTH < job->length) { /* of the next work item: blocks are too short for the processor to notice a stream */
+            int64_t next = place_of(job, key + WIDTH);
+            for (int64_t b = 0; b < a->size * bytes; b += 64) __builtin_prefetch(a->keys + next * a->size * bytes + b);
+            for (int64_t b = 0; b < a->value_size * bytes; b += 64) __builtin_prefetch(a->values + next * a->value_size * bytes + b);
+        }
+        int64_t place = place_of(job, key);
         load_head(rows[i], a->cache_dtype, a->keys + place * a->size * bytes, a->size);
         load_head(value, a->cache_dtype, a->values + place * a->value_size * bytes, a->value_size);
     }
@@ -98,7 +110,7 @@ static void begin_tile(const struct head_job *job, int64_t row, int64_t count, s
     int64_t group = a->heads / a->kv_heads;
     float factor = a->scale * (a->key_scale ? a->key_scale[job->kv_head] : 1);
     for (int64_t r = 0; r < TILE_ROWS; r++) {
-        int64_t i = row + min_i64(r, count - 1), query = i / group, position = a->length - a->queries + query;
+        int64_t i = row + min_i64(r, count - 1), query = i / group, position = job->length - a->queries + query;
         t->first[r] = first_seen(a, position);
         t->end[r] = position + 1;
         t->highest[r] = -FLT_MAX;
@@ -180,20 +192,20 @@ static void attend_tile(void *data, int64_t index) {
     }
 }
 
-/* Whether all blocks from that of key `first` on are in the cache. */
-static int has_valid_blocks(const struct prefill *a, int64_t first) {
-    for (int64_t b = first / a->block_size; b * a->block_size < a->length; b++)
+/* Whether all blocks from that of key `first` to that of key `end` - 1 are in the cache. */
+static int has_valid_blocks(const struct prefill *a, int64_t first, int64_t end) {
+    for (int64_t b = first / a->block_size; b * a->block_size < end; b++)
         if (a->blocks[b] < 0 || a->blocks[b] >= a->num_blocks) return 0;
     return 1;
 }
 
 /* Returns 0, or 1 when the reference must run instead (sizes, indices or a processor that are not supported, or no memory). */
 int stoker_prefill(const struct prefill *a) {
-    int64_t value_pitch = round_up(a->value_size, WIDTH);
-    if (a->size > MAX_HEAD_SIZE || value_pitch > MAX_HEAD_SIZE || a->heads % a->kv_heads || a->queries < 1 || a->queries > a->length) return 1;
-    int64_t first_key = first_seen(a, a->length - a->queries), begin = first_key / KEY_TILE * KEY_TILE;
-    if (!has_valid_blocks(a, first_key)) return 1;
-    int64_t panels = (a->length - begin + WIDTH - 1) / WIDTH, tiles = (a->queries * (a->heads / a->kv_heads) + TILE_ROWS - 1) / TILE_ROWS;
+    int64_t value_pitch = round_up(a->value_size, WIDTH), length = *a->length_address;
+    if (a->size > MAX_HEAD_SIZE || value_pitch > MAX_HEAD_SIZE || a->heads % a->kv_heads || a->queries < 1 || a->queries > length) return 1;
+    int64_t first_key = first_seen(a, length - a->queries), begin = first_key / KEY_TILE * KEY_TILE;
+    if (!has_valid_blocks(a, first_key, length)) return 1;
+    int64_t panels = (length - begin + WIDTH - 1) / WIDTH, tiles = (a->queries * (a->heads / a->kv_heads) + TILE_ROWS - 1) / TILE_ROWS;
     float *keys = aligned_alloc(64, panels * WIDTH * a->size * sizeof *keys);
     float *values = aligned_alloc(64, panels * WIDTH * value_pitch * sizeof *values);
     struct head_job *jobs = calloc(a->kv_heads, sizeof *jobs);
@@ -201,7 +213,7 @@ int stoker_prefill(const struct prefill *a) {
     int failed = !(keys && values && jobs && stages);
     if (!failed) {
         for (int64_t h = 0; h < a->kv_heads; h++) {
-            jobs[h] = (struct head_job){a, h, begin, first_key, value_pitch, keys, values};
+            jobs[h] = (struct head_job){a, length, h, begin, first_key, value_pitch, keys, values};
             stages[2 * h] = (struct stage){pack_keys, jobs + h, panels, 0, 0};
             stages[2 * h + 1] = (struct stage){attend_tile, jobs + h, tiles, 0, 0};
         }

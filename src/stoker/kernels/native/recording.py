@@ -1,8 +1,8 @@
-"""Decode steps as recorded calls of C kernels, which are replayed with one call: what a CUDA graph is on a GPU.
+"""Short steps as recorded calls of C kernels, which are replayed with one call: what a CUDA graph is on a GPU.
 
 A step of a small model is dozens of calls, and the Python code between them (views, checks, packed arguments) takes as long as half of the
-kernels. In a decode step it computes the same for each step of a shape, except the addresses of the step's inputs and of new tensors. A
-recording keeps both constant: inputs are copied to tensors of its own, and tensors that the step allocates are in buffers of its own.
+kernels. It computes the same for each step of a shape, except the addresses of the step's inputs and of new tensors. A recording keeps both
+constant: inputs are copied to tensors of its own, and tensors that the step allocates are in buffers of its own.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.kernels.native.library import CALL, Call, kernels, recorded_calls
+from stoker.kernels.reference.attention import step_value
 
 Layers = Callable[[Tensor, ForwardBatch, list[KVCache]], Tensor]
 Shape = tuple[Any, ...]
 
 _END = CALL(0, 0)
 _MIN_WIDTH = 16  # of block tables
+_MAX_SHAPES = 64  # of which recordings are kept
 _aten = torch.ops.aten
 
 
@@ -59,23 +61,25 @@ class Recordings:
 
     def __init__(self) -> None:
         self._caches: list[KVCache] = []
-        self._recordings: dict[Shape, Recording | None] = {}  # None: the shape came once, or can't be recorded
-        self._is_possible = True
+        self._recordings: dict[Shape, Recording | None] = {}  # None: the shape can't be recorded
+        self._seen: set[Shape] = set()
 
     def run(self, layers: Layers, x: Tensor, batch: ForwardBatch, caches: list[KVCache]) -> Tensor:
         """layers(x, batch, caches), by the recording of the step's shape if there is one."""
-        if not self._is_possible or not batch.is_decode or batch.tree is not None or batch.prefix_lens is not None:
+        if batch.tree is not None or batch.prefix_lens is not None:
             return layers(x, batch, caches)
-        if caches is not self._caches:
-            self._caches, self._recordings = caches, {}
+        if caches is not self._caches or len(self._seen) > _MAX_SHAPES:
+            self._caches, self._recordings, self._seen = caches, {}, set()
         width = _table_width(batch)
-        shape = x.shape, x.dtype, width, torch.get_num_threads()
-        recording = self._recordings.get(shape)
-        if recording is None and shape in self._recordings:
-            recording = self._recordings[shape] = record(layers, x, batch, caches, width)
-            self._is_possible = recording is not None
-        else:
-            self._recordings.setdefault(shape, None)
+        # In a decode step, each row has one token. Of other steps, the kernels read the tokens of each row from Python, so they are fixed.
+        starts = None if batch.is_decode else tuple(step_value(batch, "starts", batch.query_starts.tolist))
+        shape = x.shape, x.dtype, width, starts, batch.num_decodes, torch.get_num_threads()
+        if shape not in self._seen:
+            self._seen.add(shape)
+            return layers(x, batch, caches)
+        if shape not in self._recordings:
+            self._recordings[shape] = record(layers, x, batch, caches, width)
+        recording = self._recordings[shape]
         y = None if recording is None else recording.run(x, batch)
         return layers(x, batch, caches) if y is None else y
 
@@ -93,7 +97,7 @@ def record(layers: Layers, x: Tensor, batch: ForwardBatch, caches: list[KVCache]
     tables = batch.block_tables.new_zeros(batch.num_rows, width)
     tables[:, : batch.block_tables.shape[1]] = batch.block_tables
     x = x.clone()
-    # Of the other tensors, `query_starts` and the shape of `token_ids` are the same in all decode steps of a number of rows.
+    # Of the other tensors, `query_starts` and the shape of `token_ids` are the same in all steps of a shape.
     own = dataclasses.replace(
         batch,
         positions=batch.positions.clone(),
