@@ -165,7 +165,7 @@ def test_layers_with_other_operations_are_not_recorded(replays: list[int]) -> No
 
 @needs_compiler
 @torch.inference_mode()
-def test_a_limited_number_of_shapes_is_kept(monkeypatch: pytest.MonkeyPatch, replays: list[int]) -> None:
+def test_a_limited_number_of_shapes_is_recorded(monkeypatch: pytest.MonkeyPatch, replays: list[int]) -> None:
     monkeypatch.setattr(recording, "_MAX_SHAPES", 2)
     recordings, caches = Recordings(), pages()
     for rows in (1, 2, 1, 2, 3, 3, 1, 3):
