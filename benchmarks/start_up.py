@@ -35,6 +35,7 @@ def start(engine: Path) -> dict[str, Any]:
     began, began_at = time.perf_counter(), time.time()
     command = [sys.executable, "-m", "stoker", "serve", str(engine), "--port", "0"]
     environment = os.environ | {"STOKER_LOG": "info", "STOKER_LOG_FORMAT": "json"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its modules compiled; here the first start compiles them
     processes: dict[str, dict[str, float]] = {}
     result: dict[str, Any] = {"processes": processes}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as server:

@@ -33,6 +33,7 @@ from stoker.runtime.transport.zmq_mailbox import (
 
 log = get_logger(__name__)
 
+RECONNECT_MS = 20  # between attempts while the executor loads. The default of ZeroMQ is 100 to 200 ms, after which a server would be ready
 CONNECT_TIMEOUT_S = 120.0  # timeout of the executor until its step_timeout_s is known
 
 
@@ -57,6 +58,7 @@ class ZmqExecutorClient(StreamingClient):
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.ROUTING_ID, name.encode())
+        self._socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
         configure(self._socket, self._timeout_s)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
