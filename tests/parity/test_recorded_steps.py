@@ -121,6 +121,15 @@ def test_a_replay_reads_the_inputs_of_its_step(replays: list[int]) -> None:
 
 
 @needs_compiler
+def test_steps_in_and_outside_of_inference_mode(replays: list[int]) -> None:
+    recordings, caches, x, batch = Recordings(), pages(), torch.randn(2, SIZE), step(3, 5)
+    for enabled in (True, True, False, False, True):
+        with torch.inference_mode(enabled):
+            assert torch.equal(recordings.run(attend, x, batch, caches), attend(x, batch, caches))
+    assert replays == [2, 2, 2]
+
+
+@needs_compiler
 @torch.inference_mode()
 def test_other_caches_are_not_replayed(replays: list[int]) -> None:
     recordings, batch, x = Recordings(), step(3, 5), torch.randn(2, SIZE)

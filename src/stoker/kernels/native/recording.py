@@ -73,7 +73,8 @@ class Recordings:
         width = _table_width(batch)
         # In a decode step, each row has one token. Of other steps, the kernels read the tokens of each row from Python, so they are fixed.
         starts = None if batch.is_decode else tuple(step_value(batch, "starts", batch.query_starts.tolist))
-        shape = x.shape, x.dtype, width, starts, batch.num_decodes, torch.get_num_threads()
+        # Tensors of inference mode can't be written outside of it.
+        shape = x.shape, x.dtype, width, starts, batch.num_decodes, torch.get_num_threads(), torch.is_inference_mode_enabled()
         if shape not in self._seen:
             self._seen.add(shape)
             return layers(x, batch, caches)
