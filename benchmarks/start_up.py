@@ -66,30 +66,48 @@ def seconds_of_import(module: str) -> float:
     return time.perf_counter() - began
 
 
+def build_engine(args: argparse.Namespace, folder: Path) -> Path:
+    """Build an engine of a config.json with random weights, which are created at the start and not read. Returns its directory."""
+    save_tokenizer(folder / "tokenizer", json.loads((Path(args.config) / "config.json").read_text())["vocab_size"])
+    config = BuildConfig(
+        dtype="bfloat16" if args.device == "cuda" else "float32",
+        quantization=args.quantize,
+        dummy_weights=True,
+        limits=Limits(),
+        mapping=Mapping(tensor_parallel=args.tensor_parallel),
+        device=args.device,
+        tokenizer=str(folder / "tokenizer"),
+    )
+    build(args.config, folder / "engine", config, verify="none", kernels=compile_kernels)
+    return folder / "engine"
+
+
+def drop_weights(engine: Path) -> None:
+    """Remove the weights of an engine from the page cache."""
+    for path in engine.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", required=True)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", help="a folder with the config.json of a model")
+    source.add_argument("--engine", type=Path, help="an engine with weights")
+    parser.add_argument("--cold", action="store_true", help="remove the weights of --engine from the page cache before each start")
     parser.add_argument("--quantize")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    starts = []
     with tempfile.TemporaryDirectory() as folder:
-        engine = Path(folder) / "engine"
-        save_tokenizer(Path(folder) / "tokenizer", json.loads((Path(args.config) / "config.json").read_text())["vocab_size"])
-        dtype = "bfloat16" if args.device == "cuda" else "float32"
-        config = BuildConfig(
-            dtype=dtype,
-            quantization=args.quantize,
-            dummy_weights=True,
-            limits=Limits(),
-            mapping=Mapping(tensor_parallel=args.tensor_parallel),
-            device=args.device,
-            tokenizer=folder + "/tokenizer",
-        )
-        build(args.config, engine, config, verify="none", kernels=compile_kernels)
-        starts = [start(engine) for _ in range(args.repeats)]
+        engine = args.engine or build_engine(args, Path(folder))
+        for _ in range(args.repeats):
+            if args.cold:
+                drop_weights(engine)
+            starts.append(start(engine))
         about = provenance(engine, args.device)
     ready_s = statistics.median(found["ready"] for found in starts[1:])
     result = {**about, "import_torch_s": seconds_of_import("torch"), "ready_s": ready_s, "starts": starts}

@@ -29,7 +29,8 @@ FRONTEND_OF_PROTOCOLS = {f"stoker.frontend.{name}" for name in ("service", "repo
 
 TORCH_FREE = (
     "stoker.base", "stoker.frontend", "stoker.server", "stoker.deploy", "stoker.router", "stoker.simulation", "stoker.runtime.request",
-    "stoker.runtime.client", "stoker.runtime.expected_devices", "stoker.runtime.worker_group.follower_process", "stoker.engine.config_file",
+    "stoker.runtime.client", "stoker.runtime.expected_devices", "stoker.runtime.weight_prefetch",
+    "stoker.runtime.worker_group.follower_process", "stoker.engine.config_file",
     "stoker.runtime.kv", "stoker.runtime.schedule", "stoker.runtime.transport.zmq_mailbox", "stoker.runtime.transport.zmq_client",
 )  # fmt: skip
 # In those, modules that run an engine in their own process; nothing torch-free imports them at its top.

@@ -13,6 +13,7 @@ from stoker.cli.serve_arguments import ServeArguments
 from stoker.deploy.deployment import Deployment
 from stoker.deploy.model_name import model_name_of
 from stoker.deploy.prepare import Progress
+from stoker.runtime.weight_prefetch import WeightPrefetch
 from stoker.server.processes.executor_control import prestart_executor
 from stoker.server.processes.listeners import listen
 from stoker.server.processes.prestart import Prestarted
@@ -42,6 +43,7 @@ def prepare(arguments: ServeArguments, progress: Progress) -> ServerStart:
     use_default_level(deployment.log_level)
     if (engine := local_engine(deployment)) is not None:
         executor = prestart_executor(engine, deployment.runtime, arguments.nodes)
+        WeightPrefetch(engine, arguments.nodes)
         times.reached("executor started")
         try:
             prepared = prepare_server(deployment, progress, arguments.nodes, executor_checks=_executor_checks(deployment.server))
