@@ -96,7 +96,7 @@ def test_an_engine_uses_the_waiting_processes(engine: Path, caplog: pytest.LogCa
     zero, one = (record.getMessage() for record in caplog.records if record.getMessage().startswith("start of rank"))
     assert zero.startswith("start of rank 0: all ranks joining") and "weights" in zero and zero.endswith(" s")
     stages = [part.rpartition(" ")[0].rpartition(" ")[0] for part in one.removeprefix("start of rank 1: ").split(", ")]
-    assert stages == ["imports", "device", "task", "joined", "weights", "cache", "warm-up"]
+    assert stages == ["imports", "device", "task", "communicator", "groups", "weights", "cache", "warm-up"]
 
 
 def test_a_process_that_died_while_it_waited_is_named(engine: Path) -> None:

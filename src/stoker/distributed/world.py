@@ -17,6 +17,7 @@ from stoker.base.config import Mapping
 from stoker.base.logging import get_logger
 from stoker.base.nodes import leader
 from stoker.base.private_api import check_private_api
+from stoker.base.start_times import StartTimes
 from stoker.distributed.collectives import ProcessGroup
 from stoker.distributed.group import SINGLE, Group
 from stoker.distributed.pipeline import ALONE, LinkedStage, Stage
@@ -96,18 +97,21 @@ def join(
     hosts: tuple[str, ...] = (),
     custom_all_reduce: bool = True,
     check: Callable[[], None] = lambda: None,
+    times: StartTimes | None = None,
 ) -> World:
     """Rendezvous with the other ranks through `store`, and create the groups. Every rank of `mapping` must call it.
 
     `hosts`: the host of each rank, by default one host for all. Without `custom_all_reduce`, all-reduces between GPUs use only NCCL.
-    `check` is called while a CPU waits for other ranks, and raises if a rank has failed.
+    `check` is called while a CPU waits for other ranks, and raises if a rank has failed. `times` records the stages.
     """
+    times = times or StartTimes()
     if mapping.world_size == 1:
         return ALONE_WORLD
     tp, size = mapping.tensor_parallel, mapping.world_size
     hosts = hosts or (LOCAL_HOST,) * size
     create = _Gloo(store, rank, address_of(rank, hosts), check) if device.type == "cpu" else _Nccl(store, rank, size, device)
     everyone = create("everyone", range(size))
+    times.reached("communicator")
     index = rank // mapping.stage_size
     tensor: Group = SINGLE
     inner = [everyone]
@@ -122,6 +126,7 @@ def join(
     if mapping.pipeline_parallel > 1:
         checks = spans_hosts(hosts) and device.type == "cpu"
         linked = LinkedStage(everyone, index, mapping.pipeline_parallel, tp, check if checks else None)
+    times.reached("groups")
     group = ProcessGroup(everyone, device, check)
     dispatch = TokenDispatch(group) if mapping.data_parallel > 1 else None
     return World(rank, size, tensor, linked, group, leader(mapping), hosts, dispatch, inner, device.type != "cpu")

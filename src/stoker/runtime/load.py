@@ -127,8 +127,7 @@ def _load(
     if ranks is not None:
         ranks.wait()
         times.reached("all ranks joining")
-        world = ranks.join()
-        times.reached("joined")
+        world = ranks.join(times)
     loaded = load_rank(engine, config, device, world, times)
     if ranks is not None:
         ranks.wait()

@@ -91,8 +91,9 @@ def follow(link: LeaderLink, expected_device: str, times: StartTimes) -> None:
     use_device(device, task.config, task.hosts.count(task.hosts[task.rank]))
     link.report(JOINING)
     store = dist.PrefixStore(task.store_prefix, dist.TCPStore(task.address, task.port, is_master=False))
-    world = join(store, task.rank, engine.config.mapping, device, hosts=task.hosts, custom_all_reduce=task.config.custom_all_reduce)
-    times.reached("joined")
+    world = join(
+        store, task.rank, engine.config.mapping, device, hosts=task.hosts, custom_all_reduce=task.config.custom_all_reduce, times=times
+    )
     loaded = load_rank(engine, task.config, device, world, times)
     link.report(LOADED)
     loaded.forward_states()

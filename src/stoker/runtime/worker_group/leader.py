@@ -17,7 +17,7 @@ from stoker.base.config import RuntimeConfig
 from stoker.base.errors import RankError
 from stoker.base.logging import get_logger
 from stoker.base.nodes import NodeSettings, describe_placement, leader, place_ranks
-from stoker.base.start_times import StartReport
+from stoker.base.start_times import StartReport, StartTimes
 from stoker.distributed.world import LOCAL_HOST, World, address_of, join
 from stoker.engine.reader import Engine
 from stoker.runtime.transfer.address import WILDCARDS, parse_transfer
@@ -112,11 +112,11 @@ class WorkerGroup:
             except LinkError as error:
                 node.fail(str(error))
 
-    def join(self) -> World:
+    def join(self, times: StartTimes) -> World:
         """Join the world, after all followers have reported that they are ready for it (`wait`). Raises RankError if one ends before."""
         self._world = join(
             self._store, self._leader, self._engine.config.mapping, self._device, hosts=self._hosts,
-            custom_all_reduce=self._config.custom_all_reduce, check=self.check,
+            custom_all_reduce=self._config.custom_all_reduce, check=self.check, times=times,
         )  # fmt: skip
         return self._world
 
