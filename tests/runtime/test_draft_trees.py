@@ -180,7 +180,7 @@ def test_padded_steps(
     assert [answer.tokens for answer in driven.run(*calls)] == expected
     assert steps.num_runs > 5 and driven.stats.num_accepted_draft_tokens > 20
     for shape in steps.verifications()[:2]:
-        steps.trace(shape, True)
+        steps.trace(shape)
 
 
 def test_trees_that_cannot_work_are_refused(drive: Make, heads: dict[str, tuple[Path, Oracle]]) -> None:

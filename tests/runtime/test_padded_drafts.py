@@ -55,7 +55,7 @@ def test_padding_has_no_effect_on_drafts(
     assert [answer.tokens for answer in driven.run(*cases)] == expected
     stats = driven.stats
     assert steps.num_runs > 5 and stats.num_accepted_draft_tokens == stats.num_draft_tokens > 100
-    model = MagicMock(wraps=runner.model)
+    model = MagicMock(wraps=runner.model, observe_layers=None)
     monkeypatch.setattr(runner, "model", model)
     for shape in steps.verifications()[:3]:
         steps.trace(shape)

@@ -133,7 +133,7 @@ def test_padded_steps(engines: dict[str, Path], prompts: list[list[int]], name: 
     assert [answer.tokens for answer in driven.run(*calls)] == expected
     assert steps.num_runs > 5 and rate(driven) == 1.0
     for shape in steps.verifications()[:2]:
-        steps.trace(shape, True)
+        steps.trace(shape)
 
 
 def test_trees_are_refused(drive: Make, engines: dict[str, Path]) -> None:

@@ -322,11 +322,16 @@ class ModelRunner:
         yield from self._after_model(inputs, batch, logits, ranks, max_drafts, all_greedy)
 
     def _launch_all(self, inputs: StepInputs, max_drafts: int) -> None:
-        """Launch the kernels of all parts of a step, those of greedy sampling and those of any sampling. The model runs once."""
+        """Launch the kernels of all parts of a step, those of greedy sampling and those of any sampling.
+
+        The model runs once, unless a drafter takes the states of its layers.
+        """
         ranks = self._set_uniform_counts(inputs)
         batch = self._resolve(inputs)
         logits = self.model(batch, self.caches)
         for all_greedy in (True, False):
+            if not all_greedy and self.model.observe_layers is not None:
+                logits = self.model(batch, self.caches)
             for _ in self._after_model(inputs, batch, logits, ranks, max_drafts, all_greedy):
                 pass
 
