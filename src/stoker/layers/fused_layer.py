@@ -53,6 +53,7 @@ class FusedLayers:
         fused = copy(self)
         fused.attentions, fused.layers = [self.attentions[i] for i in indices], [self.layers[i] for i in indices]
         fused.params = [self.params[i] for i in indices]
+        fused._recordings = Recordings()
         return fused
 
     def supports(self, rows: int) -> bool:
