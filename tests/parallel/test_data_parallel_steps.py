@@ -70,7 +70,7 @@ class CalledSteps(Graphs):
 
     def __init__(self, runner: ModelRunner) -> None:
         sizes = {"max_rows": ROWS, "max_seq_len": runner.max_seq_len, "max_tokens": 64, "max_drafts": 0}
-        super().__init__(runner._forward, runner._launch_all, runner.inputs, samples=True, **sizes, device=CPU)
+        super().__init__(runner._forward, runner._launch_all, runner.inputs, **sizes, device=CPU)
         self.shapes: list[Shape] = []
 
     def run(self, packed: PackedStep, all_greedy: bool, num_wanted: int | None = None) -> PlainStep:

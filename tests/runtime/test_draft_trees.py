@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -167,7 +168,12 @@ def test_sampled_trees(drive: Make, prompts: list[list[int]], heads: dict[str, t
 @pytest.mark.parametrize("name", ["medusa", "eagle3"])
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.2, "seed": 5}], ids=["greedy", "sampled"])
 def test_padded_steps(
-    drive: Make, prompts: list[list[int]], heads: dict[str, tuple[Path, Oracle]], name: str, params: dict[str, Any]
+    drive: Make,
+    prompts: list[list[int]],
+    heads: dict[str, tuple[Path, Oracle]],
+    name: str,
+    params: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Steps as captured graphs run them: padding has no effect on trees, and a tree is one part of the step."""
     calls = [request(prompt, max_tokens=24, **params) for prompt in prompts[:4]]
@@ -179,8 +185,11 @@ def test_padded_steps(
     runner.graphs = steps = CalledSteps(runner, 10)
     assert [answer.tokens for answer in driven.run(*calls)] == expected
     assert steps.num_runs > 5 and driven.stats.num_accepted_draft_tokens > 20
+    model = MagicMock(wraps=runner.model)
+    monkeypatch.setattr(runner, "model", model)
     for shape in steps.verifications()[:2]:
         steps.trace(shape)
+    assert model.call_count == 2, "once for both kinds of sampling, as on ranks without a drafter"
 
 
 def test_trees_that_cannot_work_are_refused(drive: Make, heads: dict[str, tuple[Path, Oracle]]) -> None:

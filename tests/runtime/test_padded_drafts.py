@@ -25,9 +25,7 @@ class CalledSteps(Graphs):
 
     def __init__(self, runner: ModelRunner, max_drafts: int) -> None:
         sizes = {"max_rows": 8, "max_seq_len": runner.max_seq_len, "max_tokens": 128}
-        super().__init__(
-            runner._forward, runner._launch_all, runner.inputs, samples=True, **sizes, max_drafts=max_drafts, device=runner.device
-        )
+        super().__init__(runner._forward, runner._launch_all, runner.inputs, **sizes, max_drafts=max_drafts, device=runner.device)
         self.wanted: list[int | None] = []
 
     def run(self, packed: PackedStep, all_greedy: bool, num_wanted: int | None = None) -> PlainStep:
@@ -55,7 +53,7 @@ def test_padding_has_no_effect_on_drafts(
     assert [answer.tokens for answer in driven.run(*cases)] == expected
     stats = driven.stats
     assert steps.num_runs > 5 and stats.num_accepted_draft_tokens == stats.num_draft_tokens > 100
-    model = MagicMock(wraps=runner.model, observe_layers=None)
+    model = MagicMock(wraps=runner.model)
     monkeypatch.setattr(runner, "model", model)
     for shape in steps.verifications()[:3]:
         steps.trace(shape)

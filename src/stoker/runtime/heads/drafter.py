@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class StateRecorder:
         self._first = model.stage.layers(model.config.num_layers).start
         self._wanted = set(layers) or {model.config.num_layers}
         self._states: dict[int, Tensor] = {}
+        self._retains = False
         model.observe_layers = self._observe
 
     def _observe(self, num_layers: int, x: Tensor) -> None:
@@ -34,13 +36,27 @@ class StateRecorder:
             self._states[number] = x
 
     def pop(self, index: Tensor | None = None) -> Tensor:
-        """The states of all tokens, or of those at `index`: [T, hidden], those of several layers side by side. They are then released."""
-        states, self._states = self._states, {}
+        """The states of all tokens, or of those at `index`: [T, hidden], those of several layers side by side.
+
+        They are then released, except within `retained`.
+        """
+        states = self._states
+        if not self._retains:
+            self._states = {}
         rows = {n: x if index is None else x.index_select(0, index) for n, x in states.items()}
         if self.layers:
             return torch.cat([rows[n] for n in self.layers], dim=-1)
         (last,) = rows.values()
         return last if self.model.norm is None else self.model.norm(last)
+
+    @contextmanager
+    def retained(self) -> Iterator[None]:
+        """Release the states at the end of the block."""
+        self._retains = True
+        try:
+            yield
+        finally:
+            self._retains, self._states = False, {}
 
 
 class ParallelDrafter(Drafter):
@@ -54,6 +70,10 @@ class ParallelDrafter(Drafter):
     def compute(self, inputs: DraftInputs) -> Tensor:
         """The states of the last valid tokens."""
         return self.states.pop(inputs.last_indices)
+
+    def retained_states(self) -> AbstractContextManager[None]:
+        """A context in which the states of a step are not released."""
+        return self.states.retained()
 
     def drafts(self, inputs: DraftInputs, computed: Tensor) -> Iterator[Tensor]:
         positions = inputs.batch.positions.index_select(0, inputs.last_indices) + 2  # of the first drafts; the newest token is before them
@@ -95,6 +115,10 @@ class RecurrentDrafter(Drafter):
         """The outputs of the head at the last valid tokens, and the batch of the step."""
         accepted = accepted_batch(inputs)
         return self._passes.compute(inputs, accepted, self.states.pop()), accepted
+
+    def retained_states(self) -> AbstractContextManager[None]:
+        """A context in which the states of a step are not released."""
+        return self.states.retained()
 
     def drafts(self, inputs: DraftInputs, computed: tuple[Tensor, AcceptedBatch]) -> Iterator[Tensor]:
         states, accepted = computed

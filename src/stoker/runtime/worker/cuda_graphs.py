@@ -122,7 +122,6 @@ class Graphs:
         launch: Launch,
         inputs: InputBuilder,
         *,
-        samples: bool,
         max_rows: int,
         max_seq_len: int,
         max_tokens: int,
@@ -130,13 +129,9 @@ class Graphs:
         device: torch.device,
         states: StateCache | None = None,
     ) -> None:
-        """`samples`: whether this rank samples, so that greedy steps and others have graphs of their own.
-
-        `max_drafts`: the largest number of drafts of a row; 0: without speculative decoding. `states`: those of recurrences.
-        """
+        """`max_drafts`: the largest number of drafts of a row; 0: without speculative decoding. `states`: those of recurrences."""
         self.states = states
         self.forward, self.launch = forward, launch
-        self.samples = samples
         self.inputs = inputs
         self.max_seq_len = max_seq_len
         self.row_buckets = row_buckets(max_rows)
@@ -199,7 +194,8 @@ class Graphs:
     def capture(self, shape: Shape) -> None:
         """Capture the step of a shape, with greedy sampling and with any sampling.
 
-        It is run once before, which compiles kernels and allocates workspaces of libraries.
+        It is run once before, which compiles kernels and allocates workspaces of libraries. Ranks that do not sample capture both, too,
+        because NCCL may exchange the addresses of buffers when a collective is captured.
         """
         step = self._dummy_step(shape)
         # One stream for all captures, because libraries keep a workspace per stream.
@@ -208,12 +204,10 @@ class Graphs:
         # A collection may destroy a graph of another engine, which would make the capture fail.
         with torch.cuda.stream(stream), without_garbage_collection():
             self.launch(step, shape.max_drafts)
-            for all_greedy in (True, False) if self.samples else (True,):
+            for all_greedy in (True, False):
                 step.batch.shared.clear()
                 self._captured[shape, all_greedy] = self._capture_parts(self.forward(step, shape.max_drafts, all_greedy), stream)
         torch.cuda.current_stream().wait_stream(stream)
-        if not self.samples:
-            self._captured[shape, False] = self._captured[shape, True]
 
     def _capture_parts(self, parts: Iterator[PlainStep], stream: torch.cuda.Stream) -> CapturedStep:
         """Capture a graph of each part of a step. The iterator holds the tensors that later parts read, until all are captured."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -72,6 +73,10 @@ class Drafter(ABC):
         A draft is computed when the iterator is advanced. A tree is computed at once: int32 [num_drafts, S]. Not called for a step in which
         no sequence samples.
         """
+
+    def retained_states(self) -> AbstractContextManager[None]:
+        """A context in which `compute` may be called several times after the model has run once."""
+        return nullcontext()
 
     def catch_up(self, batch: ForwardBatch) -> None:
         """Compute tokens of earlier steps in which the drafter did not run. Called only if its source has `catches_up`."""

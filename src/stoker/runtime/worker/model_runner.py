@@ -98,7 +98,6 @@ class ModelRunner:
                 self._forward,
                 self._launch_all,
                 self.inputs,
-                samples=world.is_leader,
                 max_rows=max_batch_size,
                 max_seq_len=max_seq_len,
                 max_tokens=max_num_tokens,
@@ -324,16 +323,15 @@ class ModelRunner:
     def _launch_all(self, inputs: StepInputs, max_drafts: int) -> None:
         """Launch the kernels of all parts of a step, those of greedy sampling and those of any sampling.
 
-        The model runs once, unless a drafter takes the states of its layers.
+        The model runs once, on all ranks, whose collectives must match.
         """
         ranks = self._set_uniform_counts(inputs)
         batch = self._resolve(inputs)
-        logits = self.model(batch, self.caches)
-        for all_greedy in (True, False):
-            if not all_greedy and self.model.observe_layers is not None:
-                logits = self.model(batch, self.caches)
-            for _ in self._after_model(inputs, batch, logits, ranks, max_drafts, all_greedy):
-                pass
+        with contextlib.nullcontext() if self.draft_runner is None else self.draft_runner.drafter.retained_states():
+            logits = self.model(batch, self.caches)
+            for all_greedy in (True, False):
+                for _ in self._after_model(inputs, batch, logits, ranks, max_drafts, all_greedy):
+                    pass
 
     def _after_model(
         self, inputs: StepInputs, batch: ForwardBatch, logits: Tensor, ranks: RankCounts | None, max_drafts: int, all_greedy: bool
