@@ -82,6 +82,20 @@ async def test_a_host_that_is_starting_has_not_failed_and_a_failed_start_is_repo
         await EngineReplica._check_processes(replica)
 
 
+def test_requests_do_not_change_the_thread_in_the_ingress() -> None:
+    """A part of a response would wait for two event loops. Only the ingress receives requests from Ray Serve; the router logs them."""
+    from ray.serve._private import constants
+
+    ingress = application({"engines": [{"model": "org/model"}]})._bound_deployment
+    engine = ingress.init_args[2]._bound_deployment
+    name = "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"
+    assert getattr(constants, name) is True  # Ray Serve reads the variable, and its default is another one
+    assert ingress.ray_actor_options["runtime_env"]["env_vars"][name] == "0"
+    assert name not in engine.ray_actor_options["runtime_env"]["env_vars"]
+    assert ingress._deployment_config.logging_config["enable_access_log"] is False
+    assert engine._deployment_config.logging_config["enable_access_log"] is False
+
+
 def test_keys_are_arguments_that_no_message_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray prints runtime_env, and the representation of arguments can be in messages."""
     monkeypatch.setenv("STOKER_API_KEY", "api-key-0123456789")

@@ -21,6 +21,9 @@ ENVIRONMENT = {  # of the actors. Ray prints it
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": f"{METRICS_S:g}",
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": f"{METRICS_S:g}",
 }
+# By default, Ray Serve passes each part of a request and of its response between two threads with an event loop each.
+INGRESS_ENVIRONMENT = {**ENVIRONMENT, "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
+LOGGING = {"enable_access_log": False}  # the router has an access log; calls of a replica are those that describe it
 
 
 def build_application(settings: ApplicationSettings) -> Any:
@@ -29,8 +32,9 @@ def build_application(settings: ApplicationSettings) -> Any:
     engines = [_bind_engine(engine, keys) for engine in settings.engines]
     ingress = serve.deployment(
         name=INGRESS, num_replicas=settings.ingress.replicas, max_ongoing_requests=INGRESS_REQUESTS,
-        ray_actor_options={"num_cpus": settings.ingress.cpus, "runtime_env": {"env_vars": ENVIRONMENT}},
+        ray_actor_options={"num_cpus": settings.ingress.cpus, "runtime_env": {"env_vars": INGRESS_ENVIRONMENT}},
         health_check_period_s=HEALTH_PERIOD_S, health_check_timeout_s=HEALTH_TIMEOUT_S, graceful_shutdown_timeout_s=60,
+        logging_config=LOGGING,
     )  # fmt: skip
     return ingress(serve.ingress()(Ingress)).bind(settings, keys, *engines)
 
@@ -58,6 +62,6 @@ def _bind_engine(engine: EngineSettings, keys: Keys) -> Any:
         ray_actor_options={**placement.actor_options, "runtime_env": {"env_vars": ENVIRONMENT}},
         placement_group_bundles=list(placement.bundles), placement_group_strategy=placement.strategy,
         health_check_period_s=HEALTH_PERIOD_S, health_check_timeout_s=HEALTH_TIMEOUT_S,
-        graceful_shutdown_timeout_s=engine.drain_timeout_s + 10, max_surge_percent=engine.max_surge_percent,
+        graceful_shutdown_timeout_s=engine.drain_timeout_s + 10, max_surge_percent=engine.max_surge_percent, logging_config=LOGGING,
     )  # fmt: skip
     return options(EngineReplica).bind(engine, placement, keys)
