@@ -91,23 +91,25 @@ def _compare(step_times: StepTimes) -> dict[str, Any]:
 
 
 def _converse(num_replicas: int, replica: ReplicaSettings, step_times: StepTimes, routing: RoutingSettings) -> Results:
-    """All conversations begin within eight seconds; a user answers after one to four seconds."""
-    dice = random.Random(1)
-    system = [dice.randrange(100_000) for _ in range(SYSTEM_TOKENS)]
+    """All conversations begin within eight seconds; a user answers after one to four seconds. Both as in `conversations.py`."""
+    common = random.Random(1)
+    system = [common.randrange(50, 300) for _ in range(SYSTEM_TOKENS)]
     turns = dict.fromkeys(map(str, range(NUM_CONVERSATIONS)), 1)
+    dice = {session: random.Random(int(session)) for session in turns}
 
-    def words() -> list[int]:
-        return [dice.randrange(100_000) for _ in range(USER_TOKENS)]
+    def words(session: str) -> list[int]:
+        return [dice[session].randrange(50, 300) for _ in range(USER_TOKENS)]
 
     def begin() -> Iterator[Arrival]:
         for i in range(NUM_CONVERSATIONS):
-            yield Arrival(i * 8 / NUM_CONVERSATIONS, system + words(), ANSWER_TOKENS, str(i))
+            yield Arrival(i * 8 / NUM_CONVERSATIONS, system + words(str(i)), ANSWER_TOKENS, str(i))
 
     def follow(arrival: Arrival, seq: Sequence, now_s: float) -> Arrival | None:
         if turns[arrival.session] == NUM_TURNS:
             return None
         turns[arrival.session] += 1
-        return Arrival(now_s + dice.uniform(1, 4), [*seq.tokens, *words()], ANSWER_TOKENS, arrival.session)
+        at_s = now_s + dice[arrival.session].uniform(1, 4)
+        return Arrival(at_s, [*seq.tokens, *words(arrival.session)], ANSWER_TOKENS, arrival.session)
 
     return Simulator(num_replicas, replica, step_times, routing).run(begin(), follow)
 

@@ -191,6 +191,19 @@ def test_a_simulation_does_not_depend_on_the_number_of_steps_that_are_planned_to
     assert (num_prefill > 0) == (len(bulk.transfer_s) > 0)
 
 
+@pytest.mark.parametrize("num_prefill", [0, 1])
+def test_without_equal_prompts_it_does_not_matter_whether_answers_are_indexed(num_prefill: int) -> None:
+    """Blocks of answers that are not indexed take room in the cache all the same, so that the same blocks of prompts are evicted."""
+    arrivals = [arrival._replace(prompt_ids=[*arrival.prompt_ids, 100 + i]) for i, arrival in enumerate(trace(400, 40))]
+    routing = RoutingSettings(disaggregate_tokens=64 if num_prefill else 0)
+    small = msgspec.structs.replace(SMALL, kv_cache_tokens=2048)
+    indexed, not_indexed = (Simulator(3, small, TIMES, routing, num_prefill, index_answers=index).run(arrivals) for index in (True, False))
+    assert summary(not_indexed) == pytest.approx(summary(indexed), rel=1e-9)
+    assert not_indexed.num_reused_tokens == indexed.num_reused_tokens > 1000
+    roomy = Simulator(3, SMALL, TIMES, routing, num_prefill, index_answers=False).run(arrivals)
+    assert roomy.num_reused_tokens > indexed.num_reused_tokens + 500  # blocks of prompts were evicted
+
+
 def test_without_common_prompts_the_prefix_index_changes_nothing() -> None:
     indexed, not_indexed = (Simulator(3, SMALL, TIMES, prefix_reuse=reuse).run(trace(400)) for reuse in (True, False))
     assert summary(indexed) == pytest.approx(summary(not_indexed), rel=1e-9) and indexed.num_reused_tokens == 0

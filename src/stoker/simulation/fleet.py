@@ -69,9 +69,9 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"routers={self.num_routers} exceeds {name}={count}.", cure="Each router needs at least one.")
 
     def simulator(self, router: int, prefix_reuse: bool) -> Simulator:
-        """The part of the fleet behind one router."""
+        """The part of the fleet behind one router, for prompts that contain no answers."""
         shares = [count // self.num_routers + (router < count % self.num_routers) for count in (self.num_replicas, self.num_prefill)]
-        return Simulator(shares[0], self.replica, self.step_times, self.routing, shares[1], self.transfers, prefix_reuse)
+        return Simulator(shares[0], self.replica, self.step_times, self.routing, shares[1], self.transfers, prefix_reuse, False)
 
 
 def simulate_fleet(fleet: FleetSettings, trace: TraceSettings, num_workers: int | None = None) -> Results:

@@ -100,6 +100,7 @@ class SimulatedReplica:
         step_times: StepTimes,
         prefix_reuse: bool,
         has_transfers: bool,
+        index_answers: bool,
     ) -> None:
         """`has_transfers`: prompts of other replicas arrive, whose blocks are allocated while steps run."""
         self.replica = replica
@@ -118,6 +119,7 @@ class SimulatedReplica:
             prefix_reuse=prefix_reuse,
             event_log=self._log,
             stops_at_blocks=has_transfers,
+            index_answers=index_answers,
         )
         self._has_target = self.scheduler.budget.has_target
         self._held = HeldPrompts(self.scheduler.kv_cache)

@@ -69,6 +69,7 @@ class Simulator:
     """`num_replicas` equal replicas behind one router, and `num_prefill` further ones that compute prompts for them.
 
     Without `prefix_reuse`, no block is indexed. For prompts of which no two have the same first block, the results are the same.
+    Without `index_answers`, blocks of answers are not: the results are the same for different prompts that contain no answers.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Simulator:
         num_prefill: int = 0,
         transfers: TransferSettings = TransferSettings(),
         prefix_reuse: bool = True,
+        index_answers: bool = True,
     ) -> None:
         self.now_s = 0.0
         self.results = Results(array("d"), Latencies(), array("d"), array("d"))
@@ -93,7 +95,9 @@ class Simulator:
             if num_prefill:
                 self.router.fleet.set_transfer(added, TransferAddress("decode" if i < num_replicas else "prefill", added.name, 1))
             self.router.fleet.set_health(added, ReplicaState.READY, 0.0)
-            self._replicas[added.name] = SimulatedReplica(self.router.fleet, added, replica, step_times, prefix_reuse, bool(num_prefill))
+            self._replicas[added.name] = SimulatedReplica(
+                self.router.fleet, added, replica, step_times, prefix_reuse, bool(num_prefill), index_answers
+            )
         self._links = TransferLinks(transfers) if num_prefill else None
         self._running: dict[int, _Running] = {}  # by seq_id
         self._events: list[tuple[float, int, SimulatedReplica | Arrival | SimulatedTransfer]] = []

@@ -48,12 +48,17 @@ class DecodeGroup:
     Without a prefix index they allocate no further blocks, because the contents of no block matter: admission has reserved their blocks,
     and a reserved block is as little available to others as an allocated one. With an index, full blocks are indexed, and the next ones
     allocated, by `fill_blocks`, which performs this for several steps at once, in the order in which single steps would.
+
+    Without `index_answers`, blocks that contain a part of an answer are not indexed. They remain cached after the end of the sequence, and
+    are evicted like others, but no prompt finds them. That is the same for prompts that contain no answer, except that equal prompts
+    get different answers, whose blocks are all cached.
     """
 
-    def __init__(self, running_set: RunningSet) -> None:
+    def __init__(self, running_set: RunningSet, index_answers: bool = True) -> None:
         self._running_set = running_set
         self._size = running_set.kv_cache.tokens_per_block
         self._has_index = running_set.kv_cache.index is not None
+        self._index_answers = index_answers
         self.num_rows = 0
         self.num_context_tokens = 0  # sum of the positions that the next step computes
         self._clock = 0  # committed steps
@@ -109,8 +114,11 @@ class DecodeGroup:
             for entry in fills.pop():
                 seq = entry[1]
                 num_computed = (seq.num_computed // size + 1) * size
-                _advance(seq, num_computed)
-                self._running_set.register(seq, num_computed)
+                if self._index_answers:
+                    _advance(seq, num_computed)
+                    self._running_set.register(seq, num_computed)
+                else:
+                    seq.num_computed = num_computed
                 if num_computed < seq.max_computed:
                     self.growing.append(entry)
                     if num_computed + size <= seq.max_computed:
@@ -133,8 +141,16 @@ class DecodeGroup:
                 _advance(seq, seq.max_computed)
                 self.num_rows -= 1
                 self.num_context_tokens -= seq.max_computed
+                if self._has_index and not self._index_answers:
+                    self._cache_answer(seq)
                 ended.append(seq)
         return ended
+
+    def _cache_answer(self, seq: Sequence) -> None:
+        """Let the full blocks of an answer that is not indexed remain cached after the end of its sequence."""
+        pool = self._running_set.kv_cache.pool
+        for block in seq.blocks[seq.num_hashed : seq.max_computed // self._size]:
+            pool.mark_reusable(block)
 
 
 def _advance(seq: Sequence, num_computed: int) -> None:

@@ -72,8 +72,12 @@ class GroupScheduler(Scheduler):
         prefix_reuse: bool,
         event_log: BlockEventLog,
         stops_at_blocks: bool = False,
+        index_answers: bool = True,
     ) -> None:
-        """`stops_at_blocks`: plan no step beyond one in which a block becomes full, because others read or allocate blocks meanwhile."""
+        """`stops_at_blocks`: plan no step beyond one in which a block becomes full, because others read or allocate blocks meanwhile.
+
+        `index_answers`: prompts may contain answers of earlier ones (`DecodeGroup`).
+        """
         super().__init__(
             num_blocks=num_blocks,
             tokens_per_block=tokens_per_block,
@@ -87,7 +91,7 @@ class GroupScheduler(Scheduler):
         )
         self._event_log, self._stops_at_blocks = event_log, stops_at_blocks
         self._has_target = self.budget.has_target
-        self._group = self._planner.group = DecodeGroup(self._running_set)
+        self._group = self._planner.group = DecodeGroup(self._running_set, index_answers)
         self._prefilling = self._planner.prefilling = dict[int, Sequence]()
         self._decodes = GroupPlan()  # the plan of steps that only decode
 
