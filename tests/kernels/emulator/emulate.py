@@ -1,4 +1,7 @@
-"""Run kernels on an emulated device: `fused_layer FORM`, for one weight format, or `attention`. A process without TRITON_INTERPRET."""
+"""Run kernels on an emulated device: `fused_layer FORM`, for one weight format, `attention` or `prompts`.
+
+A process without TRITON_INTERPRET.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ import test_rope_attention as attention
 import torch
 from emulated.launch import emulating
 from fused_layer_cases import check, problem
-from oracle import Case
+from oracle import TOLERANCE, Case, expected_attention, relative_error
 from test_attention import DRAFTED, test_draft_tokens_combine_by_flags, test_flags_of_results_whose_bits_are_all_zero
 
 from stoker.kernels.triton.attention.tiles import AttentionTile, Splits
+from stoker.kernels.triton.attention.warp_specialized import launch as prompts
 from stoker.kernels.triton.fused_layer.large_batch import launch as large_batch
 from stoker.kernels.triton.fused_layer.requirements import first_weight
 from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
@@ -91,6 +95,25 @@ def attend() -> None:
         test_draft_tokens_combine_by_flags(*DRAFTED["chains"])
 
 
+def attend_prompts() -> None:
+    """Prompts by the warp-specialized kernel, over caches of 16 and 8 bits."""
+    for seed, case in enumerate(
+        (
+            Case([(1, 12), (40, 300), (9, 1100)], kv_heads=1, dtype=torch.float16, cache_dtype=torch.float8_e4m3fn, block_size=32),
+            Case([(1, 12), (40, 340), (33, 33)], kv_heads=1, dtype=torch.bfloat16, window=40),
+            Case([(1, 12), (70, 200)], heads=2, kv_heads=1, size=128, dtype=torch.float16, block_size=64, sinks=True),
+        )
+    ):
+        q, cache, batch, params = case.build()
+        out = torch.full((len(q), case.heads, case.size), float("nan"), dtype=case.dtype)
+        with emulating(seed, num_ctas=3):
+            prompts.warp_specialized_prefill(q, cache, batch, params, out)
+        assert not prompts.tile_counter(q.device).any()
+        assert out[: batch.num_decodes].isnan().all()
+        got, want = out[batch.num_decodes :].flatten(1), expected_attention(q, cache, batch, params)[batch.num_decodes :]
+        assert relative_error(got, want) < TOLERANCE[case.dtype], case
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    attend() if sys.argv[1] == "attention" else fused_layer(sys.argv[2])
+    {"attention": attend, "prompts": attend_prompts, "fused_layer": lambda: fused_layer(sys.argv[2])}[sys.argv[1]]()

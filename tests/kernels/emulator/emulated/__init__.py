@@ -21,5 +21,7 @@ What remains invisible:
   such words.
 - Lanes of a diverged warp run together, and `wgmma.fence`, scopes below the device, and fences between CTAs (`fence.acq_rel`, `membar`)
   are not modelled; the last raise NotImplementedError.
+- In warp-specialized kernels (`warps`), the order of accesses to shared memory: it follows from mbarriers and barriers of some warps, which
+  have no stamps. A missing wait gives a wrong result only if the random order of warps makes it one.
 - An order of CTAs or warps that the seed does not produce; the time that anything takes; whether all CTAs of a launch are resident.
 """

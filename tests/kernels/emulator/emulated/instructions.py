@@ -10,15 +10,16 @@ import torch
 
 from emulated import arithmetic
 from emulated.arithmetic import ARITHMETIC, COMPARES, TYPES, Values
+from emulated.mbarriers import mbarriers
 from emulated.operands import Mask, Read, Step, read, write
 from emulated.parse import Instruction, Operand
 from emulated.products import warp_products, warpgroup_products
-from emulated.transfers import async_copies, matrix_loads_and_stores, mbarriers, memory, warp_shuffles
+from emulated.transfers import async_copies, matrix_loads_and_stores, memory, warp_shuffles
 
 if TYPE_CHECKING:
     from emulated.program import Program
 
-WITHOUT_EFFECT = {"createpolicy", "prefetch", "nanosleep"}
+WITHOUT_EFFECT = {"createpolicy", "prefetch", "nanosleep", "setmaxnreg"}
 ARITHMETIC_MODIFIERS = {
     "rn",
     "ftz",
@@ -185,7 +186,7 @@ def _conversion(instruction: Instruction, parts: list[str]) -> Step | None:
 
 
 def _bit_operations(instruction: Instruction, parts: list[str]) -> Step | None:
-    """prmt, lop3, mul.hi, bfe, popc."""
+    """prmt, lop3, mul.hi, bfe, bfi, popc."""
     target, *sources = instruction.operands if instruction.operands else ("_",)
     if parts[0] == "prmt":
         return elementwise(target, (read(s, "b32") for s in sources), arithmetic.permute_bytes)
@@ -199,6 +200,14 @@ def _bit_operations(instruction: Instruction, parts: list[str]) -> Step | None:
     if parts[0] == "bfe":
         formula = arithmetic.unsigned_bit_field if parts[1] == "u32" else arithmetic.signed_bit_field
         return elementwise(target, (read(s, "u32") for s in sources), formula)
+    if instruction.name == "mul.hi.u16":
+        return elementwise(target, (read(s, "u16") for s in sources), lambda a, b: (a.astype(np.uint32) * b >> 16).astype(np.uint16))
+    if instruction.name == "bfi.b32":
+        place, width = sources[2:]
+        assert isinstance(place, int) and isinstance(width, int)
+        bits = np.uint32(((1 << width) - 1) << place)
+        insert = lambda field, into: into & ~bits | field << np.uint32(place) & bits  # noqa: E731
+        return elementwise(target, (read(s, "u32") for s in sources[:2]), insert)
     if parts[0] == "popc":
         return elementwise(target, (read(s, "u32") for s in sources), lambda a: np.bitwise_count(a).astype(np.uint32))
     return None

@@ -61,6 +61,11 @@ class Kernel:
         return min((size for each in self.instructions if (size := _stored_bytes(each, space))), default=16)
 
     @property
+    def is_warp_specialized(self) -> bool:
+        """Whether some warps wait for others at barriers of their own."""
+        return any(each.name == "bar.arrive" for each in self.instructions)
+
+    @property
     def has_async_proxy(self) -> bool:
         return any(each.name.startswith(("wgmma.mma", "cp.async.bulk")) for each in self.instructions)
 

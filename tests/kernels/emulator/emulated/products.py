@@ -38,44 +38,76 @@ def warp_products(instruction: Instruction, parts: list[str]) -> Step | None:
 
 
 def warpgroup_products(instruction: Instruction, parts: list[str]) -> Step | None:
-    """wgmma with A in registers and B in shared memory, in core matrices of 8 columns × 16 bytes without a swizzle."""
+    """wgmma of 16-bit values. A [64, 16] is in registers or in shared memory, B [16, columns] in shared memory."""
     if parts[0] != "wgmma":
         return None
     if parts[1] != "mma_async":
         return group_operations(instruction, parts, lambda program: program.products) or (lambda program, mask: None)
-    targets, rows, descriptor, adds, *negated = instruction.operands
-    assert parts[-3:] == ["f32", "bf16", "bf16"] and negated == [1, 1, 0], instruction.text
-    assert isinstance(targets, tuple) and isinstance(rows, tuple)
+    targets, rows, descriptor, adds, *options = instruction.operands
+    kind = {"f16": torch.float16, "bf16": torch.bfloat16}[parts[-1]]
+    is_in_registers = isinstance(rows, tuple)
+    is_transposed = options[-1] == 1  # B is stored as [16, columns], not as [columns, 16]
+    assert parts[-3] == "f32" and parts[-2] == parts[-1] and options[:2] == [1, 1], instruction.text
+    assert len(options) == (3 if is_in_registers else 4) and (is_in_registers or options[2] == 0), instruction.text
+    assert isinstance(targets, tuple)
     columns = 2 * len(targets)
-    sums, left = [read(part, "f32") for part in targets], [read(part, "b32") for part in rows]
+    sums = [read(part, "f32") for part in targets]
+    left = [read(part, "b32") for part in rows] if is_in_registers else []  # type: ignore[union-attr]
+    left_descriptor = None if is_in_registers else read(rows, "u64")
     descriptor_of, is_added = read(descriptor, "u64"), read(adds, "pred")
 
     def run(program: Program, mask: Mask) -> None:
-        described, added = descriptor_of(program).copy(), is_added(program).copy()
+        described, added = descriptor_of(program).copy(), np.broadcast_to(is_added(program), program.num_threads).copy()
+        left_described = None if left_descriptor is None else left_descriptor(program).copy()
+
+        def load(places: NDArray[np.int64], thread: int) -> Register:
+            """The float64 values of units of 8 contiguous elements at `places` [rows, 2], as [rows, 16]."""
+            program.shared.history.async_load(program.clock, thread, places.ravel(), 16)
+            return _as_float64(program.shared.load(places.ravel(), 16).view(np.int32), kind).reshape(len(places), 16)
 
         def arrive(threads: NDArray[np.int64]) -> None:
             assert len(threads) == 32, "all lanes of a warp multiply"
-            descriptor, adds_to = int(described[threads[0]]), added[threads[0]]
-            assert descriptor >> 62 == 0, "a swizzle"
-            start, along, across = (16 * (descriptor >> shift & 0x3FFF) for shift in (0, 16, 32))
-            column, half = np.arange(columns)[:, None], np.arange(2)
-            places = start + column // 8 * across + column % 8 * 16 + half * along
-            program.shared.history.async_load(program.clock, int(threads[0]), places.ravel(), 16)
-            right = _as_float64(program.shared.load(places.ravel(), 16).view(np.int32), torch.bfloat16).reshape(columns, 16)
-            features = np.zeros((16, 16))  # A [row, k]
+            first = int(threads[0])
+            if is_transposed:  # units of 8 columns for each k
+                at = [_matrix_units(int(described[first]), np.arange(16), np.array([n, n + 1]), True) for n in range(0, columns // 8, 2)]
+                right = np.concatenate([load(units, first) for units in at], 1).T
+            else:
+                right = load(_matrix_units(int(described[first]), np.arange(columns), np.arange(2), False), first)
+            if left_described is not None:
+                features = load(_matrix_units(int(left_described[first]), first // 32 % 4 * 16 + np.arange(16), np.arange(2), False), first)
+            else:
+                features = np.zeros((16, 16))  # A [row, k]
             for i, part in enumerate(left):  # read when the group completes, because the registers must not change before
                 row, k = _ROW[:, None] + 8 * (i % 2), 2 * _COLUMN_GROUP[:, None] + np.arange(2) + 8 * (i // 2)
-                features[row, k] = _elements(part(program)[threads], torch.bfloat16, 1, 2)[0]
+                features[row, k] = _elements(np.ascontiguousarray(part(program)[threads]), kind, 1, 2)[0]
             product = features @ right.T
             for i, part in enumerate(sums):
                 whole = part(program).copy()
                 values = product[_ROW + 8 * (i % 4 // 2), i // 4 * 8 + 2 * _COLUMN_GROUP + i % 2]
-                whole[threads] = (whole[threads] + values if adds_to else values).astype(np.float32)
+                whole[threads] = (whole[threads] + values if added[first] else values).astype(np.float32)
                 write(program, targets[i], whole, None)
 
         program.products.issue(mask, arrive)
 
     return run
+
+
+def _matrix_units(descriptor: int, rows: NDArray[np.int64], units: NDArray[np.int64], is_transposed: bool) -> NDArray[np.int64]:
+    """The addresses [rows, units] of units of 8 contiguous elements (16 bytes) of a matrix in shared memory.
+
+    Without a swizzle, 8 rows × 16 bytes are contiguous; units are `along` apart, and groups of 8 rows `across`. With the swizzle of 128
+    bytes, 8 rows × 128 bytes are contiguous, and the place of a unit in its row is xored with the number of the row; groups of 8 rows are
+    `across` apart. A transposed matrix has rows of k; each 64 of its columns are `along` apart.
+    """
+    start, along, across = (16 * (descriptor >> shift & 0x3FFF) for shift in (0, 16, 32))
+    groups = rows[:, None] // 8 * across
+    swizzle = descriptor >> 62
+    if swizzle == 0:
+        assert not is_transposed
+        return start + groups + rows[:, None] % 8 * 16 + units * along
+    assert swizzle == 1, "a swizzle of 32 or 64 bytes"
+    places = start + groups + rows[:, None] % 8 * 128 + (units // 8 * along + units % 8 * 16 if is_transposed else units * 16)
+    return places ^ (places >> 7 & 7) << 4
 
 
 def multiply_accumulate(

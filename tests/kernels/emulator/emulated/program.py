@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from emulated.instructions import step_of
 from emulated.memory import Memory
 from emulated.operands import UNSIGNED, Mask, Step
-from emulated.ordering import Clock, History, RaceError
+from emulated.ordering import Clock, History, NoHistory, RaceError
 from emulated.parse import Instruction, Kernel
 from emulated.queues import Arrivals, Queue
+from emulated.warps import Warps
 
 Threads = NDArray[np.int64]
 Index = tuple[int, int, int]
@@ -53,7 +54,9 @@ class Program:
         kernel, grid = launch.kernel, launch.grid
         self.kernel, self.steps, self.params, self.memory, self.num_threads = kernel, steps, launch.params, launch.memory, kernel.threads
         self.shared = Memory(launch.shared_bytes)
-        self.shared.history = History("shared", launch.shared_bytes, 0, kernel.granule("shared"), kernel.has_async_proxy)
+        self.shared.history = NoHistory("shared")
+        if not kernel.is_warp_specialized:
+            self.shared.history = History("shared", launch.shared_bytes, 0, kernel.granule("shared"), kernel.has_async_proxy)
         self.clock = Clock(number, num_ctas, self.num_threads, launch.waits_for_predecessor)
         self.thread = np.arange(self.num_threads)
         self.lane, self.lane_zero = self.thread % 32, self.thread // 32 * 32
@@ -63,7 +66,7 @@ class Program:
         self.copies, self.products = Queue(self.num_threads // 32), Queue(self.num_threads // 32)
         self.arrivals: dict[int, Arrivals] = {}  # mbarriers by address
         self._at = np.zeros(self.num_threads, np.int64)  # each thread's next instruction, where they differ
-        self._none, self._generator = np.zeros(self.num_threads, bool), generator
+        self._none, self.generator = np.zeros(self.num_threads, bool), generator
         for_all_threads = lambda value: np.full(self.num_threads, value)  # noqa: E731
         self._special = {
             "%tid.x": self.thread,
@@ -91,6 +94,9 @@ class Program:
 
         After a barrier some warps, chosen at random, continue only when the others wait at the next one.
         """
+        if self.kernel.is_warp_specialized:
+            yield from Warps(self).run()
+            return
         now, late = 0, self._late_warps()
         while now >= 0:
             if np.count_nonzero(late):
@@ -99,7 +105,7 @@ class Program:
                 late = self._none
                 continue
             instruction, run = self.kernel.instructions[now], self.steps[now]
-            enabled = None if instruction.predicate is None else self._predicate_mask(instruction)
+            enabled = None if instruction.predicate is None else self.predicate_mask(instruction)
             is_active = enabled is None or np.count_nonzero(enabled) > 0
             if enabled is not None and np.count_nonzero(enabled) == self.num_threads:
                 enabled = None
@@ -127,9 +133,9 @@ class Program:
                 now, late = now + 1, self._late_warps()
 
     def _late_warps(self) -> NDArray[np.bool_]:
-        return np.repeat([self._generator.random() < 0.3 for _ in range(self.num_threads // 32)], 32)
+        return np.repeat([self.generator.random() < 0.3 for _ in range(self.num_threads // 32)], 32)
 
-    def _predicate_mask(self, instruction: Instruction) -> NDArray[np.bool_]:
+    def predicate_mask(self, instruction: Instruction) -> NDArray[np.bool_]:
         assert instruction.predicate is not None
         return self.registers[instruction.predicate[0].index] ^ instruction.predicate[1]
 
@@ -162,7 +168,7 @@ class Program:
             if now == end:
                 continue  # with these others, if they are able
             instruction, run = self.kernel.instructions[now], self.steps[now]
-            enabled = current if instruction.predicate is None else current & self._predicate_mask(instruction)
+            enabled = current if instruction.predicate is None else current & self.predicate_mask(instruction)
             if run is not None:
                 yield
                 late = current  # other threads run first: it may wait for them
@@ -187,7 +193,7 @@ class Program:
             instruction, run = self.kernel.instructions[now], self.steps[now]
             if run is None or instruction.depends_on_others:
                 return now
-            enabled = current if instruction.predicate is None else current & self._predicate_mask(instruction)
+            enabled = current if instruction.predicate is None else current & self.predicate_mask(instruction)
             if instruction.predicate is None or np.count_nonzero(enabled):
                 run(self, enabled)
             now += 1

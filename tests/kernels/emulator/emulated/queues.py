@@ -36,6 +36,13 @@ class Queue:
             self._groups[warp].append(self._open[warp])
             self._open[warp] = []
 
+    def take(self, mask: Mask) -> list[Action]:
+        """Remove all operations of the active warps, and return them in the order in which they were issued."""
+        taken = [action for warp in self._warps(mask) for group in [*self._groups[warp], self._open[warp]] for action in group]
+        for warp in self._warps(mask):
+            self._groups[warp], self._open[warp] = [], []
+        return taken
+
     def wait(self, mask: Mask, pending: int) -> None:
         """Run the groups of each active warp until at most `pending` remain."""
         for warp in self._warps(mask):
@@ -61,17 +68,24 @@ class Arrivals:
     def has_pending_copies(self) -> bool:
         return bool(self._copies)
 
+    def arrive(self, count: int) -> None:
+        """Add `count` arrivals."""
+        self._missing -= count
+        assert self._missing >= 0, "more arrivals than the mbarrier expects"
+        self._end_if_complete()
+
     def expect(self, num_bytes: int) -> None:
         """Arrive, and add to the bytes that must be copied before the phase ends."""
-        self._missing -= 1
         self._bytes += num_bytes
+        self.arrive(1)
 
-    def issue_copy(self, num_bytes: int, copy: Action) -> None:
-        """Add a bulk copy. It runs when the phase is polled for the second time."""
+    def issue_copy(self, num_bytes: int, copy: Action, num_arrivals: int = 0) -> None:
+        """Add copies, after which there are `num_arrivals` arrivals. They run when the phase is polled for the second time."""
 
         def arrive() -> None:
             copy()
             self._bytes -= num_bytes
+            self._missing -= num_arrivals
 
         self._copies.append(arrive)
 
@@ -82,6 +96,9 @@ class Arrivals:
                 copy()
             self._copies.clear()
         self._was_polled = True
+        self._end_if_complete()
+        return self._phase % 2 != parity
+
+    def _end_if_complete(self) -> None:
         if self._missing == 0 and self._bytes == 0:
             self._missing, self._phase, self._was_polled = self._count, self._phase + 1, False
-        return self._phase % 2 != parity

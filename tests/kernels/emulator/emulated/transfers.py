@@ -1,4 +1,4 @@
-"""Loads and stores, asynchronous copies, mbarriers, and shuffles between the lanes of a warp.
+"""Loads and stores, asynchronous copies, and shuffles between the lanes of a warp.
 
 Each public function maps an instruction and the parts of its name to the `Step` that runs it, or to None if it is of another kind.
 """
@@ -15,7 +15,6 @@ from emulated.arithmetic import TYPES, Values
 from emulated.memory import bank_conflicts
 from emulated.operands import Mask, Read, Step, addresses_of, read, write
 from emulated.parse import Address, Instruction, Operand
-from emulated.queues import Arrivals
 
 if TYPE_CHECKING:
     from emulated.memory import Memory
@@ -207,6 +206,8 @@ def async_copies(instruction: Instruction, parts: list[str]) -> Step | None:
         return None
     if parts[2] in ("commit_group", "wait_group"):
         return group_operations(instruction, parts, lambda program: program.copies)
+    if parts[2] == "mbarrier":
+        return None
     target_address, source, *sizes = instruction.operands
     assert isinstance(target_address, Address) and isinstance(source, Address)
     target, origin = addresses_of(target_address, "u32"), addresses_of(source, "u64")
@@ -268,42 +269,3 @@ def group_operations(instruction: Instruction, parts: list[str], queue: Callable
     if "wait_group" in parts:
         return lambda program, mask: queue(program).wait(mask, instruction.operands[0])
     return None
-
-
-def mbarriers(instruction: Instruction, parts: list[str]) -> Step | None:
-    """mbarrier.init, .arrive.expect_tx and .try_wait."""
-    if parts[0] != "mbarrier":
-        return None
-    place = instruction.operands[1 if parts[1] in ("arrive", "try_wait") else 0]
-    assert isinstance(place, Address)
-    at = addresses_of(place, "u32")
-    number = instruction.operands[-1]
-    assert isinstance(number, int)
-
-    def run(program: Program, mask: Mask) -> None:
-        passed = np.zeros(program.num_threads, bool)
-        ended: dict[int, bool] = {}
-        threads = program.thread if mask is None else np.flatnonzero(mask)
-        history, addresses = program.shared.history, at(program)
-        if parts[1] == "init":
-            history.store(
-                program.clock, threads, addresses[threads], np.zeros((len(threads), 8), np.uint8), np.ones((len(threads), 8), np.uint8)
-            )
-        else:
-            history.load(program.clock, threads, addresses[threads], 8)
-        for thread in threads:
-            address = int(addresses[thread])
-            if parts[1] == "init":
-                program.arrivals[address] = Arrivals(number, len(program.clock.observed))
-                program.clock.observed.append(np.zeros(program.num_threads, bool))
-            elif parts[1] == "arrive":
-                program.arrivals[address].expect(number)
-            else:
-                if address not in ended:
-                    ended[address] = program.arrivals[address].has_ended(number)
-                passed[thread] = ended[address]
-                program.clock.observed[program.arrivals[address].number][thread] |= ended[address]
-        if parts[1] == "try_wait":
-            write(program, instruction.operands[0], passed, mask)
-
-    return run
