@@ -26,7 +26,7 @@ from stoker.kernels.reference import attention as reference
 from stoker.kernels.triton.aot.offline_target import compiling
 from stoker.kernels.triton.attention import launch as kernels
 from stoker.kernels.triton.attention.tiles import AttentionTile, Splits
-from stoker.kernels.types import AttentionParams
+from stoker.kernels.types import MEAN_TOKENS, AttentionParams
 
 HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 128, 64
 READ_CEILING = 4.42e12  # bytes/s, measured read-only stream of an H200
@@ -85,12 +85,22 @@ class Problem:
         launch(self.q, self.cache, self.batch, PARAMS, self.out, variant.tile, variant.splits)
 
 
-def problem(lens: list[int], queries: list[int], cache_dtype: torch.dtype, bound: int, device: str, dtype: torch.dtype = BF16) -> Problem:
-    """Random values and block tables in random order. Entries after the end of a row are invalid."""
+def problem(
+    lens: list[int],
+    queries: list[int],
+    cache_dtype: torch.dtype,
+    bound: int,
+    device: str,
+    dtype: torch.dtype = BF16,
+    has_mean: bool = False,
+) -> Problem:
+    """Random values and block tables in random order. Entries after the end of a row are invalid. has_mean: keys are stored less a mean."""
     blocks_each = [-(-n // BLOCK) for n in lens]
     pages = (sum(blocks_each) + 1, KV_HEADS, BLOCK, SIZE)
     scale = torch.rand(KV_HEADS, device=device) + 0.5 if cache_dtype == FP8 else None
     cache = KVCache(*(torch.randn(pages, dtype=BF16, device=device).to(cache_dtype) for _ in range(2)), scale, scale)
+    if has_mean:
+        cache.key_mean = torch.randn(KV_HEADS, -(-bound // MEAN_TOKENS), SIZE, device=device) * 3
     table = torch.full((len(lens), -(-bound // BLOCK)), 1 << 30, dtype=torch.int32)
     order = torch.randperm(sum(blocks_each), dtype=torch.int32).split(blocks_each)
     for row, blocks in enumerate(order):
@@ -137,17 +147,16 @@ def ragged_error(shape: Shape, variant: Variant, dtype: torch.dtype = BF16) -> f
 
 
 def relative_error(result: Problem) -> float:
-    real = [pages.cpu().double() for pages in (result.cache.keys, result.cache.values)]
-    if result.cache.key_scale is not None:
-        real = [pages * result.cache.key_scale.cpu().double()[None, :, None, None] for pages in real]
-    batch = result.batch
+    cache, batch = result.cache, result.batch
+    real = [pages.cpu().double() for pages in (cache.keys, cache.values)]
+    scale, mean = (None if part is None else part.cpu() for part in (cache.key_scale, cache.key_mean))
     on_cpu = ForwardBatch(
         *(t.cpu() for t in (batch.token_ids, batch.positions, batch.slots, batch.query_starts, batch.seq_lens, batch.block_tables)),
         batch.num_decodes,
         batch.max_query_len,
         batch.max_seq_len,
     )
-    expected = reference.attention(result.q.cpu().double(), KVCache(*real), on_cpu, PARAMS)
+    expected = reference.attention(result.q.cpu().double(), KVCache(*real, scale, scale, key_mean=mean), on_cpu, PARAMS)
     return float((result.out.cpu().double().flatten(1) - expected).norm() / expected.norm())
 
 

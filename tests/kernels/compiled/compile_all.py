@@ -386,6 +386,9 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "prefill 128 tokens": lambda: attend(1, 128),
     "prefill block 16": lambda: attend(4, 2048, block=16),
     "prefill fp8": lambda: attend(4, 2048, cache_dtype=FP8),
+    "prefill fp8, window": lambda: attend(4, 2048, cache_dtype=FP8, window=300),
+    "prefill fp8, 64 wide": lambda: attend(4, 2048, size=64, value_size=64, cache_dtype=FP8),
+    "prefill fp8, 448 tokens": lambda: attend(1, 448, cache_dtype=FP8),
     "prefill fp8, every feature": lambda: attend(4, 2048, cache_dtype=FP8, prefix=True, **EVERY_FEATURE),  # type: ignore[arg-type]
     "prefill int8": lambda: attend(4, 2048, cache_dtype=torch.int8),
     "prefill fp32": lambda: attend(4, 512, dtype=FP32, cache_dtype=FP32),

@@ -28,6 +28,8 @@ BOUNDS = {
     "decode latent": (192, 32),
     "tree of 64, latent": (255, 256),
     "prefill 64 wide": (168, 24),  # of the producer
+    "prefill fp8": (168, 24),  # of the consumers, outside the loops over keys
+    "prefill fp8, window": (168, 24), "prefill fp8, 64 wide": (168, 24),
     "prefill latent": (255, 72),  # 0 or 68: the same assembler schedules differently on another processor
     # Fused layers: the other registers are for attention, which still runs while the pipelines fill. The large-batch kernel has 16 warps;
     # its spills are outside the loops over blocks.
@@ -91,6 +93,8 @@ def test_fits_sm_90(group: tuple[str, ...], uninterpreted: Callable[..., str]) -
         # 128 tokens give too few tiles of 64 rows: tiles of 16 rows fill the device and need 6 µs instead of 15, without wgmma.
         if name.startswith("prefill") and name not in ("prefill fp32", "prefill 128 tokens"):
             assert launch["wgmma"], f"{name} does not use wgmma"
+        if name in ("prefill 128 wide", "prefill fp8", "prefill fp8, window", "prefill fp8, 64 wide"):
+            assert [kernel["name"] for kernel in launch["kernels"]] == ["warp_specialized_prefill_kernel"], name
 
 
 def test_every_launch_has_a_group_and_every_bound_a_launch() -> None:

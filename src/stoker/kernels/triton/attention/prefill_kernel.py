@@ -1,6 +1,6 @@
 """Paged attention of prefill rows, which have several query tokens each: ragged, causal, over the cache that already holds their keys.
 
-This kernel supports every model and device. On Hopper, long prompts without special masks and key means use `warp_specialized` instead.
+This kernel supports every model and device. On Hopper, long prompts without special masks use `warp_specialized` instead.
 
 For query token t of a row with `length` tokens of which the last `num_queries` are queries, and query head h with KV head g = h // group:
 

@@ -6,6 +6,9 @@ products in turn, so that the softmax of one runs while the tensor cores work fo
 
     consumer 0   | QK i   PV i-1 | softmax i          | QK i+1 PV i  | softmax i+1
     consumer 1   | softmax i-1   | QK i   PV i-1      | softmax i    | QK i+1 PV i
+
+Keys stored less a mean (`KVCache.key_mean`): a key tile lies within the positions of one mean, so the mean adds one number per row to all
+scores of the tile, `mean_scores`, which the softmax adds to the maximum instead of to the scores. It changes once in `mean_tokens()` keys.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from stoker.kernels.triton.attention.warp_specialized.pipeline import (
     vector_layout,
     wait_for_turn,
 )
+from stoker.kernels.triton.kv_pages import mean_tokens
 
 
 @gluon.constexpr_function
@@ -45,17 +49,40 @@ def weights_layout(size):
     return gl.DotOperandLayout(0, output_layout(size), 2)
 
 
+@gluon.constexpr_function
+def query_layout():
+    """The layout of queries [64, size] as the left operand of the scores: each thread has the rows whose scores it has."""
+    return gl.DotOperandLayout(0, scores_layout(), 2)
+
+
 @gluon.jit
-def softmax(scores, start, positions, highest, total, factor, CONFIG: gl.constexpr, MASKED: gl.constexpr):
-    """(weights, highest, total, fade): see `softmax.attend` for their definitions."""
+def mean_scores(q, mean_ptr, tile, CONFIG: gl.constexpr):
+    """float32 [64]: the products of queries q [64, size] with the mean of the keys of `tile`. `mean_ptr`: the means of the KV head."""
+    cols = gl.arange(0, CONFIG.size, gl.SliceLayout(0, query_layout()))
+    mean = gl.load(mean_ptr + tile * BLOCK_N // mean_tokens() * CONFIG.size + cols)
+    return gl.convert_layout(gl.sum(q.load(query_layout()).to(gl.float32) * mean[None, :], 1), gl.SliceLayout(1, scores_layout()))
+
+
+@gluon.jit
+def softmax(scores, start, positions, mean_score, highest, total, factor, CONFIG: gl.constexpr, MASKED: gl.constexpr):
+    """(weights, highest, total, fade): see `softmax.attend` for their definitions. Tile 0 is masked where there is a `mean_score`."""
     if MASKED:
-        key = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout()))
+        cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout()))
+        if CONFIG.has_mean:
+            # The first key of a sequence is stored whole.
+            scores = gl.where((cols == 0)[None, :] & (start == 0), scores - mean_score[:, None], scores)
+        key = start + cols
         seen = key[None, :] <= positions[:, None]
         if CONFIG.window is not None:
             seen = seen & (key[None, :] > positions[:, None] - CONFIG.window)
         scores = gl.where(seen, scores, float("-inf"))
-    raised = gl.maximum(highest, gl.max(scores, 1) * factor)
-    weights = gl.exp2(scores * factor - raised[:, None])
+    if CONFIG.has_mean:
+        bias = mean_score * factor
+        raised = gl.maximum(highest, gl.max(scores, 1) * factor + bias)
+        weights = gl.exp2(scores * factor - (raised - bias)[:, None])
+    else:
+        raised = gl.maximum(highest, gl.max(scores, 1) * factor)
+        weights = gl.exp2(scores * factor - raised[:, None])
     fade = gl.exp2(highest - raised)
     return weights, raised, total * fade + gl.sum(weights, 1), fade
 
@@ -68,15 +95,19 @@ def issue_scores(q, k, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def attend_tiles(state, q, buffers, tiles, used, positions, factor, CONSUMER: gl.constexpr, CONFIG: gl.constexpr, MASKED: gl.constexpr):
+def attend_tiles(
+    state, row_inputs, buffers, tiles, used, positions, factor, CONSUMER: gl.constexpr, CONFIG: gl.constexpr, MASKED: gl.constexpr
+):
     """Add key tiles to the running softmax, downward. Returns (state, used).
 
-    `tiles`: (last, first, begin): key tiles last … first, of a query tile whose key tiles begin at `begin`. `used`: the use of the buffers
-    for tile `last`. The state includes the weights of the tile before, whose product with its values is issued here.
+    `row_inputs`: (q, mean_ptr): the queries in shared memory, and the means of their KV head. `tiles`: (last, first, begin): key tiles
+    last … first, of a query tile whose key tiles begin at `begin`. `used`: the use of the buffers for tile `last`. The state includes the
+    weights of the tile before, whose product with its values is issued here, and its `mean_scores`.
     """
+    q, mean_ptr = row_inputs
     k, v, k_full, k_empty, v_full, v_empty = buffers
     last, first, begin = tiles
-    acc, weights, highest, total = state
+    acc, weights, mean_score, highest, total = state
     for i in range(last - first + 1):
         tile = last - i
         stage = used % KV_STAGES
@@ -87,9 +118,13 @@ def attend_tiles(state, q, buffers, tiles, used, positions, factor, CONSUMER: gl
         fence_async_shared()
         acc = warpgroup_mma(weights, v.index(before), acc, is_async=True)
         end_turn(CONSUMER)
+        if CONFIG.has_mean:  # noqa: SIM102 - the outer condition is a constant, the inner one is not
+            if (tile + 1) * BLOCK_N % mean_tokens() == 0:
+                mean_score = mean_scores(q, mean_ptr, tile, CONFIG)
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        fresh, highest, total, fade = softmax(scores, tile * BLOCK_N, positions, highest, total, factor, CONFIG, MASKED)
+        start = tile * BLOCK_N
+        fresh, highest, total, fade = softmax(scores, start, positions, mean_score, highest, total, factor, CONFIG, MASKED)
         fresh = fresh.to(k.dtype)
         # Waiting for the next keys here keeps the assembler from moving the wait for the product before the softmax.
         used += 1
@@ -99,7 +134,7 @@ def attend_tiles(state, q, buffers, tiles, used, positions, factor, CONSUMER: gl
         mbarrier.arrive(v_empty.index(before), count=1)
         acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, output_layout(CONFIG.size)))[:, None]
         weights = gl.convert_layout(fresh, weights_layout(CONFIG.size))
-    return (acc, weights, highest, total), used
+    return (acc, weights, mean_score, highest, total), used
 
 
 @gluon.jit
@@ -123,7 +158,7 @@ def store_result(out, out_ptr, staging, empty, tile, CONSUMER: gl.constexpr, CON
 @gluon.jit
 def consume(outputs, scale, queries, buffers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Compute rows 64 × CONSUMER : 64 × CONSUMER + 64 of every tile that the producer sends. `outputs`: out_ptr and optional inputs."""
-    out_ptr, sinks_ptr, key_scale_ptr, value_scale_ptr = outputs
+    out_ptr, sinks_ptr, key_scale_ptr, value_scale_ptr, key_mean_ptr, stride_mean_head = outputs
     q, tile, q_full, q_empty, tile_full = queries
     k, v, k_full, k_empty, v_full, v_empty = buffers
     SIZE: gl.constexpr = CONFIG.size
@@ -159,9 +194,15 @@ def consume(outputs, scale, queries, buffers, CONSUMER: gl.constexpr, CONFIG: gl
             total += 1.0
         mbarrier.wait(q_full.index(stage), received // Q_STAGES & 1)
         q_tile = q.index(2 * stage + CONSUMER)
+        last = end_tile - 1
+        mean_ptr = out_ptr  # not used
+        mean_score = gl.zeros([64], gl.float32, ROWS)
+        if CONFIG.has_mean:
+            mean_ptr = key_mean_ptr + kv_head.to(gl.int64) * stride_mean_head
+            mean_score = mean_scores(q_tile, mean_ptr, last, CONFIG)
+        row_inputs = (q_tile, mean_ptr)
 
         # The last key tile has no tile before it whose values could be multiplied.
-        last = end_tile - 1
         key_stage = used % KV_STAGES
         mbarrier.wait(k_full.index(key_stage), used // KV_STAGES & 1)
         fence_async_shared()
@@ -170,24 +211,24 @@ def consume(outputs, scale, queries, buffers, CONSUMER: gl.constexpr, CONFIG: gl
         end_turn(CONSUMER)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(key_stage), count=1)
-        weights, highest, total, _ = softmax(scores, last * BLOCK_N, positions, highest, total, factor, CONFIG, True)
+        weights, highest, total, _ = softmax(scores, last * BLOCK_N, positions, mean_score, highest, total, factor, CONFIG, True)
         weights = gl.convert_layout(weights.to(k.dtype), weights_layout(SIZE))
         used += 1
         mbarrier.wait(k_full.index(used % KV_STAGES), used // KV_STAGES & 1, pred=last > begin)
         fence_async_shared()
 
-        state = (gl.zeros([64, SIZE], gl.float32, output_layout(SIZE)), weights, highest, total)
+        state = (gl.zeros([64, SIZE], gl.float32, output_layout(SIZE)), weights, mean_score, highest, total)
         masked = gl.maximum(begin, gl.minimum(end_unmasked, last))  # the diagonal: key tiles from it on
         tiles = (last - 1, masked, begin)
-        state, used = attend_tiles(state, q_tile, buffers, tiles, used, positions, factor, CONSUMER, CONFIG, True)
+        state, used = attend_tiles(state, row_inputs, buffers, tiles, used, positions, factor, CONSUMER, CONFIG, True)
         unmasked = gl.minimum(gl.maximum(begin, first_unmasked), masked)
         tiles = (masked - 1, unmasked, begin)
-        state, used = attend_tiles(state, q_tile, buffers, tiles, used, positions, factor, CONSUMER, CONFIG, False)
-        if CONFIG.window is not None:
+        state, used = attend_tiles(state, row_inputs, buffers, tiles, used, positions, factor, CONSUMER, CONFIG, False)
+        if CONFIG.window is not None or CONFIG.has_mean:
             tiles = (unmasked - 1, begin, begin)
-            state, used = attend_tiles(state, q_tile, buffers, tiles, used, positions, factor, CONSUMER, CONFIG, True)
+            state, used = attend_tiles(state, row_inputs, buffers, tiles, used, positions, factor, CONSUMER, CONFIG, True)
 
-        acc, weights, highest, total = state
+        acc, weights, _, highest, total = state
         before = (used - 1) % KV_STAGES
         mbarrier.wait(v_full.index(before), (used - 1) // KV_STAGES & 1)
         fence_async_shared()

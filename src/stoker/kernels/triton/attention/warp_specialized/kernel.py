@@ -95,7 +95,7 @@ def warp_specialized_prefill_kernel(
     v_full = mbarriers(KV_STAGES, ARRIVALS)
     v_empty = mbarriers(KV_STAGES, 2)
 
-    outputs = (out_ptr, sinks_ptr, cache.key_scale_ptr, cache.value_scale_ptr)
+    outputs = (out_ptr, sinks_ptr, cache.key_scale_ptr, cache.value_scale_ptr, cache.key_mean_ptr, cache.stride_mean_head)
     queries = (q, tile, q_full, q_empty, tile_full)
     buffers = (k, v, k_full, k_empty, v_full, v_empty)
     rows = (q_ptr, query_starts_ptr, seq_lens_ptr, block_tables_ptr, counter_ptr, stride_q_token, stride_q_head, stride_block_table)

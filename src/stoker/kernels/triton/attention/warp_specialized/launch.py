@@ -29,7 +29,7 @@ def supports_warp_specialized_prefill(q: Tensor, cache: KVCache, batch: ForwardB
     """Whether the prefill rows of `batch` can be computed by this kernel, and fill the device.
 
     Heads have 64 or 128 features; the cache has the dtype of the queries (bfloat16 or float16), or e4m3. There are no draft trees, prefix
-    LMs, soft caps, chunks, ALiBi or key means.
+    LMs, soft caps, chunks or ALiBi.
     """
     size = q.shape[2]
     is_16_bit = q.dtype in (torch.bfloat16, torch.float16)
@@ -37,7 +37,7 @@ def supports_warp_specialized_prefill(q: Tensor, cache: KVCache, batch: ForwardB
     has_plain_rows = batch.tree is None and batch.prefix_lens is None
     if not (supports(q, "wgmma") and is_16_bit and size in (64, 128) and has_plain_scores and has_plain_rows):
         return False
-    if cache.values is None or cache.values.shape[3] != size or cache.key_mean is not None or cache.block_size < 16:
+    if cache.values is None or cache.values.shape[3] != size or cache.block_size < 16:
         return False
     if cache.keys.dtype not in (q.dtype, torch.float8_e4m3fn):
         return False
@@ -68,6 +68,7 @@ def warp_specialized_prefill(q: Tensor, cache: KVCache, batch: ForwardBatch, par
         heads=heads,
         tokens=BLOCK_M // heads,
         window=params.window,
+        has_mean=cache.key_mean is not None,
         q_stages=1 if is_narrow else 2,
         raw_stages=4 if is_narrow else 0,
     )

@@ -171,6 +171,8 @@ def produce(inputs, numbers, queries, buffers, CONFIG: gl.constexpr):
             if CONFIG.window is not None:
                 first_tile = gl.maximum(first_position - (CONFIG.window - 1), 0) // BLOCK_N
                 first_unmasked = (gl.maximum(first_position + CONFIG.tokens - CONFIG.window, 0) + BLOCK_N - 1) // BLOCK_N
+            if CONFIG.has_mean:
+                first_unmasked = gl.maximum(first_unmasked, 1)  # the first key differs from the others of tile 0
             stage = sent % Q_STAGES
             mbarrier.wait(q_empty.index(stage), (sent // Q_STAGES & 1) ^ 1)
             write_field(tile.index(stage * NUM_FIELDS + 0), end_tile)
