@@ -1,8 +1,9 @@
 """Measures paged attention on one CUDA device: compares it with float64, then times tiles and splits against the theoretical limits.
 
-    PYTHONPATH=src python benchmarks/kernels/attention.py [--json FILE]
+    PYTHONPATH=src python benchmarks/kernels/attention.py [--only "decode 64"] [--json FILE]
 
-Shapes are those of Llama-3.1-8B: 32 query heads, 8 key heads of 128, blocks of 64 tokens. Times are medians of CUDA graph replays over
+Shapes are those of Llama-3.1-8B: 32 query heads, 8 key heads of 128, blocks of 64 tokens; with 4 key heads, of one of two ranks of
+Llama-3.1-70B. Times are medians of CUDA graph replays over
 rotating caches, which together are several times the size of the L2 cache. Kernels are compiled before, in several processes.
 """
 
@@ -45,10 +46,12 @@ class Shape:
     context: int
     cache_dtype: torch.dtype = BF16
     bound: int = 0
+    kv_heads: int = KV_HEADS
+    has_mean: bool = False
 
     @property
     def kv_bytes(self) -> int:
-        return 2 * self.rows * self.context * KV_HEADS * SIZE * self.cache_dtype.itemsize
+        return 2 * self.rows * self.context * self.kv_heads * SIZE * self.cache_dtype.itemsize
 
     @property
     def flops(self) -> int:
@@ -58,7 +61,8 @@ class Shape:
 
     def __str__(self) -> str:
         kind = "decode" if self.queries == 1 else "prefill"
-        return f"{kind} {self.rows} x {self.queries} over {self.context}, {str(self.cache_dtype).removeprefix('torch.')}"
+        cache = str(self.cache_dtype).removeprefix("torch.") + (" less means" if self.has_mean else "")
+        return f"{kind} {self.rows} x {self.queries} over {self.context}, {self.kv_heads} heads, {cache}"
 
 
 @dataclass(frozen=True)
@@ -92,22 +96,23 @@ def problem(
     bound: int,
     device: str,
     dtype: torch.dtype = BF16,
+    kv_heads: int = KV_HEADS,
     has_mean: bool = False,
 ) -> Problem:
     """Random values and block tables in random order. Entries after the end of a row are invalid. has_mean: keys are stored less a mean."""
     blocks_each = [-(-n // BLOCK) for n in lens]
-    pages = (sum(blocks_each) + 1, KV_HEADS, BLOCK, SIZE)
-    scale = torch.rand(KV_HEADS, device=device) + 0.5 if cache_dtype == FP8 else None
+    pages = (sum(blocks_each) + 1, kv_heads, BLOCK, SIZE)
+    scale = torch.rand(kv_heads, device=device) + 0.5 if cache_dtype == FP8 else None
     cache = KVCache(*(torch.randn(pages, dtype=BF16, device=device).to(cache_dtype) for _ in range(2)), scale, scale)
     if has_mean:
-        cache.key_mean = torch.randn(KV_HEADS, -(-bound // MEAN_TOKENS), SIZE, device=device) * 3
+        cache.key_mean = torch.randn(kv_heads, -(-bound // MEAN_TOKENS), SIZE, device=device) * 3
     table = torch.full((len(lens), -(-bound // BLOCK)), 1 << 30, dtype=torch.int32)
     order = torch.randperm(sum(blocks_each), dtype=torch.int32).split(blocks_each)
     for row, blocks in enumerate(order):
         table[row, : len(blocks)] = blocks
     starts = torch.tensor([0, *queries]).cumsum(0).int()
     tokens = int(starts[-1])
-    fused = torch.randn(tokens, (HEADS + 2 * KV_HEADS) * SIZE, dtype=dtype, device=device)
+    fused = torch.randn(tokens, (HEADS + 2 * kv_heads) * SIZE, dtype=dtype, device=device)
     q = fused[:, : HEADS * SIZE].view(tokens, HEADS, SIZE)
     zeros = torch.zeros(tokens, dtype=torch.int32, device=device)
     batch = ForwardBatch(
@@ -125,7 +130,9 @@ def problem(
 
 
 def of_shape(shape: Shape, device: str) -> Problem:
-    return problem([shape.context] * shape.rows, [shape.queries] * shape.rows, shape.cache_dtype, shape.bound or shape.context, device)
+    lens, queries = [shape.context] * shape.rows, [shape.queries] * shape.rows
+    bound = shape.bound or shape.context
+    return problem(lens, queries, shape.cache_dtype, bound, device, kv_heads=shape.kv_heads, has_mean=shape.has_mean)
 
 
 def compile_variant(work: tuple[Shape, Variant]) -> None:
@@ -140,7 +147,7 @@ def ragged_error(shape: Shape, variant: Variant, dtype: torch.dtype = BF16) -> f
     longest = min(shape.context, 1000 if is_decode else 600)  # limited, because float64 on the CPU is slow
     lens = [longest, *torch.randint(1 if is_decode else 2, longest + 1, (8 if is_decode else 3,)).tolist()]
     queries = [1 if is_decode else int(torch.randint(2, n + 1, ())) for n in lens]
-    ragged = problem(lens, queries, shape.cache_dtype, shape.bound or shape.context, "cuda", dtype)
+    ragged = problem(lens, queries, shape.cache_dtype, shape.bound or shape.context, "cuda", dtype, shape.kv_heads, shape.has_mean)
     ragged.run(variant)
     torch.cuda.synchronize()
     return relative_error(ragged)
@@ -194,7 +201,7 @@ def measure(shape: Shape, variants: list[Variant]) -> list[dict[str, object]]:
             (shape.kv_bytes / seconds, "TB/s", READ_CEILING) if shape.queries == 1 else (shape.flops / seconds, "TFLOP/s", MATRIX_CEILING)
         )
         speed = f"{seconds * 1e6:9.2f} us {rate[0] / 1e12:8.2f} {rate[1]:7} {rate[0] / rate[2]:6.1%}"
-        print(f"{shape!s:44} {variant!s:34} {speed}  error {error:.1e}{'' if error < 1e-2 else '  WRONG'}", flush=True)
+        print(f"{shape!s:56} {variant!s:34} {speed}  error {error:.1e}{'' if error < 1e-2 else '  WRONG'}", flush=True)
         rows.append({"shape": str(shape), "variant": str(variant), "us": seconds * 1e6, "fraction": rate[0] / rate[2], "error": error})
     return rows
 
@@ -204,6 +211,9 @@ def plan() -> dict[Shape, list[Variant]]:
     shapes = ((16, 64, 4, 3), (16, 64, 4, 2), (16, 32, 4, 3), (16, 32, 4, 4), (16, 64, 8, 3), (16, 32, 2, 4))
     tiles = [AttentionTile(*shape) for shape in shapes]
     whole = AttentionTile(16, 64, 4, 3)
+    half_of_70b = [
+        Variant(tile, Splits(n)) for tile in (whole, AttentionTile(16, 64, 4, 4), AttentionTile(16, 32, 1, 3)) for n in (1, 2, 4)
+    ]
     variants = [Variant(tile) for tile in tiles]
     return {
         Shape(1, 1, 1000, bound=1024): [tuned, *variants, *(Variant(whole, Splits(n)) for n in (8,))],
@@ -213,6 +223,8 @@ def plan() -> dict[Shape, list[Variant]]:
         Shape(256, 1, 1000, bound=1024): [tuned, *variants],
         Shape(1, 1, 1000, FP8, 1024): [tuned],
         Shape(64, 1, 1000, FP8, 1024): [tuned, Variant(whole), Variant(AttentionTile(16, 64, 4, 4)), Variant(AttentionTile(16, 128, 4, 3))],
+        **{Shape(64, 1, keys, FP8, 4096, 4, True): [tuned, *half_of_70b] for keys in (250, 1000, 2000)},
+        **{Shape(rows, 1, 1000, FP8, 4096, 4, True): [tuned, *half_of_70b] for rows in (16, 32, 128)},
         Shape(256, 1, 1000, FP8, 1024): [tuned, Variant(AttentionTile(16, 64, 4, 4))],
         Shape(4, 2048, 2048): [
             tuned,
@@ -228,11 +240,13 @@ def plan() -> dict[Shape, list[Variant]]:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--only", default="", help="the beginning of the names of shapes to measure")
     options.add_argument("--json", help="write the results to this file")
     chosen = options.parse_args()
     torch.manual_seed(0)
     began = time.monotonic()
-    work = [(shape, variant) for shape, variants in plan().items() for variant in variants]
+    planned = {shape: variants for shape, variants in plan().items() if str(shape).startswith(chosen.only)}
+    work = [(shape, variant) for shape, variants in planned.items() for variant in variants]
     with ProcessPoolExecutor(max(1, min(12, multiprocessing.cpu_count() - 1)), multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_variant, work, chunksize=2))
     print(
@@ -241,7 +255,7 @@ def main() -> None:
     )
     fp32 = [ragged_error(Shape(*s, cache_dtype=torch.float32), Variant(), torch.float32) for s in ((1, 1, 1000), (1, 300, 500))]
     print(f"float32 error: decode {fp32[0]:.1e}, prefill {fp32[1]:.1e}" + ("" if max(fp32) < 1e-5 else "  WRONG"), flush=True)
-    results = [row for shape, variants in plan().items() for row in measure(shape, variants)]
+    results = [row for shape, variants in planned.items() for row in measure(shape, variants)]
     print(f"total {time.monotonic() - began:.1f} s")
     if chosen.json:
         with open(chosen.json, "w") as file:
