@@ -221,7 +221,7 @@ def test_unfused_norms_are_applied_once_and_after_the_input_gate(kind: str, m: i
     assert relative_error(linear.linear(x, dense, bias, around), linear_reference.linear(x, dense, bias, around)) < 1e-5
     want = linear_reference.around(x, around, product)
     assert relative_error(quant_int4.packed_linear(x, quant_int4.prepare_weight(int4), around), want) < 5e-4
-    assert torch.equal(ops.around(x, around, product), want)
+    assert relative_error(ops.around(x, around, product), want) < 1e-6  # on a CPU, norms are sums in another order
 
 
 @pytest.mark.parametrize("form", ["fp8", "int8", "digits"])
