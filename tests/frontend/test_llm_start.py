@@ -24,9 +24,9 @@ def test_an_engine_is_loaded_by_the_thread_that_runs_it(tiny_engine: Path, monke
     """OpenMP has a team per thread that computed, and CUDA a current device per thread."""
     load, run, thread_ids = module.load_executor, Executor.run, list[int]()
 
-    def recording_load(*args: Any) -> Executor:
+    def recording_load(*args: Any, **settings: Any) -> Executor:
         thread_ids.append(threading.get_ident())
-        return load(*args)
+        return load(*args, **settings)
 
     def recording_run(self: Executor) -> None:
         thread_ids.append(threading.get_ident())
@@ -49,7 +49,7 @@ def test_an_engine_that_does_not_load_leaves_no_thread(tiny_engine: Path) -> Non
 def test_an_interrupted_load_leaves_no_thread(tiny_engine: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     load, close, result, loading, closed = module.load_executor, Executor.close, Future.result, threading.Event(), list[Executor]()
 
-    def slow_load(*args: Any) -> Executor:
+    def slow_load(*args: Any, **settings: Any) -> Executor:
         loading.set()
         try:
             while moment != "while running":
@@ -57,7 +57,7 @@ def test_an_interrupted_load_leaves_no_thread(tiny_engine: Path, moment: str, mo
         except SystemExit:
             if moment == "while loading":
                 raise
-        return load(*args)
+        return load(*args, **settings)
 
     def recording_close(executor: Executor, *args: Any) -> None:
         closed.append(executor)
