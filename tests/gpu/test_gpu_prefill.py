@@ -111,3 +111,26 @@ def test_long_prompts_over_e4m3_keys_use_the_kernel(has_mean: bool) -> None:
     expected = torch.empty_like(q)
     kernels.prefill(q, moved, on_device, params, expected, splits=Splits())
     assert relative_error(kernels.attention(q, moved, on_device, params), expected.flatten(1)) < 1e-2
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
+def test_decodes_of_a_captured_step(cache_dtype: torch.dtype, size: int) -> None:
+    """A captured step does not know its number of decodes: both launches have all rows, and give the results of a step that knows it."""
+    from stoker.kernels.triton.attention import launch as kernels
+
+    rows = [(1, random.randrange(1, 1500)) for _ in range(150)]
+    cache, batch = ragged([*rows, (1, 1), (2, 2), (700, 700), (300, 1100)], 2, size, 64, torch.bfloat16)
+    scale = None if cache_dtype == torch.bfloat16 else (torch.rand(2) / 4 + 0.5).cuda()
+    pages = (page.nan_to_num().to(cache_dtype).cuda() for page in (cache.keys, cache.values))  # type: ignore[union-attr]
+    moved = KVCache(*pages, scale, scale)
+    tensors = [t.cuda() for t in (batch.token_ids, batch.positions, batch.slots, batch.query_starts, batch.seq_lens, batch.block_tables)]
+    known = ForwardBatch(*tensors, 151, batch.max_query_len, batch.max_seq_len)
+    padding = 256 - batch.num_rows
+    starts = torch.cat([tensors[3], tensors[3][-1:].expand(padding)])
+    lens, tables = (torch.cat([t, t.new_zeros(padding, *t.shape[1:])]) for t in tensors[4:])
+    captured = ForwardBatch(*tensors[:3], starts, lens, tables, 0, 1280, 5120, may_have_decodes=True)
+    num_tokens, params = int(batch.query_starts[-1]), AttentionParams(size**-0.5)
+    q = torch.randn(1280, 8, size, dtype=torch.bfloat16, device="cuda")
+    expected = kernels.attention(q[:num_tokens], moved, known, params)
+    assert relative_error(kernels.attention(q, moved, captured, params)[:num_tokens], expected) < 1e-2

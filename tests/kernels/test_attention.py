@@ -109,6 +109,27 @@ def test_equals_float64(name: str) -> None:
     check(CASES[name])
 
 
+CAPTURED = [name for name, case in CASES.items() if case.trees is None]
+
+
+@pytest.mark.parametrize("name", [*CAPTURED, "a chunk of one token", "a padding row with the index of a token"])
+def test_a_captured_step_finds_its_decodes(name: str) -> None:
+    """The number of decodes is not known when the step is launched: a launch for decodes and one for prefills have all rows."""
+    case = CASES.get(name) or Case([(1, 37), (1, 5), (1, 1), (4, 9), (1, 40)] if "chunk" in name else [(1, 37), (4, 9)])
+    q, cache, batch, params = case.build()
+    expected, real = expected_attention(q, cache, batch, params), int(batch.query_starts[-1])
+    padding = 9 if name not in CAPTURED else 3
+    batch.query_starts = torch.cat([batch.query_starts, batch.query_starts[-1:].expand(padding)])
+    batch.seq_lens = torch.cat([batch.seq_lens, torch.zeros(padding, dtype=torch.int32)])
+    batch.block_tables = torch.cat([batch.block_tables, batch.block_tables[:1].expand(padding, -1)])
+    if batch.prefix_lens is not None:
+        batch.prefix_lens = torch.cat([batch.prefix_lens, torch.zeros(padding, dtype=torch.int32)])
+    batch.num_decodes, batch.may_have_decodes = 0, True
+    out = kernels.attention(q, cache, batch, params)
+    assert relative_error(out[:real], expected) < TOLERANCE[case.dtype]
+    assert not kernels._finished_counters(q.device).any() and not kernels._flag_words(q.device).any()
+
+
 @pytest.mark.parametrize("most", [1 << 20, 700, 1])
 @pytest.mark.parametrize(
     "name",

@@ -65,6 +65,7 @@ class ForwardBatch:
     verified: VerifiedRows | None = None  # None: no row verifies drafts
     tree: TreeMask | None = None  # None: no row has a tree
     adapter_ids: Tensor | None = None  # [T] int32, the low-rank adapter of each token; -1: none. None: no token has an adapter
+    may_have_decodes: bool = False  # a captured step with prompts: num_decodes is 0, and any number of the first rows have one token
     ranks: RankCounts | None = None  # of the step on all data-parallel ranks; None: there is only one
     shared: dict[str, object] = field(default_factory=dict)  # values that one layer computes for all layers (masks, indices)
 

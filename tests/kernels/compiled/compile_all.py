@@ -118,6 +118,7 @@ def attend(
     tokens = rows * queries
     decodes = rows if queries == 1 else 0
     batch = ForwardBatch(index(tokens), index(tokens), index(tokens), index(rows + 1), index(rows), index(rows, 64), decodes, queries, 4096)
+    batch.may_have_decodes = bool(features.pop("captured", False))
     if features.pop("prefix", False):
         batch.prefix_lens = index(rows)
     if features.pop("tree", False):
@@ -372,6 +373,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "decode 256": lambda: attend(256, 1),
     "decode fp8": lambda: attend(64, 1, cache_dtype=FP8),
     "decode fp8 512": lambda: attend(512, 1, cache_dtype=FP8),
+    "decode fp8 captured": lambda: attend(256, 1, cache_dtype=FP8, captured=True),
     "decode fp8, every feature": lambda: attend(64, 1, cache_dtype=FP8, **EVERY_FEATURE),  # type: ignore[arg-type]
     "decode int8": lambda: attend(64, 1, cache_dtype=torch.int8),
     "decode fp32": lambda: attend(4, 1, dtype=FP32, cache_dtype=FP32),
@@ -386,6 +388,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "prefill 128 tokens": lambda: attend(1, 128),
     "prefill block 16": lambda: attend(4, 2048, block=16),
     "prefill fp8": lambda: attend(4, 2048, cache_dtype=FP8),
+    "prefill fp8, captured": lambda: attend(64, 32, cache_dtype=FP8, captured=True),
     "prefill fp8, window": lambda: attend(4, 2048, cache_dtype=FP8, window=300),
     "prefill fp8, 64 wide": lambda: attend(4, 2048, size=64, value_size=64, cache_dtype=FP8),
     "prefill fp8, 448 tokens": lambda: attend(1, 448, cache_dtype=FP8),

@@ -29,7 +29,7 @@ BOUNDS = {
     "tree of 64, latent": (255, 256),
     "prefill 64 wide": (168, 24),  # of the producer
     "prefill fp8": (168, 24),  # of the consumers, outside the loops over keys
-    "prefill fp8, window": (168, 24), "prefill fp8, 64 wide": (168, 24),
+    "prefill fp8, captured": (168, 24), "prefill fp8, window": (168, 24), "prefill fp8, 64 wide": (168, 24),
     "prefill latent": (255, 72),  # 0 or 68: the same assembler schedules differently on another processor
     # Fused layers: the other registers are for attention, which still runs while the pipelines fill. The large-batch kernel has 16 warps;
     # its spills are outside the loops over blocks.

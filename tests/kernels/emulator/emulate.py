@@ -6,6 +6,7 @@ A process without TRITON_INTERPRET.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import test_rope_attention as attention
@@ -116,6 +117,11 @@ def attend_prompts() -> None:
         assert out[: batch.num_decodes].isnan().all()
         got, want = out[batch.num_decodes :].flatten(1), expected_attention(q, cache, batch, params)[batch.num_decodes :]
         assert relative_error(got, want) < TOLERANCE[case.dtype], case
+        captured = replace(batch, num_decodes=0, may_have_decodes=True)
+        found = torch.full_like(out, float("nan"))
+        with emulating(seed, num_ctas=3):
+            prompts.warp_specialized_prefill(q, cache, captured, params, found)
+        assert torch.equal(found.nan_to_num(9.0), out.nan_to_num(9.0)), case
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from torch import Tensor
 from stoker.core.forward_batch import NO_TREE, ForwardBatch, VerifiedRows
 from stoker.runtime.worker.inputs import InputBuilder, PackedStep, Shape, StepInputs, buffer_size, set_draft_inputs, split_buffer
 
+FEW_ROWS = 8  # of a captured step with prompts: attention of this many decodes as of prompts takes no longer than a second launch
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -18,13 +20,16 @@ class Bounds:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+    may_have_decodes: bool = False
 
     @staticmethod
     def of_graph(shape: Shape, max_seq_len: int) -> Bounds:
         """The bounds of a captured step. They must be valid for every step that is padded to its shape."""
         if shape.is_decode:
             return Bounds(shape.rows, 1, max_seq_len)
-        return Bounds(0, shape.max_drafts + 1 if shape.max_drafts else shape.tokens, max_seq_len)
+        if shape.max_drafts:
+            return Bounds(0, shape.max_drafts + 1, max_seq_len)
+        return Bounds(0, shape.tokens, max_seq_len, may_have_decodes=shape.rows > FEW_ROWS)
 
 
 def static_buffer_size(max_tokens: int, max_rows: int, width: int) -> int:
@@ -55,6 +60,7 @@ def fill_dummy_step(
         max_seq_len=bounds.max_seq_len,
         logits_idx=parts[5],
         state_slots=parts[14],
+        may_have_decodes=bounds.may_have_decodes,
     )
     inputs = StepInputs(batch, parts[6], parts[7])
     if shape.max_drafts:

@@ -77,7 +77,7 @@ def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionP
     """
     _check(q, cache)
     out = _empty_output(q, cache)
-    if batch.num_decodes:
+    if batch.num_decodes or batch.may_have_decodes:
         decode(q, cache, batch, params, out)
     if batch.num_decodes < batch.num_rows and q.shape[0] > batch.num_decodes:
         prefill(q, cache, batch, params, out)
@@ -122,19 +122,18 @@ def decode(
     splits: Splits | None = None,
     new: StepTokens | None = None,
 ) -> None:
-    """Compute attention of the decode rows into out[:num_decodes]. With `new`, first store their keys and values in the cache.
+    """Compute attention of the decode rows into the first rows of `out`. With `new`, first store their keys and values in the cache.
 
     `tile` and `splits` override the choice from the tuning table.
     """
     kv_heads = cache.keys.shape[1]
     group = q.shape[1] // kv_heads
     pairs = _pairs(q, cache)
+    num_rows = min(batch.num_rows, q.shape[0]) if batch.may_have_decodes else batch.num_decodes
     if tile is None:
-        tile = decode_tile(
-            q.shape[2], q.dtype, group, batch.num_decodes * kv_heads, num_sms(q.device), device_tuning(q.device), pairs is not None
-        )
+        tile = decode_tile(q.shape[2], q.dtype, group, num_rows * kv_heads, num_sms(q.device), device_tuning(q.device), pairs is not None)
     tile_heads = min(group, tile.block_m)
-    num_tiles = batch.num_decodes * kv_heads * triton.cdiv(group, tile_heads)
+    num_tiles = num_rows * kv_heads * triton.cdiv(group, tile_heads)
     splits = splits or _splits(num_tiles, tile_heads * out.shape[2], tile, batch.max_seq_len, q.device)
     tile = _aligned_to_means(tile, cache, params)
     shape = _head_shape(q, cache, out, tile, pairs)
@@ -148,6 +147,7 @@ def decode(
         out,
         batch.seq_lens,
         batch.block_tables,
+        batch.query_starts if batch.may_have_decodes else None,
         batch.prefix_lens,
         params.alibi_slopes,
         params.sinks,
@@ -182,7 +182,7 @@ def prefill(
     tile: AttentionTile | None = None,
     splits: Splits | None = None,
 ) -> None:
-    """Compute attention of the rows from num_decodes on into out[num_decodes:].
+    """Compute attention of the rows from num_decodes on into out[num_decodes:], with `may_have_decodes` of those that are no decodes.
 
     `tile` and `splits` override the choice from the tuning table, and of the warp-specialized kernel where that is supported.
     """
@@ -232,6 +232,7 @@ def prefill(
         OPTIONS=ScoreOptions(params.softcap, params.window, params.chunk),
         SPLITS=split_shape,
         FORMAT=_operand_format(q, None),
+        SKIP_DECODES=batch.may_have_decodes,
         LAUNCH_DEPENDENTS=_launches_dependents(q, num_tiles, params),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

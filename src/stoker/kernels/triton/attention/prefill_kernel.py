@@ -38,6 +38,7 @@ from stoker.kernels.triton.attention.query_tile import (
     LOG2E,
     as_query_operand,
     initial_state,
+    is_decode,
     key_range,
     tile_rows,
 )
@@ -92,6 +93,7 @@ def prefill_attention_kernel(
     OPTIONS: tl.constexpr,  # ScoreOptions
     SPLITS: tl.constexpr,  # SplitShape
     FORMAT: tl.constexpr,  # OperandFormat
+    SKIP_DECODES: tl.constexpr,  # whether another launch computes the first rows that have one token
     LAUNCH_DEPENDENTS: tl.constexpr,  # whether the next kernel may start before this one has ended
     USE_PDL: tl.constexpr,
 ):
@@ -118,6 +120,9 @@ def prefill_attention_kernel(
     tile_start = tile_in_row * TILE.tokens
     if tile_start >= num_queries:
         return
+    if SKIP_DECODES:  # noqa: SIM102 - the outer condition is a constant, the inner one is not
+        if is_decode(query_starts_ptr, row):
+            return
     origin = TileOrigin(kv_head, group_start, first_token, tile_start, num_queries)
     length = tl.load(seq_lens_ptr + row, volatile=True)
     prefix = None

@@ -69,6 +69,7 @@ def warp_specialized_prefill(q: Tensor, cache: KVCache, batch: ForwardBatch, par
         tokens=BLOCK_M // heads,
         window=params.window,
         has_mean=cache.key_mean is not None,
+        skips_decodes=batch.may_have_decodes,
         q_stages=1 if is_narrow else 2,
         raw_stages=4 if is_narrow else 0,
     )

@@ -160,6 +160,8 @@ def produce(inputs, numbers, queries, buffers, CONFIG: gl.constexpr):
         first_token = gl.load(query_starts_ptr + row)
         num_queries = gl.load(query_starts_ptr + row + 1) - first_token
         tile_start = tile_in_row * CONFIG.tokens
+        if CONFIG.skips_decodes:
+            num_queries = gl.where((num_queries == 1) & (first_token == row), 0, num_queries)
         if tile_start < num_queries:
             kv_head = head_tile // GROUP_TILES
             length = gl.load(seq_lens_ptr + row)
