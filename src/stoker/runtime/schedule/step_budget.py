@@ -10,6 +10,7 @@ longer (PrefillCost).
 - With a target of the inter-token latency, P is the largest number for which the step ends in time. The times vary, and their distribution
   has a long tail. The margin is therefore not computed from a variance, but follows the steps that were planned to end shortly before the
   target: each one that exceeds it enlarges the margin, and each other one reduces it by so little that TAIL of them exceed it.
+  A stall, which no number of prompt tokens would have avoided, does not count.
 - With only a target of the time to the first token, P is the smallest number for which the prompts that wait are computed in time. The
   inter-token latency is as low as this allows.
 
@@ -25,8 +26,9 @@ from stoker.runtime.request import Sequence
 from stoker.runtime.schedule.step_cost import PrefillCost, StepCost
 
 TAIL = 0.005  # of the steps near the target exceed it; the 99th percentile of a token's time is then below it
-MARGIN_STEP = 0.05  # by which a step that exceeds the target enlarges the margin, as a fraction of the planned time
-FIRST_MARGIN, MAX_MARGIN = 0.1, 1.0
+MARGIN_STEP = 0.02  # by which a step that exceeds the target enlarges the margin, as a fraction of the planned time
+FIRST_MARGIN, MAX_MARGIN = 0.1, 0.6
+STALL = 3.0  # times the predicted time: such a step waited for something else, such as the first capture of its graph
 NEAR = 0.8  # of the planned time: a step that is predicted to take less says nothing about the margin
 FIRST_PREFILL = 256  # prompt tokens before any were measured; afterwards at most twice as many as were measured
 MIN_PREFILL = 16  # prompt tokens that a step computes even if the target cannot be reached, so that prompts proceed
@@ -91,7 +93,8 @@ class StepBudget:
             return
         decode_s = self._decode.seconds(num_decodes)
         planned_s = self._step_target_s / (1.0 + self._margin)
-        if NEAR * planned_s <= decode_s + self._excess.seconds(num_prefill_tokens) <= self._step_target_s:
+        predicted_s = decode_s + self._excess.seconds(num_prefill_tokens)
+        if NEAR * planned_s <= predicted_s <= self._step_target_s and duration_s < STALL * predicted_s:
             exceeds = duration_s > self._step_target_s
             self._margin = min(max(self._margin + MARGIN_STEP * (exceeds - TAIL), 0.0), MAX_MARGIN)
         self._excess.record(num_prefill_tokens, max(duration_s - decode_s, 0.0))
