@@ -7,10 +7,10 @@ A decode waits for the whole step that contains it. A step of R decodes and P pr
 Both are lines through measured times: decode(R) through steps without prompts (StepCost), excess(P) through what the other steps took
 longer (PrefillCost).
 
-- With a target of the inter-token latency, P is the largest number for which the step ends in time. The times vary, and their distribution
-  has a long tail. The margin is therefore not computed from a variance, but follows the steps that were planned to end shortly before the
-  target: each one that exceeds it enlarges the margin, and each other one reduces it by so little that TAIL of them exceed it.
-  A stall, which no number of prompt tokens would have avoided, does not count.
+- With a target of the inter-token latency, P is the largest number for which the step ends in time. Times vary, and a few are much longer.
+  The margin is therefore not computed from a variance, but follows the steps that were planned to end shortly before the target: each
+  one that exceeds it enlarges the margin, and each other one reduces it by so little that the fraction EXCEEDING of them exceeds it. A
+  stall, which no number of prompt tokens would have avoided, does not count.
 - With only a target of the time to the first token, P is the smallest number for which the prompts that wait are computed in time. The
   inter-token latency is as low as this allows.
 
@@ -25,7 +25,7 @@ import math
 from stoker.runtime.request import Sequence
 from stoker.runtime.schedule.step_cost import PrefillCost, StepCost
 
-TAIL = 0.005  # of the steps near the target exceed it; the 99th percentile of a token's time is then below it
+EXCEEDING = 0.005  # of the steps near the target exceed it; the 99th percentile of a token's time is then below it
 MARGIN_STEP = 0.02  # by which a step that exceeds the target enlarges the margin, as a fraction of the planned time
 FIRST_MARGIN, MAX_MARGIN = 0.1, 0.6
 STALL = 3.0  # times the predicted time: such a step waited for something else, such as the first capture of its graph
@@ -96,7 +96,7 @@ class StepBudget:
         predicted_s = decode_s + self._excess.seconds(num_prefill_tokens)
         if NEAR * planned_s <= predicted_s <= self._step_target_s and duration_s < STALL * predicted_s:
             exceeds = duration_s > self._step_target_s
-            self._margin = min(max(self._margin + MARGIN_STEP * (exceeds - TAIL), 0.0), MAX_MARGIN)
+            self._margin = min(max(self._margin + MARGIN_STEP * (exceeds - EXCEEDING), 0.0), MAX_MARGIN)
         self._excess.record(num_prefill_tokens, max(duration_s - decode_s, 0.0))
         self._prefill_step_s += (duration_s - self._prefill_step_s) * (1.0 - DECAY)
         self._largest = max(self._largest * 0.99, num_prefill_tokens)

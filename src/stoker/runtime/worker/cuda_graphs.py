@@ -29,13 +29,13 @@ from stoker.layers.state_cache import StateCache
 from stoker.runtime.sampling.verification import Verified
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.planner import max_sampled_tokens
-from stoker.runtime.worker.dummy_step import FEW_ROWS, Bounds, fill_dummy_step, static_buffer_size
+from stoker.runtime.worker.dummy_step import ONE_LAUNCH_ROWS, Bounds, fill_dummy_step, static_buffer_size
 from stoker.runtime.worker.inputs import InputBuilder, PackedStep, Shape, StepInputs
 
 log = get_logger(__name__)
 
 _TOKEN_BUCKETS = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 2048)  # at most a third of padding from 256 on
-_MIXED_ROWS = (FEW_ROWS, 64, 256, 512)
+_MIXED_ROWS = (ONE_LAUNCH_ROWS, 64, 256, 512)
 
 _DRAFTED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _EXACT_DRAFTS = 16  # up to this number of drafts, one row has a graph for each number

@@ -10,7 +10,7 @@ from torch import Tensor
 from stoker.core.forward_batch import NO_TREE, ForwardBatch, VerifiedRows
 from stoker.runtime.worker.inputs import InputBuilder, PackedStep, Shape, StepInputs, buffer_size, set_draft_inputs, split_buffer
 
-FEW_ROWS = 8  # of a captured step with prompts: attention of this many decodes as of prompts takes no longer than a second launch
+ONE_LAUNCH_ROWS = 8  # of a captured step with prompts: attention of this many decodes as of prompts takes no longer than a second launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Bounds:
             return Bounds(shape.rows, 1, max_seq_len)
         if shape.max_drafts:
             return Bounds(0, shape.max_drafts + 1, max_seq_len)
-        return Bounds(0, shape.tokens, max_seq_len, may_have_decodes=shape.rows > FEW_ROWS)
+        return Bounds(0, shape.tokens, max_seq_len, may_have_decodes=shape.rows > ONE_LAUNCH_ROWS)
 
 
 def static_buffer_size(max_tokens: int, max_rows: int, width: int) -> int:
