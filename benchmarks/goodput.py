@@ -68,10 +68,15 @@ async def send(url: str, model: str, trace: str, rate: float, seconds: float, se
 
 
 def run_process(arguments: tuple[Any, ...]) -> list[RequestTimes | None]:
+    """A process: `send` with these arguments."""
     return asyncio.run(send(*arguments))
 
 
 def is_in_time(times: RequestTimes | None, strict: bool = False) -> bool:
+    """Whether a request had its first text in FIRST_S and a mean time between texts of at most BETWEEN_S; False for one that failed.
+
+    With `strict`, also 99 % of the times between its texts are at most BETWEEN_S.
+    """
     if times is None or times.first_s > FIRST_S:
         return False
     gaps = times.gaps_s

@@ -9,20 +9,16 @@ import msgspec
 from stoker.base.config import Mapping, RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.base.nodes import NodeSettings, leader, place_ranks
+from stoker.engine.config_file import CONFIG_FILE, MAX_CONFIG_BYTES, SummarizedTarget
 
 MAX_RANKS = 16  # of a node; processes of a larger one are started after the checks
-MAX_CONFIG_BYTES = 64 << 20
-
-
-class _Target(msgspec.Struct):
-    device: str = "cpu"
 
 
 class _Engine(msgspec.Struct):
     """The part of an engine's config.json that is read here."""
 
     mapping: Mapping = Mapping()
-    target: _Target = msgspec.field(default_factory=_Target)
+    target: SummarizedTarget = SummarizedTarget()
 
 
 def expected_devices(engine: Path, config: RuntimeConfig, nodes: NodeSettings = NodeSettings()) -> list[str]:
@@ -31,7 +27,7 @@ def expected_devices(engine: Path, config: RuntimeConfig, nodes: NodeSettings = 
     Empty if they are unknown: for what is not an engine or does not fit this machine, which the checks of the start report.
     """
     try:
-        file = engine / "config.json"
+        file = engine / CONFIG_FILE
         if file.stat().st_size > MAX_CONFIG_BYTES:
             return []
         found = msgspec.json.decode(file.read_bytes(), type=_Engine)

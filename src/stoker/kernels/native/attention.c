@@ -83,12 +83,6 @@ static INLINE void score_keys(int G, int K, int dtype, const struct attention *a
     }
 }
 
-/* Prefetch `count` keys or values of `size` elements, which are `at` elements behind `array`. */
-static INLINE void prefetch_heads(int dtype, const char *array, int64_t at, int64_t count, int64_t size) {
-    const char *p = array + at * size_of(dtype), *end = p + count * size * size_of(dtype);
-    for (; p < end; p += 64) __builtin_prefetch(p);
-}
-
 /* weights[g][i] = q[g] · key first + i, for G queries and `count` keys. Two keys at a time, which share the loads of q.
  *
  * With each key, its value is prefetched, and the key at the same place of the next block: blocks are too short for the processor to

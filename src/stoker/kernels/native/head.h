@@ -23,4 +23,10 @@ static void store_head(void *to, int dtype, int64_t index, const float *head, in
     }
 }
 
+/* Prefetch `count` keys or values of `size` elements, which are `at` elements behind `array`. */
+static INLINE void prefetch_heads(int dtype, const char *array, int64_t at, int64_t count, int64_t size) {
+    const char *p = array + at * size_of(dtype), *end = p + count * size * size_of(dtype);
+    for (; p < end; p += 64) __builtin_prefetch(p);
+}
+
 #endif

@@ -85,8 +85,8 @@ static void pack_keys(void *data, int64_t index) {
         }
         if (key + WIDTH < job->length) { /* of the next work item: blocks are too short for the processor to notice a stream */
             int64_t next = place_of(job, key + WIDTH);
-            for (int64_t b = 0; b < a->size * bytes; b += 64) __builtin_prefetch(a->keys + next * a->size * bytes + b);
-            for (int64_t b = 0; b < a->value_size * bytes; b += 64) __builtin_prefetch(a->values + next * a->value_size * bytes + b);
+            prefetch_heads(a->cache_dtype, a->keys, next * a->size, 1, a->size);
+            prefetch_heads(a->cache_dtype, a->values, next * a->value_size, 1, a->value_size);
         }
         int64_t place = place_of(job, key);
         load_head(rows[i], a->cache_dtype, a->keys + place * a->size * bytes, a->size);
