@@ -18,6 +18,7 @@ from stoker.base.process import collect_rarely
 collect_rarely()
 
 import interpreter  # noqa: E402
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 interpreter.install()
@@ -42,11 +43,18 @@ CALLS = [
 _load = InterpreterBuilder.create_masked_load
 
 
-def yielding_load(self: InterpreterBuilder, *args: Any) -> Any:
-    """A polling load sleeps, so that the ranks that send can run on the same core."""
+def polling_load(self: InterpreterBuilder, *args: Any) -> Any:
+    """A volatile load sleeps, so that the ranks that send can run on the same core, and reads each value as a whole, as a device does.
+
+    The interpreter copies a 16-bit value in two overlapping loads: a store between them gives a value that was never sent. Two loads that
+    agree saw no store of a peer, because it stores each value once per turn.
+    """
+    loaded = _load(self, *args)
     if args[-1]:  # is volatile
         time.sleep(2e-4)
-    return _load(self, *args)
+        while not np.array_equal(loaded.data, (again := _load(self, *args)).data):
+            loaded = again
+    return loaded
 
 
 def mapped(path: Path) -> torch.Tensor:
@@ -61,7 +69,7 @@ def message(call: int, turn: int, rank: int, rows: int, dtype: torch.dtype) -> t
 
 
 def main(rank: int, ranks: int, rounds: int, folder: Path) -> None:
-    InterpreterBuilder.create_masked_load = yielding_load
+    InterpreterBuilder.create_masked_load = polling_load
     memory = [mapped(folder / f"inbox{i}") for i in range(ranks)]
     inboxes = Inboxes([m.data_ptr() for m in memory], rank, torch.device("cpu"), MAX_BYTES)
     draw, sums = random.Random(rank), []

@@ -388,7 +388,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "prefill 128 tokens": lambda: attend(1, 128),
     "prefill block 16": lambda: attend(4, 2048, block=16),
     "prefill fp8": lambda: attend(4, 2048, cache_dtype=FP8),
-    "prefill fp8, captured": lambda: attend(64, 32, cache_dtype=FP8, captured=True),
+    "prefill fp8, captured": lambda: attend(8, 256, cache_dtype=FP8, captured=True),
     "prefill fp8, window": lambda: attend(4, 2048, cache_dtype=FP8, window=300),
     "prefill fp8, 64 wide": lambda: attend(4, 2048, size=64, value_size=64, cache_dtype=FP8),
     "prefill fp8, 448 tokens": lambda: attend(1, 448, cache_dtype=FP8),
