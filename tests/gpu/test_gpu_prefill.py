@@ -116,7 +116,7 @@ def test_long_prompts_over_e4m3_keys_use_the_kernel(has_mean: bool) -> None:
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
 def test_decodes_of_a_captured_step(cache_dtype: torch.dtype, size: int) -> None:
-    """A captured step does not know its number of decodes: both launches have all rows, and give the results of a step that knows it."""
+    """A captured step has its number of decodes on the device. Both launches have all rows, and give the results of a step that is not."""
     from stoker.kernels.triton.attention import launch as kernels
 
     rows = [(1, random.randrange(1, 1500)) for _ in range(150)]
@@ -129,7 +129,8 @@ def test_decodes_of_a_captured_step(cache_dtype: torch.dtype, size: int) -> None
     padding = 256 - batch.num_rows
     starts = torch.cat([tensors[3], tensors[3][-1:].expand(padding)])
     lens, tables = (torch.cat([t, t.new_zeros(padding, *t.shape[1:])]) for t in tensors[4:])
-    captured = ForwardBatch(*tensors[:3], starts, lens, tables, 0, 1280, 5120, may_have_decodes=True)
+    captured = ForwardBatch(*tensors[:3], starts, lens, tables, 0, 1280, 5120)
+    captured.decode_count, captured.row_count = (starts.new_tensor([count]) for count in (151, batch.num_rows))
     num_tokens, params = int(batch.query_starts[-1]), AttentionParams(size**-0.5)
     q = torch.randn(1280, 8, size, dtype=torch.bfloat16, device="cuda")
     expected = kernels.attention(q[:num_tokens], moved, known, params)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,24 @@ def relative_error(out: Tensor, expected: Tensor) -> float:
 
 def int32(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def padded(batch: ForwardBatch, padding: int) -> ForwardBatch:
+    """The batch as a captured step has it: followed by rows of padding, with the numbers of decodes and of rows on the device."""
+
+    def extended(x: Tensor | None) -> Tensor | None:
+        return None if x is None else torch.cat((x, x.new_zeros(padding, *x.shape[1:])))
+
+    return replace(
+        batch,
+        query_starts=torch.cat((batch.query_starts, batch.query_starts[-1:].expand(padding))),
+        seq_lens=extended(batch.seq_lens),
+        block_tables=extended(batch.block_tables),
+        prefix_lens=extended(batch.prefix_lens),
+        num_decodes=0,
+        decode_count=int32([batch.num_decodes]),
+        row_count=int32([batch.num_rows]),
+    )
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import TOLERANCE, Case, expected_attention, relative_error
+from oracle import TOLERANCE, Case, expected_attention, padded, relative_error
 
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.kernels.reference import attention as reference
@@ -114,20 +114,25 @@ CAPTURED = [name for name, case in CASES.items() if case.trees is None]
 
 @pytest.mark.parametrize("name", [*CAPTURED, "a chunk of one token", "a padding row with the index of a token"])
 def test_a_captured_step_finds_its_decodes(name: str) -> None:
-    """The number of decodes is not known when the step is launched: a launch for decodes and one for prefills have all rows."""
+    """The number of decodes is on the device: a launch for decodes and one for prefills have all rows, and padding."""
     case = CASES.get(name) or Case([(1, 37), (1, 5), (1, 1), (4, 9), (1, 40)] if "chunk" in name else [(1, 37), (4, 9)])
     q, cache, batch, params = case.build()
     expected, real = expected_attention(q, cache, batch, params), int(batch.query_starts[-1])
-    padding = 9 if name not in CAPTURED else 3
-    batch.query_starts = torch.cat([batch.query_starts, batch.query_starts[-1:].expand(padding)])
-    batch.seq_lens = torch.cat([batch.seq_lens, torch.zeros(padding, dtype=torch.int32)])
-    batch.block_tables = torch.cat([batch.block_tables, batch.block_tables[:1].expand(padding, -1)])
-    if batch.prefix_lens is not None:
-        batch.prefix_lens = torch.cat([batch.prefix_lens, torch.zeros(padding, dtype=torch.int32)])
-    batch.num_decodes, batch.may_have_decodes = 0, True
-    out = kernels.attention(q, cache, batch, params)
+    out = kernels.attention(q, cache, padded(batch, 3 if name in CAPTURED else 9), params)
     assert relative_error(out[:real], expected) < TOLERANCE[case.dtype]
     assert not kernels._finished_counters(q.device).any() and not kernels._flag_words(q.device).any()
+
+
+@pytest.mark.parametrize("splits", [Splits(1), Splits(4)])
+def test_each_launch_of_a_captured_step_computes_its_rows(splits: Splits) -> None:
+    q, cache, batch, params = Case(MIXED, padding_tokens=5).build()
+    expected, tile = expected_attention(q, cache, batch, params), AttentionTile(16, 16, 4, 2)
+    for launch, tokens in ((kernels.decode, range(3)), (kernels.prefill, range(3, int(batch.query_starts[-1])))):
+        out = torch.full(q.shape, float("nan"))
+        launch(q, cache, padded(batch, 6), params, out, tile, splits)
+        is_written = torch.zeros(len(q), dtype=torch.bool).index_fill(0, torch.tensor(tokens), True)
+        assert out[~is_written].isnan().all()
+        assert relative_error(out[tokens.start : tokens.stop].flatten(1), expected[tokens.start : tokens.stop]) < 1e-5
 
 
 @pytest.mark.parametrize("most", [1 << 20, 700, 1])

@@ -31,7 +31,7 @@ from stoker.runtime.schedule.data_parallel import DataParallelScheduler
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.worker.cuda_graphs import Graphs, PlainStep, run_parts
-from stoker.runtime.worker.inputs import PackedStep, Shape, StepInputs, split_buffer
+from stoker.runtime.worker.inputs import BLOCK_TABLES, PackedStep, Shape, StepInputs, split_buffer
 from stoker.runtime.worker.model_runner import ModelRunner
 from stoker.runtime.worker.rank import load_rank
 from stoker.runtime.worker_group.channels.channel import HEADER_SIZE
@@ -78,7 +78,7 @@ class CalledSteps(Graphs):
         tables = self._tables[: packed.shape.rows]
         self.inputs.send(packed, self._static, tables)
         views = split_buffer(self._static, packed.sizes)
-        inputs = self.inputs.step_inputs(packed, [*views[:15], tables.view(-1), *views[16:]])
+        inputs = self.inputs.step_inputs(packed, [*views[:BLOCK_TABLES], tables.view(-1), *views[BLOCK_TABLES + 1 :]])
         parts = self.forward(inputs, 0, all_greedy)
         return run_parts(iter(()), next(parts), num_wanted)
 

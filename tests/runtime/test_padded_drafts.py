@@ -9,13 +9,23 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 from drive import Driven, request
+from torch import Tensor
 
+from stoker.core.forward_batch import ForwardBatch
+from stoker.runtime.sampling.sampler import DrawTable
+from stoker.runtime.worker.accepted_batch import accepted_batch
 from stoker.runtime.worker.cuda_graphs import Graphs, PlainStep, run_parts
+from stoker.runtime.worker.draft_batch import SpareBlocks
 from stoker.runtime.worker.drafter import DraftInputs
-from stoker.runtime.worker.inputs import PackedStep, split_buffer
+from stoker.runtime.worker.inputs import BLOCK_TABLES, PackedStep, split_buffer
 from stoker.runtime.worker.model_runner import ModelRunner
 from stoker.runtime.worker.row_tracker import RowTracker
+
+
+def int32(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
 class CalledSteps(Graphs):
@@ -34,7 +44,7 @@ class CalledSteps(Graphs):
         tables = self._tables[: packed.shape.rows]
         self.inputs.send(packed, self._static, tables)
         views = split_buffer(self._static, packed.sizes)
-        inputs = self.inputs.step_inputs(packed, [*views[:15], tables.view(-1), *views[16:]])
+        inputs = self.inputs.step_inputs(packed, [*views[:BLOCK_TABLES], tables.view(-1), *views[BLOCK_TABLES + 1 :]])
         parts = self.forward(inputs, packed.shape.max_drafts, all_greedy)
         result = next(parts)
         return run_parts(itertools.chain([result], parts), result, num_wanted)
@@ -103,3 +113,17 @@ def test_padded_steps_that_are_planned_before_ids_are_known(
     assert [answer.tokens for answer in driven.run(*cases)] == expected
     assert steps.num_runs > 20 and driven.stats.num_accepted_draft_tokens > 10
     assert int(runner.tracker.tokens.lengths[-1]) == 1 << 30
+
+
+def test_decodes_have_two_tokens_in_the_first_pass_of_a_draft_engine() -> None:
+    """A captured step counts its decodes on the device: two, before a prompt of three tokens and a row of padding."""
+    batch = ForwardBatch(
+        *(torch.zeros(8, dtype=torch.int32) for _ in range(3)), query_starts=int32([0, 1, 2, 5, 5]), seq_lens=int32([9, 4, 3, 0]),
+        block_tables=torch.zeros(4, 4, dtype=torch.int32), num_decodes=0, max_query_len=8, max_seq_len=40,
+        logits_idx=int32([0, 1, 4, 0]), decode_count=int32([2]), row_count=int32([3]),
+    )  # fmt: skip
+    rows = int32([5, 2, 7, 8])  # the last one is padding
+    inputs = DraftInputs(batch, rows, rows, None, None, DrawTable(9, torch.device("cpu")), all_greedy=True)
+    first, _ = SpareBlocks(10, 8, 2, 4, torch.device("cpu")).first_pass(inputs, accepted_batch(inputs), 40)
+    assert first.query_starts.tolist() == [0, 2, 4, 8, 8] and first.num_decodes == 0
+    assert first.decode_count is None and first.row_count is batch.row_count

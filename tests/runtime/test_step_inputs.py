@@ -14,6 +14,7 @@ from stoker.base.types import FinishReason, SamplingParams
 from stoker.runtime.request import NO_ADAPTER, TokenRequest
 from stoker.runtime.request import Sequence as TokenSequence
 from stoker.runtime.schedule.scheduler import Scheduler
+from stoker.runtime.worker.dummy_step import ONE_LAUNCH_ROWS, Bounds, fill_dummy_step, static_buffer_size
 from stoker.runtime.worker.inputs import InputBuilder, Shape
 
 SIZE, NUM_BLOCKS = 4, 64
@@ -50,6 +51,36 @@ def test_tokens_have_the_positions_slots_and_adapter_of_their_row(seed: int, num
             assert batch.adapter_ids is not None and batch.adapter_ids.dtype == torch.int32
             assert batch.adapter_ids.tolist() == [seq.adapter for seq, _ in tokens] + [NO_ADAPTER] * padding
         scheduler.commit(plan, [[7] if samples else [] for samples in plan.samples])
+
+
+@pytest.mark.parametrize("rows", [ONE_LAUNCH_ROWS, ONE_LAUNCH_ROWS + 3])
+def test_a_captured_step_reads_its_plan(rows: int) -> None:
+    """A graph reads views of a buffer, to which the inputs of each step with its shape are copied."""
+    scheduler = Scheduler(num_blocks=NUM_BLOCKS, tokens_per_block=SIZE, max_batch_size=4, max_num_tokens=12, max_seq_len=40)
+    builder = InputBuilder(num_rows=4, max_blocks=10, block_size=SIZE, device=torch.device("cpu"))
+    params = SamplingParams(max_tokens=6)
+    for i in range(4):
+        scheduler.add(TokenSequence(i, TokenRequest(request_id=str(i), prompt_ids=[*range(5 + 9 * i)], params=params), 0, 0.0))
+    shape, tables = Shape(16, rows, is_decode=False), torch.zeros(rows, 10, dtype=torch.int32)
+    static = torch.zeros(static_buffer_size(16, rows, 10), dtype=torch.int32)
+    batch = fill_dummy_step(static, tables, shape, Bounds.of_graph(shape, 40), 4).batch
+    kinds = set()
+    while scheduler.has_work:
+        plan = scheduler.plan(0.0)
+        packed = builder.pack(plan, shape)
+        expected = builder.unpack(packed).batch
+        builder.send(packed, static, tables)
+        for name in ("positions", "slots", "query_starts", "seq_lens", "state_slots", "logits_idx"):
+            assert torch.equal(getattr(batch, name), getattr(expected, name)), name
+        assert torch.equal(batch.block_tables[:, : packed.width], expected.block_tables)
+        assert batch.row_count is not None and batch.row_count.tolist() == [len(plan)]
+        if rows > ONE_LAUNCH_ROWS:
+            assert batch.decode_count is not None and batch.decode_count.tolist() == [plan.num_decodes]
+        else:
+            assert batch.decode_count is None, "decodes are computed as prompts"
+        kinds.add((plan.num_decodes > 0, plan.num_prefill_tokens > 0))
+        scheduler.commit(plan, [[7] if samples else [] for samples in plan.samples])
+    assert kinds == {(False, True), (True, True), (True, False)}
 
 
 def test_a_request_for_an_adapter_is_rejected_without_effect_on_others(drive: type[Driven], prompts: list[list[int]]) -> None:

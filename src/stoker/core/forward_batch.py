@@ -65,7 +65,9 @@ class ForwardBatch:
     verified: VerifiedRows | None = None  # None: no row verifies drafts
     tree: TreeMask | None = None  # None: no row has a tree
     adapter_ids: Tensor | None = None  # [T] int32, the low-rank adapter of each token; -1: none. None: no token has an adapter
-    may_have_decodes: bool = False  # a captured step with prompts: num_decodes is 0, and any number of the first rows have one token
+    # A captured step with prompts has any number of rows up to R, which is on the device:
+    decode_count: Tensor | None = None  # int32 [1], the number of decodes, while num_decodes is 0; None: num_decodes is valid
+    row_count: Tensor | None = None  # int32 [1], the number of rows before those of padding, which have no tokens; None: R
     ranks: RankCounts | None = None  # of the step on all data-parallel ranks; None: there is only one
     shared: dict[str, object] = field(default_factory=dict)  # values that one layer computes for all layers (masks, indices)
 

@@ -118,7 +118,8 @@ def attend(
     tokens = rows * queries
     decodes = rows if queries == 1 else 0
     batch = ForwardBatch(index(tokens), index(tokens), index(tokens), index(rows + 1), index(rows), index(rows, 64), decodes, queries, 4096)
-    batch.may_have_decodes = bool(features.pop("captured", False))
+    if features.pop("captured", False):
+        batch.decode_count, batch.row_count = index(1), index(1)
     if features.pop("prefix", False):
         batch.prefix_lens = index(rows)
     if features.pop("tree", False):

@@ -6,14 +6,13 @@ A process without TRITON_INTERPRET.
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import Any
 
 import test_rope_attention as attention
 import torch
 from emulated.launch import emulating
 from fused_layer_cases import check, problem
-from oracle import TOLERANCE, Case, expected_attention, relative_error
+from oracle import TOLERANCE, Case, expected_attention, padded, relative_error
 from test_attention import DRAFTED, test_draft_tokens_combine_by_flags, test_flags_of_results_whose_bits_are_all_zero
 
 from stoker.kernels.triton.attention.tiles import AttentionTile, Splits
@@ -117,10 +116,10 @@ def attend_prompts() -> None:
         assert out[: batch.num_decodes].isnan().all()
         got, want = out[batch.num_decodes :].flatten(1), expected_attention(q, cache, batch, params)[batch.num_decodes :]
         assert relative_error(got, want) < TOLERANCE[case.dtype], case
-        captured = replace(batch, num_decodes=0, may_have_decodes=True)
         found = torch.full_like(out, float("nan"))
         with emulating(seed, num_ctas=3):
-            prompts.warp_specialized_prefill(q, cache, captured, params, found)
+            prompts.warp_specialized_prefill(q, cache, padded(batch, 5), params, found)
+        assert not prompts.tile_counter(q.device).any()
         assert torch.equal(found.nan_to_num(9.0), out.nan_to_num(9.0)), case
 
 

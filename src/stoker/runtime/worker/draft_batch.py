@@ -76,6 +76,7 @@ class SpareBlocks:
             seq_lens=(batch.seq_lens + grows[:-1].to(torch.int32)).clamp(max=limit),
             block_tables=tables,
             num_decodes=0,
+            decode_count=None,
             max_query_len=batch.max_query_len + 1,
             max_seq_len=min(batch.max_seq_len + 1, limit),
             logits_idx=newest_at.to(torch.int32),

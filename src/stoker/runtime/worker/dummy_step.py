@@ -20,7 +20,7 @@ class Bounds:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
-    may_have_decodes: bool = False
+    is_counted: bool = False  # on the device: the decodes (of more than ONE_LAUNCH_ROWS rows), and the rows without padding
 
     @staticmethod
     def of_graph(shape: Shape, max_seq_len: int) -> Bounds:
@@ -29,7 +29,7 @@ class Bounds:
             return Bounds(shape.rows, 1, max_seq_len)
         if shape.max_drafts:
             return Bounds(0, shape.max_drafts + 1, max_seq_len)
-        return Bounds(0, shape.tokens, max_seq_len, may_have_decodes=shape.rows > ONE_LAUNCH_ROWS)
+        return Bounds(0, shape.tokens, max_seq_len, is_counted=True)
 
 
 def static_buffer_size(max_tokens: int, max_rows: int, width: int) -> int:
@@ -45,7 +45,7 @@ def fill_dummy_step(
 ) -> StepInputs:
     """Write a dummy step to the buffer `static` (int32), in the layout of InputBuilder. It stores no token and reads no key."""
     parts = split_buffer(static, _sizes(shape))
-    values = (0, 0, -1, 0, 0, 0, padding_row, 0, 0, 0, padding_row, 0, 0, NO_TREE, padding_row)
+    values = (0, 0, -1, 0, 0, 0, padding_row, 0, 0, 0, padding_row, 0, 0, NO_TREE, padding_row, 0, 0)
     for part, value in zip(parts, values, strict=True):
         part.fill_(value)
     batch = ForwardBatch(
@@ -60,7 +60,8 @@ def fill_dummy_step(
         max_seq_len=bounds.max_seq_len,
         logits_idx=parts[5],
         state_slots=parts[14],
-        may_have_decodes=bounds.may_have_decodes,
+        decode_count=parts[15] if bounds.is_counted and shape.rows > ONE_LAUNCH_ROWS else None,
+        row_count=parts[16] if bounds.is_counted else None,
     )
     inputs = StepInputs(batch, parts[6], parts[7])
     if shape.max_drafts:
@@ -110,5 +111,5 @@ def _sizes(shape: Shape) -> tuple[int, ...]:
     """The sizes of the parts of a step's buffer, in int32 elements, without block tables."""
     tokens, rows = shape.tokens, shape.rows
     if shape.max_drafts:
-        return (*[tokens] * 3, rows + 1, rows, *[tokens] * 3, rows + 1, tokens, rows, tokens, 2 * tokens, rows, rows)
-    return (*[tokens] * 3, rows + 1, *[rows] * 4, *[0] * 6, rows)
+        return (*[tokens] * 3, rows + 1, rows, *[tokens] * 3, rows + 1, tokens, rows, tokens, 2 * tokens, rows, rows, 1, 1)
+    return (*[tokens] * 3, rows + 1, *[rows] * 4, *[0] * 6, rows, 1, 1)

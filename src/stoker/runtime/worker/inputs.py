@@ -22,6 +22,7 @@ from stoker.runtime.worker.prefix_lm import fill_prefix_lm_positions
 
 Buffer = TypeVar("Buffer", np.ndarray, Tensor)
 _NOTHING = torch.empty(0, dtype=torch.int32)
+BLOCK_TABLES = 17  # the part of the buffer whose size depends on the lengths of the rows; the parts before it have fixed places
 _ALIGN = 4  # int32: each part of the buffer starts at a multiple of 16 bytes, so that Triton does not compile kernels for other alignments
 _CHAIN_MASKS = np.array([(2 << node) - 1 for node in range(64)], dtype=np.uint64).view(np.int64)  # of the nodes of a chain (`node_masks`)
 
@@ -68,7 +69,7 @@ class PackedStep:
         """The sizes of the buffer's parts, in int32 elements, in their order."""
         tokens, rows = self.shape.tokens, self.shape.rows
         sizes: tuple[int, ...] = (tokens, tokens, tokens, rows + 1, rows)
-        sizes = (*sizes, self.num_logits, self.num_sampled, self.num_sampled, *self._draft_sizes, rows, rows * self.width)
+        sizes = (*sizes, self.num_logits, self.num_sampled, self.num_sampled, *self._draft_sizes, rows, 1, 1, rows * self.width)
         if self.is_prefix_lm:
             sizes = (*sizes, tokens, rows)
         if self.has_adapters:
@@ -222,14 +223,15 @@ class InputBuilder:
         sizes = packed.sizes
         packed.host = self.buffer(buffer_size(sizes))
         parts = split_buffer(packed.host.numpy(), sizes)
-        ids, positions, slots, query_starts, lens, logits_idx, sampled_rows, counters, *drafted, state_slots, flat_tables = parts[:16]
-        optional = parts[16:]
+        ids, positions, slots, query_starts, lens, logits_idx, sampled_rows, counters, *drafted, state_slots = parts[:15]
+        decode_count, row_count, flat_tables, *optional = parts[15:]
 
         query_starts[0] = 0
         np.cumsum(counts, out=query_starts[1 : num_rows + 1])
         query_starts[num_rows + 1 :] = num_tokens
         lens[:num_rows] = seq_lens
         lens[num_rows:] = 0
+        decode_count[0], row_count[0] = plan.num_decodes, num_rows
         state_slots[:num_rows] = rows
         state_slots[num_rows:] = self.num_rows
         block_tables = flat_tables.reshape(shape.rows, packed.width)
@@ -275,7 +277,7 @@ class InputBuilder:
         buffer = static[: host.numel()]
         buffer.copy_(host, non_blocking=True)
         parts = _layout(sizes)[1]
-        tables[:, : packed.width].copy_(buffer[parts[15]].view(-1, packed.width))
+        tables[:, : packed.width].copy_(buffer[parts[BLOCK_TABLES]].view(-1, packed.width))
         if not packed.num_restores and not packed.num_saves:
             return StateCopies()
         return StateCopies(*(buffer[part].view(-1, 2) for part in parts[-2:]))
@@ -292,16 +294,16 @@ class InputBuilder:
             slots=views[2],
             query_starts=views[3],
             seq_lens=views[4],
-            block_tables=views[15].view(packed.shape.rows, -1),
+            block_tables=views[BLOCK_TABLES].view(packed.shape.rows, -1),
             state_slots=views[14],
             verified=packed.verified,
             num_decodes=packed.num_decodes,
             max_query_len=packed.max_query_len,
             max_seq_len=packed.max_seq_len,
             logits_idx=views[5],
-            block_positions=views[16] if packed.is_prefix_lm else None,
-            prefix_lens=views[17] if packed.is_prefix_lm else None,
-            adapter_ids=views[18 if packed.is_prefix_lm else 16] if packed.has_adapters else None,
+            block_positions=views[18] if packed.is_prefix_lm else None,
+            prefix_lens=views[19] if packed.is_prefix_lm else None,
+            adapter_ids=views[20 if packed.is_prefix_lm else 18] if packed.has_adapters else None,
             ranks=packed.ranks,
         )
         inputs = StepInputs(batch, views[6], views[7])

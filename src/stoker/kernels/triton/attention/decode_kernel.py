@@ -35,7 +35,6 @@ from stoker.kernels.triton.attention.query_tile import (
     LOG2E,
     as_query_operand,
     initial_state,
-    is_decode,
     key_range,
     tile_rows,
 )
@@ -51,7 +50,7 @@ def decode_attention_kernel(
     out_ptr,  # [rows, num_heads, value_size], dense
     seq_lens_ptr,  # int32 [rows]
     block_tables_ptr,  # int32 [rows, max_blocks]
-    query_starts_ptr,  # int32 [rows + 1], or None: each row has one token
+    decode_count_ptr,  # int32 [1], the rows to compute, or None: all
     prefix_lens_ptr,  # int32 [rows] (prefix LM) or None
     alibi_slopes_ptr,  # float32 [num_heads] or None
     sinks_ptr,  # float32 [num_heads] or None
@@ -94,8 +93,8 @@ def decode_attention_kernel(
     head_tile = tile % HEAD_TILES
     kv_head = head_tile // GROUP_TILES
     row = tile // HEAD_TILES
-    if query_starts_ptr is not None:  # noqa: SIM102 - a pointer that is None, then a value
-        if not is_decode(query_starts_ptr, row):
+    if decode_count_ptr is not None:  # noqa: SIM102 - a pointer that is None, then a value
+        if row >= tl.load(decode_count_ptr, volatile=True):
             return
     origin = TileOrigin(kv_head, head_tile % GROUP_TILES * TILE.heads, row, 0, 1)
 

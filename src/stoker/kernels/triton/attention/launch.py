@@ -77,7 +77,7 @@ def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionP
     """
     _check(q, cache)
     out = _empty_output(q, cache)
-    if batch.num_decodes or batch.may_have_decodes:
+    if batch.num_decodes or batch.decode_count is not None:
         decode(q, cache, batch, params, out)
     if batch.num_decodes < batch.num_rows and q.shape[0] > batch.num_decodes:
         prefill(q, cache, batch, params, out)
@@ -129,7 +129,7 @@ def decode(
     kv_heads = cache.keys.shape[1]
     group = q.shape[1] // kv_heads
     pairs = _pairs(q, cache)
-    num_rows = min(batch.num_rows, q.shape[0]) if batch.may_have_decodes else batch.num_decodes
+    num_rows = batch.num_decodes if batch.decode_count is None else min(batch.num_rows, q.shape[0])
     if tile is None:
         tile = decode_tile(q.shape[2], q.dtype, group, num_rows * kv_heads, num_sms(q.device), device_tuning(q.device), pairs is not None)
     tile_heads = min(group, tile.block_m)
@@ -147,7 +147,7 @@ def decode(
         out,
         batch.seq_lens,
         batch.block_tables,
-        batch.query_starts if batch.may_have_decodes else None,
+        batch.decode_count,
         batch.prefix_lens,
         params.alibi_slopes,
         params.sinks,
@@ -182,7 +182,7 @@ def prefill(
     tile: AttentionTile | None = None,
     splits: Splits | None = None,
 ) -> None:
-    """Compute attention of the rows from num_decodes on into out[num_decodes:], with `may_have_decodes` of those that are no decodes.
+    """Compute attention of the rows after the decodes into the rows of `out` after theirs.
 
     `tile` and `splits` override the choice from the tuning table, and of the warp-specialized kernel where that is supported.
     """
@@ -199,7 +199,7 @@ def prefill(
         tile = (verify_tile(*arguments) if batch.max_query_len <= MAX_VERIFIED_TOKENS else None) or prefill_tile(*arguments)
     tile_heads = min(group, tile.block_m)
     tokens = tile.block_m // tile_heads
-    num_tiles = (num_tokens // tokens + num_rows) * kv_heads * triton.cdiv(group, tile_heads)  # upper bound: see `find_row`
+    num_tiles = (num_tokens // tokens + num_rows) * kv_heads * triton.cdiv(group, tile_heads)  # upper bound: see `num_token_tiles`
     splits = splits or _splits(num_tiles, tokens * tile_heads * out.shape[2], tile, batch.max_seq_len, q.device)
     tile = _aligned_to_means(tile, cache, params)
     shape = _head_shape(q, cache, out, tile, None)
@@ -213,6 +213,8 @@ def prefill(
         batch.query_starts,
         batch.seq_lens,
         batch.block_tables,
+        batch.decode_count,
+        batch.row_count,
         batch.prefix_lens,
         None if batch.tree is None else TreePages(batch.tree.masks, batch.tree.starts, batch.positions),
         params.alibi_slopes,
@@ -232,7 +234,6 @@ def prefill(
         OPTIONS=ScoreOptions(params.softcap, params.window, params.chunk),
         SPLITS=split_shape,
         FORMAT=_operand_format(q, None),
-        SKIP_DECODES=batch.may_have_decodes,
         LAUNCH_DEPENDENTS=_launches_dependents(q, num_tiles, params),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

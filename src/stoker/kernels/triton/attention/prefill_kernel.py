@@ -14,6 +14,8 @@ lengths are known on the device only, so the grid has an upper bound of tiles, a
 
     tiles     | row 0: 0 1 2 | row 1: 0 1 | row 2: 0 1 2 3 | unused |        row r starts at (tokens before r) // tokens per tile + r
 
+The grid of a captured step is for padded sizes. CTAs read the numbers of decodes and of rows, and exit if their tile is after the last one.
+
 Keys before the first query of a tile are visible to all its rows and need no mask:
 
     keys      | begin ......... unmasked ......... | masked: diagonal, end of row | end
@@ -38,13 +40,18 @@ from stoker.kernels.triton.attention.query_tile import (
     LOG2E,
     as_query_operand,
     initial_state,
-    is_decode,
     key_range,
     tile_rows,
 )
 from stoker.kernels.triton.attention.softmax import attend
 from stoker.kernels.triton.attention.split_combine import store_or_combine
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
+
+
+@triton.jit
+def num_token_tiles(query_starts_ptr, first_row, num_rows, TOKENS: tl.constexpr):
+    """An upper bound of the query tiles of rows first_row : num_rows, for each tile of heads: the end of the last row's tiles."""
+    return (tl.load(query_starts_ptr + num_rows) - first_row) // TOKENS + num_rows - first_row
 
 
 @triton.jit
@@ -71,6 +78,8 @@ def prefill_attention_kernel(
     query_starts_ptr,  # int32 [num_rows + 1]
     seq_lens_ptr,  # int32 [num_rows]
     block_tables_ptr,  # int32 [num_rows, max_blocks]
+    decode_count_ptr,  # int32 [1], replaces first_row, or None
+    row_count_ptr,  # int32 [1], replaces num_rows, or None
     prefix_lens_ptr,  # int32 [num_rows] (prefix LM) or None
     tree,  # TreePages (draft trees) or None
     alibi_slopes_ptr,  # float32 [num_heads] or None
@@ -93,7 +102,6 @@ def prefill_attention_kernel(
     OPTIONS: tl.constexpr,  # ScoreOptions
     SPLITS: tl.constexpr,  # SplitShape
     FORMAT: tl.constexpr,  # OperandFormat
-    SKIP_DECODES: tl.constexpr,  # whether another launch computes the first rows that have one token
     LAUNCH_DEPENDENTS: tl.constexpr,  # whether the next kernel may start before this one has ended
     USE_PDL: tl.constexpr,
 ):
@@ -112,17 +120,22 @@ def prefill_attention_kernel(
     head_tile = tile % HEAD_TILES
     kv_head = head_tile // GROUP_TILES
     group_start = head_tile % GROUP_TILES * TILE.heads
+    token_tiles = tl.num_programs(0) // HEAD_TILES
+    if decode_count_ptr is not None:
+        first_row = tl.load(decode_count_ptr)
+    if row_count_ptr is not None:
+        num_rows = tl.load(row_count_ptr)
+        token_tiles = num_token_tiles(query_starts_ptr, first_row, num_rows, TILE.tokens)
     # The last tiles of a row see the most keys: they start first, so that the launch ends with short CTAs.
-    token_tile = (tl.num_programs(0) - 1 - tile) // HEAD_TILES
+    token_tile = token_tiles - 1 - tile // HEAD_TILES
+    if token_tile < 0:
+        return
     row, tile_in_row = find_row(token_tile, query_starts_ptr, first_row, num_rows, TILE.tokens)
     first_token = tl.load(query_starts_ptr + row)
     num_queries = tl.load(query_starts_ptr + row + 1) - first_token
     tile_start = tile_in_row * TILE.tokens
     if tile_start >= num_queries:
         return
-    if SKIP_DECODES:  # noqa: SIM102 - the outer condition is a constant, the inner one is not
-        if is_decode(query_starts_ptr, row):
-            return
     origin = TileOrigin(kv_head, group_start, first_token, tile_start, num_queries)
     length = tl.load(seq_lens_ptr + row, volatile=True)
     prefix = None

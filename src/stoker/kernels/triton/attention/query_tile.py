@@ -66,12 +66,6 @@ def is_visible(key, position, end, prefix, tree, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def is_decode(query_starts_ptr, row):
-    """Whether a row has one token, like all rows before it: the query of row r is then token r."""
-    return (tl.load(query_starts_ptr + row, volatile=True) == row) & (tl.load(query_starts_ptr + row + 1, volatile=True) == row + 1)
-
-
-@triton.jit
 def key_range(first_position, length, prefix, SHAPE: tl.constexpr, TILE: tl.constexpr, OPTIONS: tl.constexpr):
     """(begin, end, unmasked_end): the keys begin : end that rows of a tile attend to, whose first query is at `first_position`.
 

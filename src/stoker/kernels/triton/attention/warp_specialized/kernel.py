@@ -48,7 +48,7 @@ def consume_second(outputs, scale, queries, buffers, CONFIG: gl.constexpr):
     consume(outputs, scale, queries, buffers, 1, CONFIG)
 
 
-@gluon.jit(do_not_specialize=["first_row", "num_rows", "num_tiles", "stride_block_table"])
+@gluon.jit(do_not_specialize=["first_row", "num_rows", "stride_block_table"])
 def warp_specialized_prefill_kernel(
     # Pointers
     q_ptr,  # [tokens, num_heads, size]
@@ -56,6 +56,8 @@ def warp_specialized_prefill_kernel(
     query_starts_ptr,  # int32 [num_rows + 1]
     seq_lens_ptr,  # int32 [num_rows]
     block_tables_ptr,  # int32 [num_rows, max_blocks]
+    decode_count_ptr,  # int32 [1], replaces first_row, or None
+    row_count_ptr,  # int32 [1], replaces num_rows, or None
     sinks_ptr,  # float32 [num_heads] or None
     counter_ptr,  # int32 [1], zero between launches: the next query tile
     cache,  # KVPages
@@ -63,7 +65,6 @@ def warp_specialized_prefill_kernel(
     scale,
     first_row,  # rows before it are decode rows, which have one token each
     num_rows,
-    num_tiles,  # query tiles, an upper bound
     stride_q_token,
     stride_q_head,
     stride_block_table,
@@ -107,7 +108,7 @@ def warp_specialized_prefill_kernel(
         cache.stride_value_block,
         cache.stride_value_head,
     )
-    numbers = (first_row, num_rows, num_tiles)
+    numbers = (first_row, num_rows, decode_count_ptr, row_count_ptr)
     gl.warp_specialize(
         [
             (consume_first, (outputs, scale, queries, buffers, CONFIG)),

@@ -55,7 +55,7 @@ def _fills_device(q: Tensor, cache: KVCache, batch: ForwardBatch) -> bool:
 
 
 def warp_specialized_prefill(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams, out: Tensor) -> None:
-    """Compute attention of the rows from num_decodes on into out[num_decodes:]."""
+    """Compute attention of the rows after the decodes into the rows of `out` after theirs."""
     kv_heads = cache.keys.shape[1]
     group = q.shape[1] // kv_heads
     is_narrow = cache.keys.dtype.itemsize == 1
@@ -69,24 +69,23 @@ def warp_specialized_prefill(q: Tensor, cache: KVCache, batch: ForwardBatch, par
         tokens=BLOCK_M // heads,
         window=params.window,
         has_mean=cache.key_mean is not None,
-        skips_decodes=batch.may_have_decodes,
         q_stages=1 if is_narrow else 2,
         raw_stages=4 if is_narrow else 0,
     )
-    num_tiles = _num_tiles(q, cache, batch)
-    warp_specialized_prefill_kernel[(min(num_tiles, num_sms(q.device)),)](
+    warp_specialized_prefill_kernel[(min(_num_tiles(q, cache, batch), num_sms(q.device)),)](
         q,
         out,
         batch.query_starts,
         batch.seq_lens,
         batch.block_tables,
+        batch.decode_count,
+        batch.row_count,
         params.sinks,
         tile_counter(q.device),
         kv_pages(cache),
         params.scale,
         batch.num_decodes,
         batch.num_rows,
-        num_tiles,
         q.stride(0),
         q.stride(1),
         batch.block_tables.stride(0),
@@ -98,7 +97,7 @@ def warp_specialized_prefill(q: Tensor, cache: KVCache, batch: ForwardBatch, par
 
 
 def _num_tiles(q: Tensor, cache: KVCache, batch: ForwardBatch) -> int:
-    """An upper bound of the number of query tiles (see `prefill_kernel.find_row`)."""
+    """An upper bound of the number of query tiles (see `prefill_kernel.num_token_tiles`)."""
     kv_heads = cache.keys.shape[1]
     group = q.shape[1] // kv_heads
     heads = min(group, BLOCK_M)

@@ -41,7 +41,6 @@ class PrefillConfig(NamedTuple):
     tokens: int  # tokens of a tile
     window: int | None  # a query sees itself and window - 1 keys before it
     has_mean: bool  # keys are stored less a mean, except for the first key of a sequence
-    skips_decodes: bool  # another launch computes the first rows that have one token
     q_stages: int
     raw_stages: int  # 0: the cache has the dtype of the operands, and nothing is converted
 

@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
-from stoker.kernels.triton.attention.prefill_kernel import find_row
+from stoker.kernels.triton.attention.prefill_kernel import find_row, num_token_tiles
 from stoker.kernels.triton.attention.warp_specialized.pipeline import (
     BLOCK_N,
     KV_STAGES,
@@ -141,17 +141,23 @@ def produce_keys(buffers, pages, first_tile, end, used, CONFIG: gl.constexpr):
 def produce(inputs, numbers, queries, buffers, CONFIG: gl.constexpr):
     """Take tiles until none is left, and copy what they need. The last message to the consumers is a tile without keys.
 
-    `inputs`: pointers and strides; `numbers`: first_row, num_rows, num_tiles; `queries` and `buffers`: shared memory and its mbarriers.
+    `inputs`: pointers and strides; `numbers`: first_row, num_rows, and pointers to what replaces them; `queries` and `buffers`: shared
+    memory and its mbarriers.
     """
     (q_ptr, query_starts_ptr, seq_lens_ptr, block_tables_ptr, counter_ptr, stride_q_token, stride_q_head, stride_block_table) = inputs[0]
     keys_ptr, values_ptr, stride_key_block, stride_key_head, stride_value_block, stride_value_head = inputs[1]
-    first_row, num_rows, num_tiles = numbers
+    first_row, num_rows, decode_count_ptr, row_count_ptr = numbers
     q, tile, q_full, q_empty, tile_full = queries
     GROUP_TILES: gl.constexpr = (CONFIG.group + CONFIG.heads - 1) // CONFIG.heads
     HEAD_TILES: gl.constexpr = CONFIG.num_heads // CONFIG.group * GROUP_TILES
     Q_STAGES: gl.constexpr = CONFIG.q_stages
     sent = 0
     used = 0
+    if decode_count_ptr is not None:
+        first_row = gl.load(decode_count_ptr)
+    if row_count_ptr is not None:
+        num_rows = gl.load(row_count_ptr)
+    num_tiles = num_token_tiles(query_starts_ptr, first_row, num_rows, CONFIG.tokens) * HEAD_TILES
     ticket = gl.atomic_add(counter_ptr, 1)
     while ticket < num_tiles:
         # The last tiles of a row see the most keys: they start first, so that the launch ends with short tiles.
@@ -160,8 +166,6 @@ def produce(inputs, numbers, queries, buffers, CONFIG: gl.constexpr):
         first_token = gl.load(query_starts_ptr + row)
         num_queries = gl.load(query_starts_ptr + row + 1) - first_token
         tile_start = tile_in_row * CONFIG.tokens
-        if CONFIG.skips_decodes:
-            num_queries = gl.where((num_queries == 1) & (first_token == row), 0, num_queries)
         if tile_start < num_queries:
             kv_head = head_tile // GROUP_TILES
             length = gl.load(seq_lens_ptr + row)
