@@ -83,7 +83,7 @@ def test_a_cell_counts_several_blocks() -> None:
     blocks = [pool.allocate() for _ in range(6)]
     pool.acquire(blocks[4])
     for block in blocks[:3]:
-        pool.mark_reusable(block)
+        pool.mark_reusable([block])
     pool.release(blocks[0])
     pool.release(blocks[5])
     occupancy = pool.occupancy(4)

@@ -219,7 +219,7 @@ def test_the_results_of_a_fleet_do_not_depend_on_the_number_of_processes(tmp_pat
     results = simulate_fleet(fleet, requests, 1)
     assert summary(simulate_fleet(fleet, requests, 2)) == pytest.approx(summary(results), rel=1e-9) and len(results.duration_s) == 300
     alone = Simulator(1, SMALL, TIMES, prefix_reuse=False).run(
-        request.arrival() for i, request in enumerate(requests.requests()) if i % 3 == 2
+        request.arrival(rate=0.5) for request in requests.requests([False, False, True]) if request is not None
     )
     assert set(alone.duration_s) < set(results.duration_s)  # of five replicas, the third router has one
     with pytest.raises(ConfigError, match="routers=6 exceeds replicas=5"):

@@ -60,7 +60,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def mark_reusable(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from([b for b in range(NUM_BLOCKS) if self.refs[b]]))
-        self.pool.mark_reusable(block)
+        self.pool.mark_reusable([block])
         self.reusable.add(block)
 
     @precondition(lambda self: any(self.refs) or self.oldest)

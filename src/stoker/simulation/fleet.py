@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -19,7 +20,7 @@ from stoker.router.core.settings import RoutingSettings
 from stoker.simulation.replica import ReplicaSettings
 from stoker.simulation.simulator import Results, Simulator
 from stoker.simulation.step_times import StepTimes
-from stoker.simulation.traces import FORMATS_WITH_PREFIXES, TracedRequest, read_trace
+from stoker.simulation.traces import FORMATS_WITH_PREFIXES, RepeatedBlocks, TracedRequest, read_trace
 from stoker.simulation.transfers import TransferSettings
 
 MAX_REPLICAS = 100_000
@@ -40,10 +41,9 @@ class TraceSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.max_requests is not None:
             check_range("max_requests", self.max_requests, 1, 1 << 40)
 
-    def requests(self) -> Iterator[TracedRequest]:
-        """The first requests of the trace, with scaled times. Raises ConfigError for a malformed trace."""
-        for request in itertools.islice(read_trace(self.file, self.format), self.max_requests):
-            yield request._replace(at_s=request.at_s / self.rate) if self.rate != 1.0 else request
+    def requests(self, wanted: Seq[bool] = (True,)) -> Iterator[TracedRequest | None]:
+        """The first requests of the trace, of which those that are not `wanted` are None. Raises ConfigError for a malformed trace."""
+        return itertools.islice(read_trace(self.file, self.format, wanted), self.max_requests)
 
 
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,22 +105,35 @@ def _rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
+def _repeated_blocks(trace: TraceSettings, wanted: Seq[bool]) -> RepeatedBlocks | None:
+    """The blocks that occur at least twice in these requests. None if the file can be read only once."""
+    if not trace.file.is_file():
+        return None
+    repeated = RepeatedBlocks()
+    for request in trace.requests(wanted):
+        if request is not None:
+            repeated.add(request.block_ids)
+    return repeated
+
+
 @_rare_collections()
 def _simulate_routers(fleet: FleetSettings, trace: TraceSettings, routers: range) -> Results:
     """Simulate the requests of some of the routers."""
     prefix_reuse = trace.format in FORMATS_WITH_PREFIXES or bool(fleet.num_prefill)
     simulators = {router: fleet.simulator(router, prefix_reuse) for router in routers}
     waiting: dict[int, list[TracedRequest]] = {router: [] for router in routers}
+    wanted = [router in simulators for router in range(fleet.num_routers)]
+    # A prompt that moves between replicas is found by its blocks, whether others have them or not.
+    repeated = _repeated_blocks(trace, wanted) if trace.format in FORMATS_WITH_PREFIXES and not fleet.num_prefill else None
 
     def simulate(router: int) -> None:
         """Simulate the requests that wait at a router."""
         tokens_per_block = fleet.replica.tokens_per_block if prefix_reuse else None
-        simulators[router].add_all(request.arrival(tokens_per_block) for request in waiting[router])
+        simulators[router].add_all(request.arrival(tokens_per_block, repeated, trace.rate) for request in waiting[router])
         waiting[router].clear()
 
-    for number, request in enumerate(trace.requests()):
-        router = number % fleet.num_routers
-        if router in simulators:
+    for router, request in zip(itertools.cycle(range(fleet.num_routers)), trace.requests(wanted), strict=False):
+        if request is not None:
             waiting[router].append(request)
             if len(waiting[router]) == BATCH:
                 simulate(router)

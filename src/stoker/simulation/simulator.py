@@ -69,7 +69,8 @@ class Simulator:
     """`num_replicas` equal replicas behind one router, and `num_prefill` further ones that compute prompts for them.
 
     Without `prefix_reuse`, no block is indexed. For prompts of which no two have the same first block, the results are the same.
-    Without `index_answers`, blocks of answers are not: the results are the same for different prompts that contain no answers.
+    Without `index_answers`, blocks of answers are not: the results are the same for different prompts that contain no answers. Nor are
+    blocks of prompts that are not in `Arrival.blocks`: the results are the same if no other prompt has them.
     """
 
     def __init__(
@@ -178,6 +179,7 @@ class Simulator:
         """Let another replica compute the prompt of a sequence."""
         request = msgspec.structs.replace(seq.request, params=_sampling(1))
         prompt = Sequence(next(self._numbers), request, 0, self.now_s)
+        prompt.packed_blocks = list(seq.packed_blocks)
         num_cached = len(target.scheduler.kv_cache.cached_prefix(seq.prefix_root, seq.tokens)) * self._settings.tokens_per_block
         assert self._links is not None
         self._links.add(SimulatedTransfer(prompt, seq, target, self.router.begin(route, decision), num_cached))

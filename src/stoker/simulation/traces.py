@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import itertools
+import mmap
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from datetime import datetime
@@ -19,6 +21,7 @@ FORMATS = ("azure", "mooncake", "burstgpt")
 FORMATS_WITH_PREFIXES = ("mooncake",)  # prompts of the others have no common blocks
 MOONCAKE_BLOCK = 512  # tokens of one hash id
 VOCAB_SIZE = 1 << 30  # of the tokens that stand for unknown texts
+NUM_COUNTS = 67_108_859  # a prime number of bytes that count block ids
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
 
@@ -27,7 +30,7 @@ class PromptBlocks(NamedTuple):
     """Leading full blocks of a prompt, as `pack_blocks` and `block_digests` compute them from its token ids."""
 
     packed: list[bytes]
-    digests: list[bytes]
+    digests: list[bytes]  # of these blocks; of the first one, if there is none
 
 
 class Arrival(NamedTuple):
@@ -49,11 +52,12 @@ class TracedRequest(NamedTuple):
     num_prompt: int
     max_tokens: int
 
-    def arrival(self, tokens_per_block: int | None = None) -> Arrival:
+    def arrival(self, tokens_per_block: int | None = None, repeated: RepeatedBlocks | None = None, rate: float = 1.0) -> Arrival:
         """The request with the token ids of its prompt. Of each block, only the first id depends on the block.
 
-        `tokens_per_block`: of a KV cache, whose blocks the arrival then contains. A block of the trace that is not the last one of its
-        prompt has a multiple of it.
+        `rate`: by which the time is divided.
+        `tokens_per_block`: of a KV cache, whose blocks the arrival then contains, up to the first one that is not among the `repeated`
+        ones. A block of the trace that is not the last one of its prompt has a multiple of it.
         """
         prompt_ids: list[int] = []
         same = [0] * (self.tokens_per_block - 1)
@@ -61,13 +65,17 @@ class TracedRequest(NamedTuple):
             prompt_ids.append(block_id % VOCAB_SIZE)
             prompt_ids += same
         del prompt_ids[self.num_prompt :]
-        return Arrival(self.at_s, prompt_ids, self.max_tokens, "", self._blocks(tokens_per_block) if tokens_per_block else None)
+        blocks = self._blocks(tokens_per_block, repeated) if tokens_per_block is not None else None
+        return Arrival(self.at_s / rate, prompt_ids, self.max_tokens, "", blocks)
 
-    def _blocks(self, tokens_per_block: int) -> PromptBlocks:
-        """The full blocks of the KV cache."""
+    def _blocks(self, tokens_per_block: int, repeated: RepeatedBlocks | None) -> PromptBlocks:
+        """The leading full blocks of the KV cache that other prompts may have."""
         blocks, digest, each = PromptBlocks([], []), root_digest(""), max(self.tokens_per_block // tokens_per_block, 1)
         num_blocks = self.num_prompt // tokens_per_block
-        for first, block_id in zip(range(0, num_blocks, each), self.block_ids, strict=False):
+        block_ids = self.block_ids if repeated is None else self.block_ids[: repeated.num_leading(self.block_ids)]
+        if num_blocks and not block_ids:
+            return PromptBlocks([], extend_digests(digest, (_first_block(self.block_ids[0] % VOCAB_SIZE, tokens_per_block),)))
+        for first, block_id in zip(range(0, num_blocks, each), block_ids, strict=False):
             packed, digests = _kv_blocks(digest, block_id % VOCAB_SIZE, min(num_blocks - first, each), tokens_per_block)
             blocks.packed.extend(packed)
             blocks.digests.extend(digests)
@@ -75,12 +83,43 @@ class TracedRequest(NamedTuple):
         return blocks
 
 
+class RepeatedBlocks:
+    """The block ids that occur at least twice in a trace. The others cannot be reused.
+
+    Ids with the same remainder count as the same, which costs time and changes no result.
+    """
+
+    def __init__(self) -> None:
+        self._counts = mmap.mmap(-1, NUM_COUNTS)  # 0, 1, or 2 for more; only pages in use take memory
+
+    def add(self, block_ids: Seq[int]) -> None:
+        """Count the blocks of a prompt."""
+        counts = self._counts
+        for block_id in block_ids:
+            place = block_id % VOCAB_SIZE % NUM_COUNTS
+            if counts[place] < 2:
+                counts[place] += 1
+
+    def num_leading(self, block_ids: Seq[int]) -> int:
+        """The number of blocks before the first one that occurs once."""
+        counts, num_leading = self._counts, 0
+        for block_id in block_ids:
+            if counts[block_id % VOCAB_SIZE % NUM_COUNTS] < 2:
+                break
+            num_leading += 1
+        return num_leading
+
+
 @lru_cache(1 << 13)
 def _kv_blocks(digest: bytes, first_id: int, count: int, tokens_per_block: int) -> PromptBlocks:
     """`count` blocks of the KV cache after the one with this digest. All their token ids are 0, except for the first one."""
-    zeros = _zeros(tokens_per_block)
-    packed = [pack((first_id,)) + zeros[ID_BYTES:]] + [zeros] * (count - 1)
+    packed = [_first_block(first_id, tokens_per_block)] + [_zeros(tokens_per_block)] * (count - 1)
     return PromptBlocks(packed, extend_digests(digest, packed))
+
+
+def _first_block(first_id: int, tokens_per_block: int) -> bytes:
+    """A packed block whose token ids are 0, except for the first one."""
+    return pack((first_id,)) + _zeros(tokens_per_block)[ID_BYTES:]
 
 
 @lru_cache(8)
@@ -98,24 +137,28 @@ class _MooncakeLine(msgspec.Struct):
     hash_ids: list[int]
 
 
-def read_trace(file: Path, trace_format: str) -> Iterator[TracedRequest]:
-    """The requests of a trace in the order of the file. Raises ConfigError with the line for one that is malformed."""
+def read_trace(file: Path, trace_format: str, wanted: Seq[bool] = (True,)) -> Iterator[TracedRequest | None]:
+    """The requests of a trace in the order of the file. Raises ConfigError with the line for one that is malformed.
+
+    `wanted`: for as many requests as it has elements, whether each is wanted, and again for the next ones. The others are None, and
+    need not be well-formed.
+    """
     if trace_format not in FORMATS:
         raise ConfigError(f"format={trace_format!r} is refused.", cure=f"Use one of: {', '.join(FORMATS)}.")
     try:
         with file.open(encoding="utf-8", newline="") as lines:
             match trace_format:
                 case "azure":
-                    yield from _rows(file, lines, _AZURE)
+                    yield from _rows(file, lines, _AZURE, wanted)
                 case "burstgpt":
-                    yield from _rows(file, lines, _BURSTGPT)
+                    yield from _rows(file, lines, _BURSTGPT, wanted)
                 case _:
-                    yield from _mooncake(file, lines)
+                    yield from _mooncake(file, lines, wanted)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"trace={file} cannot be read: {reason_of(error)}.", cure="Name a file of the trace.") from None
 
 
-def _rows(file: Path, lines: Iterator[str], columns: tuple[str, str, str]) -> Iterator[TracedRequest]:
+def _rows(file: Path, lines: Iterator[str], columns: tuple[str, str, str], wanted: Seq[bool]) -> Iterator[TracedRequest | None]:
     """The requests of a CSV file with columns for time, prompt tokens and generated tokens. Their prompts have nothing in common."""
     reader = csv.reader(lines)
     names = next(reader, [])
@@ -123,6 +166,7 @@ def _rows(file: Path, lines: Iterator[str], columns: tuple[str, str, str]) -> It
         raise ConfigError(f"trace={file} has no column {missing[0]}.", cure="Choose another --format.")
     time, prompt, output = map(names.index, columns)
     first: float | None = None
+    turns = itertools.cycle(wanted)
     for number, row in enumerate(row for row in reader if row):
         try:
             at_s = _seconds(row[time])
@@ -132,14 +176,18 @@ def _rows(file: Path, lines: Iterator[str], columns: tuple[str, str, str]) -> It
             raise ConfigError(f"{file}:{reader.line_num}: {error}.", cure="Correct or remove the line.") from None
         if num_output:  # BurstGPT contains failed requests without an answer
             first = at_s if first is None else first
-            yield TracedRequest(max(0.0, at_s - first), (number,), num_prompt, num_prompt, num_output)
+            yield TracedRequest(max(0.0, at_s - first), (number,), num_prompt, num_prompt, num_output) if next(turns) else None
 
 
-def _mooncake(file: Path, lines: Iterator[str]) -> Iterator[TracedRequest]:
+def _mooncake(file: Path, lines: Iterator[str], wanted: Seq[bool]) -> Iterator[TracedRequest | None]:
     """The requests of a JSON lines file, whose hash ids stand for blocks of 512 tokens."""
     decode = msgspec.json.Decoder(_MooncakeLine).decode
+    turns = itertools.cycle(wanted)
     for number, line in enumerate(lines):
-        if not line.strip():
+        if line.isspace():
+            continue
+        if not next(turns):
+            yield None
             continue
         try:
             request = decode(line)

@@ -78,9 +78,11 @@ class BlockPool:
                 del cached[block]
             refs[block] += 1
 
-    def mark_reusable(self, block: int) -> None:
-        """Declare that the contents of a block serve a prefix, so that they remain cached after the last reference is released."""
-        self._is_reusable[block] = 1
+    def mark_reusable(self, blocks: Iterable[int]) -> None:
+        """Declare that the contents of blocks serve a prefix, so that they remain cached after the last reference is released."""
+        is_reusable = self._is_reusable
+        for block in blocks:
+            is_reusable[block] = 1
 
     def unmark_reusable(self, block: int) -> None:
         """Undo `mark_reusable`."""

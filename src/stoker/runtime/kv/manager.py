@@ -122,15 +122,15 @@ class KVCacheManager:
     def _walk(self, seq: Sequence, match: Match, index: PrefixIndex) -> None:
         """Fill `match` with cached blocks of the prefix index, then of the host tier, up to the first block that is not cached."""
         num_blocks = (len(seq.tokens) - 1) // self.tokens_per_block
-        packed = self._packed_blocks(seq, num_blocks)
-        nodes = index.find_chain(match.prefix, packed[:num_blocks])
+        packed = self._packed_blocks(seq, num_blocks)[:num_blocks]
+        nodes = index.find_chain(match.prefix, packed)
         if nodes:
             match.prefix, match.blocks = nodes[-1], [node.block for node in nodes]
         num_found = len(nodes)
-        if num_found < num_blocks:
+        if num_found < len(packed):
             match.producer = self._announced.get((match.prefix, packed[num_found]))
             if match.producer is None and self.host_tier is not None:
-                match.host_blocks = _walk_host(match.prefix, packed[num_found:num_blocks], self.host_tier)
+                match.host_blocks = _walk_host(match.prefix, packed[num_found:], self.host_tier)
 
     def _packed_blocks(self, seq: Sequence, num_blocks: int) -> list[bytes]:
         """The packed token ids of at least the first `num_blocks` full blocks of `seq`. The ids of its known tokens do not change."""
@@ -190,10 +190,9 @@ class KVCacheManager:
         if self.index is None:
             return
         first, last = seq.num_hashed, num_tokens // self.tokens_per_block
-        packed = self._packed_blocks(seq, last)
-        seq.prefix, added = self.index.add_chain(seq.prefix, packed[first:last], seq.blocks[first:last])
-        for node in added:
-            self.pool.mark_reusable(node.block)
+        packed = self._packed_blocks(seq, last)[first:last]
+        seq.prefix, added = self.index.add_chain(seq.prefix, packed, seq.blocks[first : first + len(packed)])
+        self.pool.mark_reusable([node.block for node in added])
         if added and self.event_log is not None:
             self.event_log.store(added)
         seq.num_hashed = last
@@ -250,7 +249,7 @@ class KVCacheManager:
             if entry is None:  # a block before the imported ones was poisoned
                 break
             if i >= first and entry.block == blocks[i - first]:
-                self.pool.mark_reusable(entry.block)
+                self.pool.mark_reusable((entry.block,))
                 if self.event_log is not None:
                     self.event_log.store([entry])
             self.pool.acquire(entry.block)
@@ -318,8 +317,8 @@ class KVCacheManager:
         """Announce the block that `seq` adds to the index next, so that sequences with the same tokens wait instead of computing it."""
         self._withdraw_announcement(seq)
         num_blocks = seq.num_hashed + 1
-        if num_blocks * self.tokens_per_block <= seq.num_prefill:
-            seq.announced_key = (seq.prefix, self._packed_blocks(seq, num_blocks)[seq.num_hashed])
+        if num_blocks * self.tokens_per_block <= seq.num_prefill and len(packed := self._packed_blocks(seq, num_blocks)) >= num_blocks:
+            seq.announced_key = (seq.prefix, packed[seq.num_hashed])
             self._announced.setdefault(seq.announced_key, seq)
 
     def _withdraw_announcement(self, seq: Sequence) -> None:

@@ -49,9 +49,9 @@ class DecodeGroup:
     and a reserved block is as little available to others as an allocated one. With an index, full blocks are indexed, and the next ones
     allocated, by `fill_blocks`, which performs this for several steps at once, in the order in which single steps would.
 
-    Without `index_answers`, blocks that contain a part of an answer are not indexed. They remain cached after the end of the sequence, and
-    are evicted like others, but no prompt finds them. That is the same for prompts that contain no answer, except that equal prompts
-    get different answers, whose blocks are all cached.
+    Without `index_answers`, the tokens of answers are not stored, and blocks that contain a part of an answer are not indexed. They remain
+    cached after the end of the sequence, and are evicted like others, but no prompt finds them. That is the same for prompts that contain
+    no answer, except that equal prompts get different answers, whose blocks are all cached.
     """
 
     def __init__(self, running_set: RunningSet, index_answers: bool = True) -> None:
@@ -138,7 +138,10 @@ class DecodeGroup:
         ended: list[Sequence] = []
         if self._ends.steps and self._ends.steps[0] == self._clock:
             for _, seq in self._ends.pop():
-                _advance(seq, seq.max_computed)
+                if self._index_answers:
+                    _advance(seq, seq.max_computed)
+                else:
+                    seq.num_computed = seq.max_computed
                 self.num_rows -= 1
                 self.num_context_tokens -= seq.max_computed
                 if self._has_index and not self._index_answers:
@@ -148,9 +151,7 @@ class DecodeGroup:
 
     def _cache_answer(self, seq: Sequence) -> None:
         """Let the full blocks of an answer that is not indexed remain cached after the end of its sequence."""
-        pool = self._running_set.kv_cache.pool
-        for block in seq.blocks[seq.num_hashed : seq.max_computed // self._size]:
-            pool.mark_reusable(block)
+        self._running_set.kv_cache.pool.mark_reusable(seq.blocks[seq.num_hashed : seq.max_computed // self._size])
 
 
 def _advance(seq: Sequence, num_computed: int) -> None:

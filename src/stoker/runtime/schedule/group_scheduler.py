@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stoker.base.types import FinishReason
 from stoker.runtime.kv.events.log import BlockEventLog
+from stoker.runtime.kv.partial_index import PartialIndexManager
 from stoker.runtime.request import Sequence
 from stoker.runtime.schedule.decode_group import UNKNOWN_TOKEN, DecodeGroup
 from stoker.runtime.schedule.plan import StepOutcome, StepPlan
@@ -76,8 +77,10 @@ class GroupScheduler(Scheduler):
     ) -> None:
         """`stops_at_blocks`: plan no step beyond one in which a block becomes full, because others read or allocate blocks meanwhile.
 
-        `index_answers`: prompts may contain answers of earlier ones (`DecodeGroup`).
+        `index_answers`: prompts may contain answers of earlier ones. Otherwise only the blocks in `Sequence.packed_blocks` are indexed.
         """
+        if prefix_reuse and not index_answers:
+            self.kv_cache_type = PartialIndexManager
         super().__init__(
             num_blocks=num_blocks,
             tokens_per_block=tokens_per_block,

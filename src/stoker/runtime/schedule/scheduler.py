@@ -59,6 +59,7 @@ class Scheduler:
 
     plan_type = StepPlan
     planner_type = Planner
+    kv_cache_type = KVCacheManager
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Scheduler:
         snapshots: StateSnapshots | None = None,
         first_row: int = 0,
     ) -> None:
-        self.kv_cache = KVCacheManager(
+        self.kv_cache = self.kv_cache_type(
             num_blocks, tokens_per_block, prefix_reuse=prefix_reuse, host_tier=host_tier, event_log=event_log, snapshots=snapshots
         )
         self.max_num_tokens = max_num_tokens
