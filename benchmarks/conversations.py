@@ -61,6 +61,9 @@ def serve_replica(factor: int) -> None:
         def zero_blocks(self, blocks: list[int]) -> None: ...
         def close(self) -> None: ...
 
+        def capture_next(self) -> bool:
+            return False
+
         def launch(self, plan: StepPlan) -> StepHandle:
             seconds = times.fixed_s + times.row_s * plan.num_decodes + times.prefill_token_s * plan.num_prefill_tokens
             time.sleep((seconds + times.context_token_s * sum(plan.starts)) / factor)

@@ -49,6 +49,9 @@ class StubRunner:
     def zero_blocks(self, blocks: list[int]) -> None: ...
     def close(self) -> None: ...
 
+    def capture_next(self) -> bool:
+        return False
+
     def launch(self, plan: StepPlan) -> StepHandle:
         packed = self.inputs.pack(plan)
         if self.channel is not None:

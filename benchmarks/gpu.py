@@ -125,6 +125,7 @@ def main() -> None:
         results["ready_s"] = time.time() - started
         print(f"ready after {results['ready_s']:.1f} s; kernels: {counts}", flush=True)
         results["kernels_at_start"] = {"cached": counts.cached, "compiled": counts.compiled}
+        executor.capture_all()
         vocab = executor.info.vocab_size
         run_batch(executor, random_requests(8, 128, 16, vocab, seed=9), 16)
         results["latency"] = []

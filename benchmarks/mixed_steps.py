@@ -37,6 +37,7 @@ class Driver:
 
     def __init__(self, engine: Path) -> None:
         self.executor: Executor = load_executor(engine, RuntimeConfig(prefix_reuse=False), SynchronousMailbox)
+        self.executor.capture_all()
         assert isinstance(self.executor.mailbox, SynchronousMailbox)
         self.mailbox, self.seed = self.executor.mailbox, 0
         self.launches: dict[int, float] = {}  # prompt tokens of the newest launches: seconds

@@ -105,6 +105,7 @@ def main() -> None:
         config = BuildConfig(dtype="bfloat16", dummy_weights=True, limits=limits, device="cuda", quantization=args.quantize)
         build(args.config, folder + "/engine", config, verify="none", kernels=compile_kernels)
         executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False), SynchronousMailbox)
+        executor.capture_all()
         run_batch(executor, random_requests(args.rows, isl, 64, executor.info.vocab_size, seed=1), 64)
         for frozen in (False, True):
             if frozen:

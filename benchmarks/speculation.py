@@ -126,6 +126,9 @@ def on_gpu(args: argparse.Namespace, name: str) -> dict[str, Any]:
                     result["steps"].append({"rows": rows, "plain_ms": plain, "drafted_ms": drafted, "ratio": drafted / plain})
                     print(name, result["steps"][-1], flush=True)
                 executor.runner.graphs._captured.clear()  # type: ignore[attr-defined]
+            if args.tensor_parallel == 1:
+                executor.runner.warm_up()  # type: ignore[attr-defined]
+            executor.capture_all()
             with forced_acceptance():
                 for rows in args.rows:
                     speed = tokens_per_s(executor, rows, args.context)
@@ -156,6 +159,8 @@ def full_load(args: argparse.Namespace, name: str, repeats: int = 4) -> dict[str
             for speculate in ("none", "ngram")
         }
         vocab = executors["none"].info.vocab_size
+        for executor in executors.values():
+            executor.capture_all()
         for seed in range(repeats + 1):
             for speculate, executor in executors.items():
                 run = run_batch(executor, random_requests(rows, prompt, new, vocab, seed), new)

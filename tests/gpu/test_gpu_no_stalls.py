@@ -41,6 +41,7 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Any:
     build(tiny.save(model, folder / "checkpoint"), folder / "engine", BuildConfig(device="cuda", limits=LIMITS), verify="files")
     # Without prefix reuse the second round has the shapes of the first.
     loaded = load_executor(folder / "engine", RuntimeConfig(kv_cache_tokens=4096, prefix_reuse=False), SynchronousMailbox)
+    loaded.capture_all()
     yield loaded
     loaded.close()
 

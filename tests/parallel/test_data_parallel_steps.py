@@ -30,12 +30,12 @@ from stoker.runtime.executor import Executor
 from stoker.runtime.schedule.data_parallel import DataParallelScheduler
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
-from stoker.runtime.worker.cuda_graphs import Graphs, PlainStep, run_parts
+from stoker.runtime.worker.cuda_graphs import CapturedStep, Graphs, PlainStep, run_parts
 from stoker.runtime.worker.inputs import BLOCK_TABLES, PackedStep, Shape, StepInputs, split_buffer
 from stoker.runtime.worker.model_runner import ModelRunner
 from stoker.runtime.worker.rank import load_rank
 from stoker.runtime.worker_group.channels.channel import HEADER_SIZE
-from stoker.runtime.worker_group.records import ZERO_BLOCKS, Record, decode_record, encode_parts
+from stoker.runtime.worker_group.records import ZERO_BLOCKS, Record, decode_record, encode_capture, encode_parts
 
 CPU = torch.device("cpu")
 SIZE, ROWS, BLOCKS = 3, 4, 8
@@ -71,16 +71,48 @@ class CalledSteps(Graphs):
     def __init__(self, runner: ModelRunner) -> None:
         sizes = {"max_rows": ROWS, "max_seq_len": runner.max_seq_len, "max_tokens": 64, "max_drafts": 0}
         super().__init__(runner._forward, runner._launch_all, runner.inputs, **sizes, device=CPU)
-        self.shapes: list[Shape] = []
+        self.replayed: list[Shape] = []
+
+    def is_captured(self, shape: Shape) -> bool:
+        return True
 
     def run(self, packed: PackedStep, all_greedy: bool, num_wanted: int | None = None) -> PlainStep:
-        self.shapes.append(packed.shape)
+        self.replayed.append(packed.shape)
         tables = self._tables[: packed.shape.rows]
         self.inputs.send(packed, self._static, tables)
         views = split_buffer(self._static, packed.sizes)
         inputs = self.inputs.step_inputs(packed, [*views[:BLOCK_TABLES], tables.view(-1), *views[BLOCK_TABLES + 1 :]])
         parts = self.forward(inputs, 0, all_greedy)
         return run_parts(iter(()), next(parts), num_wanted)
+
+
+class CapturedSteps(CalledSteps):
+    """Captures as on a GPU: first the step is launched, and then both graphs are captured, here by running what they would contain."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
+        self.parts: list[object] = []
+
+    def is_captured(self, shape: Shape) -> bool:
+        return (shape, True) in self._captured and (shape, False) in self._captured
+
+    def run(self, packed: PackedStep, all_greedy: bool, num_wanted: int | None = None) -> PlainStep:
+        assert self.is_captured(packed.shape), "a rank replays a shape before its capture"
+        self.parts.append(("replayed", packed.shape))
+        return super().run(packed, all_greedy, num_wanted)
+
+    def advance(self, shape: Shape) -> bool:
+        self.parts.append(shape)
+        step = self._dummy_step(shape)
+        if shape not in self._launched:
+            self._launched.add(shape)
+            self.launch(step, 0)
+            return False
+        all_greedy = (shape, True) not in self._captured
+        self._captured[shape, all_greedy] = CapturedStep([], next(self.forward(step, 0, all_greedy)))
+        if self.is_captured(shape):
+            self._pending.pop(shape, None)
+        return self.is_captured(shape)
 
 
 class Followers:
@@ -99,6 +131,9 @@ class Followers:
     def publish_zero_blocks(self, blocks: list[int]) -> None:
         self._publish((ZERO_BLOCKS, len(blocks)), torch.tensor(blocks, dtype=torch.int32).numpy())
 
+    def publish_capture(self, shape: Shape) -> None:
+        self._publish(encode_capture(shape), torch.zeros(0, dtype=torch.int32))
+
     def _publish(self, header: tuple[int, ...], numbers: object) -> None:
         record = torch.zeros(HEADER_SIZE, dtype=torch.int32)
         record[: len(header)] = torch.tensor(header, dtype=torch.int32)
@@ -111,6 +146,8 @@ class Followers:
                 record: Record = decode_record(numbers.numpy(), runner.inputs.buffer, runner.world.rank)
                 if record.kind == ZERO_BLOCKS:
                     runner.zero_blocks(record.blocks)
+                elif record.shape is not None:
+                    runner.capture(record.shape)
                 else:
                     assert record.packed is not None
                     runner.follow(record.packed, record.all_greedy)
@@ -138,7 +175,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
     return out
 
 
-def as_on_a_gpu(runner: ModelRunner, *, graphs: bool) -> ModelRunner:
+def as_on_a_gpu(runner: ModelRunner, *, graphs: type[CalledSteps] | None) -> ModelRunner:
     """Resolve and broadcast ids, and run captured shapes."""
 
     def resolve(inputs: StepInputs) -> ForwardBatch:
@@ -146,11 +183,11 @@ def as_on_a_gpu(runner: ModelRunner, *, graphs: bool) -> ModelRunner:
 
     runner._resolve = resolve  # type: ignore[method-assign]
     runner._broadcasts_ids = True
-    runner.graphs = CalledSteps(runner) if graphs else None
+    runner.graphs = graphs(runner) if graphs is not None else None
     return runner
 
 
-def executor_of_threads(engine: Engine, *, graphs: bool) -> tuple[Executor, Followers, list[ModelRunner]]:
+def executor_of_threads(engine: Engine, *, graphs: type[CalledSteps] | None) -> tuple[Executor, Followers, list[ModelRunner]]:
     barrier, slots = threading.Barrier(SIZE), [torch.empty(0)] * SIZE
     config, runners = RuntimeConfig(num_threads=1), []
     loaded = []
@@ -184,8 +221,8 @@ def count_unknown_ids(executor: Executor) -> Callable[[], int]:
     return lambda: count
 
 
-@pytest.mark.parametrize("graphs", [True, False], ids=["padded", "eager"])
-def test_overlapped_steps_generate_the_tokens_of_one_rank(folder: Path, graphs: bool) -> None:
+@pytest.mark.parametrize("graphs", [CalledSteps, None], ids=["padded", "eager"])
+def test_overlapped_steps_generate_the_tokens_of_one_rank(folder: Path, graphs: type[CalledSteps] | None) -> None:
     one = load(folder / "one")
     expected = generate(one, prompts(), 20)
     sampled = generate(one, prompts()[:5], 10, temperature=1.0, seed=5)
@@ -196,16 +233,35 @@ def test_overlapped_steps_generate_the_tokens_of_one_rank(folder: Path, graphs: 
         assert generate(executor, prompts()[:5], 10, temperature=1.0, seed=5) == sampled
         assert generate(executor, prompts()[:2], 6, logprobs=1) == [tokens[:6] for tokens in expected[:2]], "a step without a graph"
         assert num_unknown() > 50 and executor.scheduler.num_preemptions > 0
-        if graphs:
-            shapes = [runner.graphs.shapes for runner in runners]  # type: ignore[union-attr]
+        if graphs is not None:
+            shapes = [runner.graphs.replayed for runner in runners]  # type: ignore[union-attr]
             assert len({tuple(found) for found in shapes}) == 1, "all ranks replay graphs of the same shape"
             assert {shape.is_decode for shape in shapes[0]} == {True, False}
     finally:
         followers.close()
 
 
+def test_ranks_capture_the_same_steps_in_the_same_order(folder: Path) -> None:
+    expected = generate(load(folder / "one"), prompts(), 20)
+    executor, followers, runners = executor_of_threads(Engine.open(folder / "dp"), graphs=CapturedSteps)
+    graphs = [runner.graphs for runner in runners]
+    leader = graphs[0]
+    assert isinstance(leader, CapturedSteps)
+    leader._pending = dict.fromkeys(leader.shapes.all(), 0.9)  # nothing is captured at first
+    try:
+        assert generate(executor, prompts(), 20) == expected
+        assert any(isinstance(part, Shape) for part in leader.parts), "shapes that steps need are captured between them"
+        while executor.capture_next():
+            pass
+        assert generate(executor, prompts(), 20) == expected
+    finally:
+        followers.close()
+    assert {shape for shape, _ in leader._captured} == set(leader.shapes.all())
+    assert all(isinstance(one, CapturedSteps) and one.parts == leader.parts for one in graphs)
+
+
 def test_only_the_rank_with_poisoned_blocks_zeroes_them(folder: Path) -> None:
-    executor, followers, runners = executor_of_threads(Engine.open(folder / "dp"), graphs=False)
+    executor, followers, runners = executor_of_threads(Engine.open(folder / "dp"), graphs=None)
     try:
         for runner in runners:
             runner.caches[0].keys.fill_(1.0)

@@ -155,7 +155,7 @@ def test_padded_steps(drive: Make, prompts: list[list[int]], similar: tuple[Path
         runner.graphs = steps = CalledSteps(runner, 10)
         assert [answer.tokens for answer in driven.run(*calls)] == expected
         assert steps.num_runs > 5 and driven.stats.num_accepted_draft_tokens > 20
-        for shape in steps.verifications()[:2]:
+        for shape in steps.shapes.verifications()[:2]:
             steps.trace(shape)
 
 

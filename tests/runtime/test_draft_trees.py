@@ -187,7 +187,7 @@ def test_padded_steps(
     assert steps.num_runs > 5 and driven.stats.num_accepted_draft_tokens > 20
     model = MagicMock(wraps=runner.model)
     monkeypatch.setattr(runner, "model", model)
-    for shape in steps.verifications()[:2]:
+    for shape in steps.shapes.verifications()[:2]:
         steps.trace(shape)
     assert model.call_count == 2, "once for both kinds of sampling, as on ranks without a drafter"
 

@@ -99,6 +99,9 @@ class Device:
     def close(self) -> None:
         return
 
+    def capture_next(self) -> bool:
+        return False
+
     def zero_blocks(self, blocks: list[int]) -> None:
         assert not any(set(blocks) & set(used) for used in self._in_flight), "a block of a step in flight is zeroed"
         self.poisoned.difference_update(blocks)

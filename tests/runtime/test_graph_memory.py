@@ -14,7 +14,8 @@ import torch
 from stoker.base.process import without_garbage_collection
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.worker import cuda_graphs as graphs
-from stoker.runtime.worker.cuda_graphs import CapturedStep, Graphs, PlainStep, drafted_rows, row_buckets
+from stoker.runtime.worker.cuda_graphs import CapturedStep, Graphs, PlainStep
+from stoker.runtime.worker.graph_shapes import GraphShapes
 from stoker.runtime.worker.inputs import Shape, StepInputs
 
 MIB = 1 << 20
@@ -25,45 +26,50 @@ class SimulatedGraphs(Graphs):
     """The first capture of a kind allocates memory for its tokens, from which later captures allocate. Each adds 1 MiB."""
 
     def __init__(self, max_drafts: int = 0) -> None:
-        self.row_buckets, self.token_buckets, self.mixed_rows = row_buckets(64), [64, 128, 256], [8, 64]
-        self.max_drafts, self.max_sampled, self.drafted_rows = max_drafts, 64, drafted_rows(64) if max_drafts else []
+        self.shapes = GraphShapes(64, 256, max_drafts)
         self._captured, self._pool, self._stream = {}, None, None
+        self._launched, self._pending = set(), {}
         self.free = TOTAL
 
-    def capture(self, shape: Shape) -> None:
+    def advance(self, shape: Shape) -> bool:
         known = [s.tokens for s, _ in self._captured if (s.is_decode, s.max_drafts) == (shape.is_decode, shape.max_drafts)]
         self.free -= 2 * MIB + max(shape.tokens - max(known, default=0), 0) * MIB // 4
         self._pool = self._pool or object()
         for all_greedy in (True, False):
             self._captured[shape, all_greedy] = CapturedStep([], None)  # type: ignore[arg-type]
+        self._pending.pop(shape, None)
+        return True
 
 
 @pytest.mark.parametrize("max_drafts", [0, 5])
-def test_the_footprint_is_what_the_warm_up_allocates(monkeypatch: pytest.MonkeyPatch, max_drafts: int) -> None:
+def test_the_footprint_is_what_all_captures_allocate(monkeypatch: pytest.MonkeyPatch, max_drafts: int) -> None:
     probe, real = SimulatedGraphs(max_drafts), SimulatedGraphs(max_drafts)
     monkeypatch.setattr(graphs, "_free_bytes", lambda: probe.free)
     expected = probe.footprint()
     assert not probe._captured and probe._pool is None  # a graph that remains would be destroyed during a later capture
-    monkeypatch.setattr(graphs, "_free_bytes", lambda: real.free)
-    assert real.warm_up() == expected == TOTAL - real.free
-    assert len(real._captured) == 2 * (len(real.row_buckets) + len(real.token_buckets) + len(real.verifications()))
+    real.warm_up()
+    assert 0 < TOTAL - real.free < expected
+    while (shape := real.next_shape()) is not None:
+        real.capture(shape)
+    assert expected == TOTAL - real.free
+    assert {shape for shape, _ in real._captured} == set(real.shapes.all())
 
 
 def test_every_decode_with_drafts_has_a_graph_of_sufficient_size() -> None:
-    graphs = SimulatedGraphs(5)
+    shapes = GraphShapes(64, 256, 5)
     for rows in range(1, 65):
         for total in range(1, min(5 * rows, 64 - rows) + 1):
             drafts = [[7] * (total * (row + 1) // rows - total * row // rows) for row in range(rows)]
             plan = StepPlan()
             plan.drafts, plan.num_tokens = [*drafts], rows + total
             plan.sequences = [None] * rows  # type: ignore[list-item]
-            shape = graphs.shape_for(plan)
-            assert shape is not None and shape.rows >= rows and rows + total <= shape.tokens <= 64 and shape in graphs.verifications()
+            shape = shapes.shape_of(plan)
+            assert shape is not None and shape.rows >= rows and rows + total <= shape.tokens <= 64 and shape in shapes.verifications()
 
 
 def test_the_footprint_of_a_single_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = SimulatedGraphs()
-    probe.row_buckets, probe.token_buckets = [1], []
+    probe.shapes = GraphShapes(1, 1)
     monkeypatch.setattr(graphs, "_free_bytes", lambda: probe.free)
     assert probe.footprint() == TOTAL - probe.free > 0
 
@@ -74,7 +80,7 @@ class RecordedGraphs(Graphs):
     def __init__(self) -> None:
         self.events: list[object] = []
         self._captured, self._pool, self._stream = {}, None, None
-        self._step = SimpleNamespace(batch=SimpleNamespace(shared={}))
+        self._launched, self._pending = set(), {}
 
     def launch(self, inputs: StepInputs, max_drafts: int) -> None:
         self.events.append("launched")
@@ -87,17 +93,18 @@ class RecordedGraphs(Graphs):
         yield PlainStep(torch.zeros(1), None)
 
     def _dummy_step(self, shape: Shape) -> StepInputs:
-        return self._step  # type: ignore[return-value]
+        return SimpleNamespace(batch=SimpleNamespace(shared={}))  # type: ignore[return-value]
 
 
 def test_a_capture_launches_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if other steps run between its parts."""
     for name in ("Stream", "CUDAGraph", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, MagicMock)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, stream: nullcontext())
     captured = RecordedGraphs()
     shape = Shape(8, 8, is_decode=True)
-    captured.capture(shape)
+    assert [captured.advance(shape) for _ in range(3)] == [False, False, True]
     assert captured.events == ["launched", True, False]
     assert captured._captured[shape, True] is not captured._captured[shape, False]
 

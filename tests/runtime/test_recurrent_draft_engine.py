@@ -132,7 +132,7 @@ def test_padded_steps(engines: dict[str, Path], prompts: list[list[int]], name: 
     runner.graphs = steps = CalledSteps(runner, 4)
     assert [answer.tokens for answer in driven.run(*calls)] == expected
     assert steps.num_runs > 5 and rate(driven) == 1.0
-    for shape in steps.verifications()[:2]:
+    for shape in steps.shapes.verifications()[:2]:
         steps.trace(shape)
 
 

@@ -44,7 +44,7 @@ class StubExecutor:
         self._mailbox, self._engine = mailbox, engine
         self._sequences: list[StubSequence] = []
 
-    def run(self) -> None:
+    def run(self, *, capture_when_idle: bool) -> None:
         while True:
             for message in self._mailbox.poll(0.005):
                 match message:

@@ -43,6 +43,12 @@ class Runner(SequenceHooks, Protocol):
     def zero_blocks(self, blocks: list[int]) -> None:
         """Fill the keys and values of KV cache blocks with zeros."""
 
+    def capture_next(self) -> bool:
+        """Perform a part of the capture of a further step as a CUDA graph, which takes less than 0.1 s. False if none is left.
+
+        Raises RankError.
+        """
+
     def close(self) -> None:
         """End the processes that `prepare` started. May be called repeatedly."""
 
@@ -115,13 +121,19 @@ class Executor:
         self._profile: StepProfiler | None = None
         self._num_profiles = 0
 
-    def run(self) -> None:
-        """Loop until shut down. An error of the loop itself is logged, sent to every client, and raised."""
+    def run(self, *, capture_when_idle: bool = False) -> None:
+        """Loop until shut down. An error of the loop itself is logged, sent to every client, and raised.
+
+        `capture_when_idle`: capture further steps while there are no requests. No other thread of the process may wait for the device then.
+        """
         reason, failure = "the executor stopped", ""
         self.watchdog.start()
         try:
             while self._shutdown is None or (self._shutdown.drain and (self.scheduler.has_work or self._is_preparing)):
-                self.turn(_IDLE_POLL_S)
+                captures = capture_when_idle and not self.is_busy and self._profile is None
+                self.turn(0.0 if captures else _IDLE_POLL_S)
+                if captures and not self.is_busy and self._shutdown is None:
+                    capture_when_idle = self.capture_next()
         except BaseException as error:
             failure = str(error) or repr(error)
             reason = f"the executor failed: {error!r}"
@@ -156,6 +168,16 @@ class Executor:
     def _is_preparing(self) -> bool:
         """Whether other threads or processes work for sequences of this executor, or read its blocks."""
         return bool(self.admission.num_preparing) or (self._transfers is not None and self._transfers.is_busy)
+
+    def capture_next(self) -> bool:
+        """Perform a part of the capture of a further step, between two turns. False if all steps are captured. Raises RankError."""
+        with self.watchdog.step(lambda: "a step is captured as a CUDA graph while no request is running"):
+            return self.runner.capture_next()
+
+    def capture_all(self) -> None:
+        """Capture all steps, so that none of a measurement is captured or padded to a larger one. Raises RankError."""
+        while self.capture_next():
+            pass
 
     def turn(self, timeout_s: float) -> None:
         """One iteration of the loop: receive messages, launch at most one step, and commit at most one.

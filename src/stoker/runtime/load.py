@@ -170,8 +170,9 @@ def _load(
         scheduler = DataParallelScheduler(lambda first: make_scheduler(first_row=first), data_parallel, rows, config.policy)
     runner = loaded.runner(num_blocks, ranks)
     times.reached("cache")
-    budget = loaded.budget(num_blocks, runner.warm_up())
+    runner.warm_up()
     times.reached("warm-up")
+    budget = loaded.budget(num_blocks)
     log.info("%s", budget.table())
     _log_kernels(device)
     if rank_transfers is not None:

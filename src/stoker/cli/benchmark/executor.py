@@ -35,6 +35,7 @@ class ExecutorBenchmark:
 
             runtime = msgspec.structs.replace(runtime, max_queue_size=max(runtime.max_queue_size, MAX_REQUESTS))
             self.executor: Executor = load_executor(engine, runtime, SynchronousMailbox, waiting=waiting)
+        self.executor.capture_all()
         assert isinstance(self.executor.mailbox, SynchronousMailbox)
         self._mailbox = self.executor.mailbox
         self._submitted: list[str] = []

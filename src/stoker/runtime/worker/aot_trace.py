@@ -31,7 +31,6 @@ from stoker.layers.loader import Loader
 from stoker.layers.state_cache import StateCache
 from stoker.quant.format import TensorSource
 from stoker.runtime.worker.capacity import Capacity
-from stoker.runtime.worker.cuda_graphs import Graphs
 from stoker.runtime.worker.dummy_step import Bounds
 from stoker.runtime.worker.inputs import Shape
 from stoker.runtime.worker.memory import make_caches, num_verified_slots
@@ -173,20 +172,11 @@ def _trace(runner: ModelRunner) -> None:
 def _trace_steps(runner: ModelRunner, is_traced: Callable[[int], bool]) -> None:
     """Run the steps for whose number of tokens `is_traced` returns True."""
     if runner.graphs is not None:
-        for shape in filter(lambda shape: is_traced(shape.tokens), _captured(runner.graphs)):
+        for shape in filter(lambda shape: is_traced(shape.tokens), runner.graphs.shapes.all()):
             runner.graphs.trace(shape)
     for shape, bounds in _eager(runner):
         if is_traced(shape.tokens):
             runner.run_dummy_step_with_sampling(shape, bounds)
-
-
-def _captured(graphs: Graphs) -> Iterator[Shape]:
-    """The shapes of all steps that are captured as graphs."""
-    for rows in graphs.row_buckets:
-        yield Shape(rows, rows, is_decode=True)
-    for tokens, rows in itertools.product(graphs.token_buckets, graphs.mixed_rows):
-        yield Shape(tokens, rows, is_decode=False)
-    yield from graphs.verifications()
 
 
 def _eager(runner: ModelRunner) -> Iterator[tuple[Shape, Bounds]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import RankError, RequestError
+from stoker.base.logging import get_logger
 from stoker.core.forward_batch import ForwardBatch, KVCache, RankCounts
 from stoker.core.prefix_lm import find_bidirectional_prefix
 from stoker.distributed.world import ALONE_WORLD, World
@@ -36,6 +37,8 @@ from stoker.runtime.worker.parallel_inputs import AllRows, pack_parts, sampled_f
 from stoker.runtime.worker.row_tracker import RowTracker
 from stoker.runtime.worker.step_handle import LazyHandle, StepHandle
 
+log = get_logger(__name__)
+
 
 class StepPublisher(Protocol):
     """Sends the leader's commands to the followers."""
@@ -46,6 +49,9 @@ class StepPublisher(Protocol):
 
     def publish_zero_blocks(self, blocks: list[int]) -> None:
         """Make the followers zero blocks of their KV cache."""
+
+    def publish_capture(self, shape: Shape) -> None:
+        """Make the followers perform the next part of the capture of a shape."""
 
 
 class ModelRunner:
@@ -132,16 +138,47 @@ class ModelRunner:
         self.prompt_scores.remove(seq.seq_id)
 
     @torch.inference_mode()
-    def warm_up(self) -> int:
-        """Capture the common steps, so that no request waits for it. Returns the bytes that the graphs allocated; 0 without graphs."""
+    def warm_up(self) -> None:
+        """Capture the steps of the first requests, so that none of them waits for it."""
         if self.inputs.has_trees:  # compile the kernel
             ops.move_tokens(self.caches, torch.zeros(0, 2, dtype=torch.int32, device=self.device))
-        return 0 if self.graphs is None else self.graphs.warm_up()
+        if self.graphs is not None:
+            self.graphs.warm_up()
 
     @torch.inference_mode()
     def graph_footprint(self) -> int:
-        """An estimate of the bytes that `warm_up` will allocate."""
+        """An estimate of the bytes that all graphs will allocate; 0 without graphs."""
         return 0 if self.graphs is None else self.graphs.footprint()
+
+    def capture_next(self, min_cost: float = 0.0) -> bool:
+        """Perform a part of the capture of a further step, on all ranks. Returns whether there was one to capture.
+
+        `min_cost`: only of a step without which others have lost as many times the duration of a capture. Raises RankError.
+        """
+        shape = self.graphs.next_shape(min_cost) if self.graphs is not None else None
+        if shape is None:
+            return False
+        if self.publisher is not None:
+            self.publisher.publish_capture(shape)
+        self.capture(shape)
+        return True
+
+    @torch.inference_mode()
+    def capture(self, shape: Shape) -> None:
+        """Perform the next part of the capture of a shape, at the same time as all other ranks. After a failure, none is captured any more.
+
+        Raises RankError if other ranks wait for this one.
+        """
+        assert self.graphs is not None
+        self.model.after_layer = None  # no layer of a request
+        try:
+            with self._fatal_error(self.world.size > 1):
+                self.graphs.advance(shape)
+        except RankError:
+            raise
+        except Exception as error:
+            log.warning("no more steps are captured as CUDA graphs, because the capture of %s failed: %r", shape, error)
+            self.graphs.give_up()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle | LazyHandle:
@@ -154,6 +191,7 @@ class ModelRunner:
         table.update(plan.sequences)
         if self.tracker is not None:
             self.tracker.update(plan.sequences)
+        self.capture_next(min_cost=1.0)
         is_plain = self.graphs is not None and plan.adapters is None and self.sampler.is_plain(plan.sequences)
         shape = self.graphs.shape_for(plan) if self.graphs is not None and is_plain else None
         parts = pack_parts(self.inputs, plan, shape) if plan.parts else [self.inputs.pack(plan, shape)]
@@ -212,7 +250,7 @@ class ModelRunner:
     def _observed(self, *, by_layer: bool = True) -> Iterator[None]:
         """Report the step that the block runs, for transfers, and its layers.
 
-        `by_layer=False`: for a graph, whose layers are complete with the step. Its capture runs the model on a dummy step before.
+        `by_layer=False`: for a graph, whose layers are complete with the step.
         """
         if self.progress is None:
             yield

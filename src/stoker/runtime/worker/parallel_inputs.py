@@ -58,6 +58,7 @@ class AllRows:
         for half, arrays in zip(host.split(self._size), zip(*parts, strict=True), strict=True):
             joined = np.concatenate(arrays)
             half.numpy()[: len(joined)] = joined
+            half.numpy()[len(joined) :] = 0  # valid rows, which the next capture reads
         self._device.copy_(host, non_blocking=True)
 
     def first(self, count: int) -> tuple[Tensor, Tensor]:

@@ -53,6 +53,7 @@ class LoadedRank:
     weights: int
     free: int = 0  # free memory after the weights and libraries were loaded; set by `num_blocks`
     activations: int | None = None
+    graphs: int = 0  # bytes of all CUDA graphs; set by `num_blocks`
     num_snapshots: int = 0  # of recurrent states; set by `num_blocks`
     draft_source: DraftSource | None = None  # of the leader, if `config` names a draft engine
     times: StartTimes = field(default_factory=StartTimes)
@@ -94,18 +95,17 @@ class LoadedRank:
 
         Every rank must call it at the same time, because it runs steps.
         """
-        graphs = 0
         slots = self.capacity.max_num_sequences, self._num_verified, self.config, self.device.type
         if self.engine.config.model.has_state:  # refuse too many sequences before the largest step allocates their states
             num_snapshots(self._free(), self._slot_bytes() or 1, *slots)
         if self.device.type == "cuda":
             self.activations = self._largest_step()
             self.times.reached("largest step")
-            graphs = self._runner(1, self.capacity.max_seq_len, use_graphs=self._use_graphs).graph_footprint()
+            self.graphs = self._runner(1, self.capacity.max_seq_len, use_graphs=self._use_graphs).graph_footprint()
             torch.cuda.empty_cache()
             self.times.reached("size of graphs")
         self.free = self._free()
-        room = self.free - (self.activations or 0) - graphs
+        room = self.free - (self.activations or 0) - self.graphs
         if self.draft_source is not None:
             room -= self.draft_source.spare_bytes(self.capacity.max_num_sequences)
         if self.engine.config.model.has_state:
@@ -160,11 +160,11 @@ class LoadedRank:
         """The number of bytes of all slots."""
         return self._num_slots * self._slot_bytes()
 
-    def budget(self, num_blocks: int, graphs: int) -> MemoryBudget:
-        """The memory budget for a cache of `num_blocks` blocks and graphs of `graphs` bytes."""
+    def budget(self, num_blocks: int) -> MemoryBudget:
+        """The memory budget for a cache of `num_blocks` blocks."""
         size, total = self.engine.config.limits.tokens_per_block, free_memory(self.device)[1]
         kv = num_blocks * self._block_bytes()
-        sizes = self.weights, self.free, self.activations, graphs, kv, num_blocks, size, self._state_bytes()
+        sizes = self.weights, self.free, self.activations, self.graphs, kv, num_blocks, size, self._state_bytes()
         return MemoryBudget(str(self.device), total, *sizes)
 
     def runner(self, num_blocks: int, publisher: StepPublisher | None = None) -> ModelRunner:

@@ -134,7 +134,7 @@ def _serve_transfers(task: FollowTask, engine: EngineConfig, runner: ModelRunner
 def _run_steps(channel: PlanReader, runner: ModelRunner, spin_s: float, task: FollowTask) -> None:
     """Process the leader's records until the END record."""
     from stoker.runtime.step_profiler import RankTrace, trace_folder
-    from stoker.runtime.worker_group.records import END, PROFILE, ZERO_BLOCKS, decode_record
+    from stoker.runtime.worker_group.records import CAPTURE, END, PROFILE, ZERO_BLOCKS, decode_record
 
     trace: RankTrace | None = None
     while True:
@@ -143,6 +143,9 @@ def _run_steps(channel: PlanReader, runner: ModelRunner, spin_s: float, task: Fo
             return
         if record.kind == ZERO_BLOCKS:
             runner.zero_blocks(record.blocks)
+        elif record.kind == CAPTURE:
+            assert record.shape is not None
+            runner.capture(record.shape)
         elif record.kind == PROFILE:
             leader_pid, number, starts = record.profile
             if starts:

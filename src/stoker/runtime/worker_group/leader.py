@@ -23,7 +23,7 @@ from stoker.engine.reader import Engine
 from stoker.runtime.transfer.address import WILDCARDS, parse_transfer
 from stoker.runtime.transfer.layout import RankLayout
 from stoker.runtime.worker.capacity import Capacity
-from stoker.runtime.worker.inputs import PackedStep
+from stoker.runtime.worker.inputs import PackedStep, Shape
 from stoker.runtime.worker_group.channels.channel import Numbers
 from stoker.runtime.worker_group.channels.tcp import TcpChannel
 from stoker.runtime.worker_group.follower import start_key
@@ -33,7 +33,7 @@ from stoker.runtime.worker_group.hosts.messages import JOINED, JoinAnswer, descr
 from stoker.runtime.worker_group.hosts.remote_node import RemoteNode
 from stoker.runtime.worker_group.hosts.rendezvous import Rendezvous, node_addresses
 from stoker.runtime.worker_group.local_ranks import FailedRank, LocalRanks, RankSetup
-from stoker.runtime.worker_group.records import END, PROFILE, ZERO_BLOCKS, encode_parts, encode_step, max_step_size
+from stoker.runtime.worker_group.records import END, PROFILE, ZERO_BLOCKS, encode_capture, encode_parts, encode_step, max_step_size
 
 log = get_logger(__name__)
 
@@ -157,6 +157,10 @@ class WorkerGroup:
         for start in range(0, len(blocks), self.record_size):
             chunk = np.array(blocks[start : start + self.record_size], dtype=np.int32)
             self._publish((ZERO_BLOCKS, len(chunk)), chunk)
+
+    def publish_capture(self, shape: Shape) -> None:
+        """Make all followers perform the next part of the capture of a shape."""
+        self._publish(encode_capture(shape), np.empty(0, dtype=np.int32))
 
     def publish_profile(self, number: int, *, start: bool) -> None:
         """Make all followers start or stop profile `number`."""

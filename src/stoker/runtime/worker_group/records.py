@@ -1,4 +1,4 @@
-"""Records that the leader publishes to its followers: a step, blocks to zero, the start or end of a profile, or the end.
+"""Records that the leader publishes to its followers: a step, blocks to zero, a part of the capture of a step, a profile, or the end.
 
 A step of several data-parallel ranks is one record of kind PARTS: the header of each rank's step, and then the numbers of each.
 """
@@ -17,18 +17,22 @@ from stoker.runtime.worker.inputs import PackedStep, Shape, buffer_size
 from stoker.runtime.worker.parallel_inputs import with_counts
 from stoker.runtime.worker_group.channels.channel import HEADER_SIZE, Numbers
 
-STEP, ZERO_BLOCKS, END, PROFILE, PARTS = 1, 2, 3, 4, 5
+STEP, ZERO_BLOCKS, END, PROFILE, PARTS, CAPTURE = 1, 2, 3, 4, 5, 6
 _STEP_FIELDS = 21  # the number of values that encode_step returns
 
 
 class Record(NamedTuple):
-    """A decoded record. `packed` and `all_greedy` are those of a STEP, `blocks` those of ZERO_BLOCKS, `profile` that of PROFILE."""
+    """A decoded record.
+
+    `packed` and `all_greedy` are those of a STEP, `blocks` those of ZERO_BLOCKS, `profile` that of PROFILE, `shape` that of CAPTURE.
+    """
 
     kind: int
     packed: PackedStep | None
     all_greedy: bool
     blocks: list[int]
     profile: tuple[int, int, bool] = (0, 0, False)  # the process id of the leader, the number, and whether it starts
+    shape: Shape | None = None
 
 
 def max_step_size(max_num_tokens: int, max_rows: int, max_blocks: int, data_parallel: int = 1) -> int:
@@ -57,6 +61,11 @@ def _verified_sizes(packed: PackedStep) -> tuple[int, int]:
     return (0, 0) if packed.verified is None else (packed.verified.num_rows, packed.verified.num_tokens)
 
 
+def encode_capture(shape: Shape) -> tuple[int, ...]:
+    """The header of the record of a part of the capture of a shape. The record has no numbers."""
+    return CAPTURE, shape.tokens, shape.rows, shape.is_decode, shape.max_drafts
+
+
 def encode_parts(packed: list[PackedStep], all_greedy: bool) -> tuple[tuple[int, ...], Numbers]:
     """(header, numbers) of the record of a step of several data-parallel ranks. `packed` has the step of each."""
     headers = [np.array(encode_step(step, all_greedy), dtype=np.int32) for step in packed]
@@ -72,6 +81,8 @@ def decode_record(record: Numbers, buffer: Callable[[int], torch.Tensor], rank: 
         return Record(kind, None, False, record[HEADER_SIZE : HEADER_SIZE + fields[0]].tolist())
     if kind == PROFILE:
         return Record(kind, None, False, [], (fields[0], fields[1], bool(fields[2])))
+    if kind == CAPTURE:
+        return Record(kind, None, False, [], shape=Shape(fields[0], fields[1], bool(fields[2]), fields[3]))
     if kind != STEP:
         return Record(kind, None, False, [])
     packed, all_greedy = _decode_step(fields)
