@@ -182,8 +182,8 @@ def test_sizes_that_are_no_multiple_of_a_vector(rows: int, size: int, out: int) 
 @needs_compiler
 @kernel_only
 @pytest.mark.parametrize("zero", ["none", "int", "float"])
-@pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("size", [128, 160, 276])
+@pytest.mark.parametrize("group", [32, 64, 96, 128])
+@pytest.mark.parametrize("size", [128, 160, 276, 2300])
 def test_int4_with_a_shorter_last_group(size: int, group: int, zero: str) -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         check(int4(21, size, group, zero, dtype), 2, "n")
@@ -218,8 +218,8 @@ def test_70_rows_of_a_weight_that_is_widened_in_slices(monkeypatch: pytest.Monke
 @needs_compiler
 @kernel_only
 @pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("group", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize("size", [128, 160, 277])
+@pytest.mark.parametrize("group", [16, 32, 64, 96, 128, 256])
+@pytest.mark.parametrize("size", [128, 160, 277, 2301])
 def test_int8_with_a_shorter_last_group(size: int, group: int, shifted: bool) -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         check(grouped(21, size, group, shifted, dtype), 2, "n")
@@ -273,12 +273,14 @@ def test_nan_and_infinity_stay_in_their_row(value: float) -> None:
 @needs_compiler
 @kernel_only
 def test_a_row_does_not_depend_on_the_others() -> None:
-    for run, weight in (dense(50, 130, torch.float32), int8(50, 130), int4(50, 130, 32, "int"), grouped(50, 130, 32, False)):
-        x, norm = torch.randn(4, 130), Fusion(norm_kind="rms", norm_eps=1e-5)
+    int4_weights = int4(50, 130, 32, "int"), int4(15, 130, 32, "float"), fp4(50, 130, 32)
+    cases = dense(50, 130, torch.float32), grouped(50, 130, 32, False), *int4_weights
+    for count, (run, weight) in [(4, int8(50, 130)), *((16, case) for case in cases)]:
+        x, norm = torch.randn(count, 130), Fusion(norm_kind="rms", norm_eps=1e-5)
         together = run(x, None, norm)
         assert together.shape[1] == len(weight)
-        for row in range(4):
-            assert torch.equal(run(x[row : row + 1], None, norm)[0], together[row])
+        for first, last in ((0, 1), (1, 2), (1, 4), (0, count // 2 + 1)):
+            assert torch.equal(run(x[first:last], None, norm), together[first:last])
 
 
 @needs_compiler

@@ -15,19 +15,19 @@
 #include <stdlib.h>
 
 #include "around.h"
+#include "digits.h"
 #include "tile.h"
 
-#define MAX_ROWS 16
 #define MAX_LINEARS 4
 #define MIN_PARALLEL_BYTES (128 << 10) /* of a weight, from which a second thread is worth its start */
 
 /* Rows of x of a pass when `rows` are left. Three run as four and so on, with rows of zeros, so that fewer functions are compiled. */
 static INLINE int64_t rows_of_pass(int64_t rows) { return rows <= 2 ? rows : rows <= 4 ? 4 : min_i64(rows <= 6 ? 6 : 8, ROWS_PER_PASS); }
 
-/* Rows of x by passes. */
-static int64_t padded_rows(const struct linear *a) {
-    int64_t whole = a->rows / ROWS_PER_PASS * ROWS_PER_PASS;
-    return whole + rows_of_pass(a->rows - whole);
+/* Rows of x by passes. Digits need none. */
+static int64_t padded_rows(const struct job *job) {
+    int64_t rows = job->linear->rows, whole = rows / ROWS_PER_PASS * ROWS_PER_PASS;
+    return job->digits ? rows : whole + rows_of_pass(rows - whole);
 }
 
 /* Reorder each 2 × LANES features of x [pitch] to the even ones, then the odd ones: the order in which LANES bytes of int4 are decoded
@@ -75,11 +75,6 @@ static INLINE void multiply_block(int dtype, int R, const struct job *job, const
         rows = 1;
         if (n + WIDTH(R) <= count) rows = WIDTH(R), t.pitch = pitch, t.groups = groups;
         if (scales) t.scale = scales->scale + n * groups, t.low = scales->low + n * groups;
-#ifdef HAS_DIGITS
-        if (job->digits && scales && dtype == UINT8 && a->fp4) multiply_digits(UINT8, 1, WIDTH(R), R, job, x, &t);
-        else if (job->digits && scales) multiply_digits(dtype, 0, WIDTH(R), R, job, x, &t);
-        else
-#endif
         if (dtype == UINT8) multiply_int4_groups(WIDTH(R), R, a, x, &t);
         else if (dtype == INT8 && scales) multiply_int8_groups(WIDTH(R), R, a, x, &t);
         else multiply_plain(dtype, WIDTH(R), R, a->in, x, &t);
@@ -114,6 +109,9 @@ PRODUCTS(int4_products, UINT8)
 PRODUCTS(e4m3_products, E4M3)
 
 static void grouped_products(const struct job *job, int64_t first, int64_t count, float (*sums)[BLOCK]) {
+#ifdef HAS_DIGITS
+    if (job->digits) return multiply_digits(job->linear, first, count, (const struct unit *)job->x, sums);
+#endif
     struct group_scales scales;
     load_group_scales(job->linear, &scales, first, count);
     (job->linear->weight_dtype == UINT8 ? int4_products : int8_products)(job, &scales, first, count, sums);
@@ -134,7 +132,7 @@ static void products(const struct job *job, int64_t first, int64_t count, float 
 static void compute_block(const struct job *job, int64_t first) {
     const struct linear *a = job->linear;
     int64_t count = min_i64(BLOCK, a->out - first);
-    float sums[MAX_ROWS][BLOCK], ups[MAX_ROWS][BLOCK];
+    float sums[MAX_ROWS][BLOCK] __attribute__((aligned(64))), ups[MAX_ROWS][BLOCK] __attribute__((aligned(64)));
     products(job, first, count, sums);
     if (a->gate) products(job, a->out + first, count, ups);
     for (int64_t r = 0; r < a->rows; r++) store_outputs(a, r, first, count, sums[r], ups[r]);
@@ -155,8 +153,7 @@ static struct job make_job(const struct linear *a) {
 #ifdef HAS_DIGITS
     if (has_digits(a)) {
         job.digits = 1;
-        job.groups = groups_of_chunks(a);
-        job.pitch = chunks_of(a) * chunk_features(a);
+        job.pitch = units_of(a) * UNIT_FEATURES;
         job.x_pitch = digits_floats(a);
     }
 #endif
@@ -180,7 +177,7 @@ int stoker_linears(const struct linears *a) {
         jobs[i].share_blocks = (blocks + shares - 1) / shares;
         stages[2 * i] = (struct stage){prepare_row, jobs + i, l->rows, 0, 0};
         stages[2 * i + 1] = (struct stage){compute_share, jobs + i, (blocks + jobs[i].share_blocks - 1) / jobs[i].share_blocks, 0, 0};
-        floats += padded_rows(l) * jobs[i].x_pitch + l->rows * jobs[i].pitch;
+        floats += padded_rows(jobs + i) * jobs[i].x_pitch + l->rows * jobs[i].pitch;
         if (most_shares < shares) most_shares = shares;
     }
     float *x = aligned_alloc(128, (floats + 31) / 32 * 32 * sizeof *x);
@@ -190,8 +187,8 @@ int stoker_linears(const struct linears *a) {
     for (int64_t i = 0; i < a->count; i++) {
         const struct linear *l = a->first + i;
         jobs[i].x = next;
-        next += padded_rows(l) * jobs[i].x_pitch;
-        if (padded_rows(l) > l->rows) memset(jobs[i].x, 0, padded_rows(l) * jobs[i].x_pitch * sizeof *x);
+        next += padded_rows(jobs + i) * jobs[i].x_pitch;
+        if (padded_rows(jobs + i) > l->rows) memset(jobs[i].x, 0, padded_rows(jobs + i) * jobs[i].x_pitch * sizeof *x);
         jobs[i].rows = next;
         next += l->rows * jobs[i].pitch;
     }

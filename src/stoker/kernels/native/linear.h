@@ -21,7 +21,9 @@
 #include "parallel.h"
 #include "vector.h"
 
+#define MAX_ROWS 16     /* of x in linear.c */
 #define BLOCK 16        /* output features that are finished together */
+#define PREFETCH_BYTES 8192 /* ahead: [3072, 576] of int8 from memory takes 195 µs; without prefetch 420 µs, 3,072 bytes ahead 240 µs */
 #define MAX_GROUPS 1024 /* of a row, as in linear.py */
 
 enum norm { NO_NORM, RMS, LAYER };                   /* the numbers of `NORMS` in library.py */

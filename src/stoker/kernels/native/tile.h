@@ -1,4 +1,4 @@
-/* Products of a few weight rows and the rows of x of a pass, for linear.c: by float32, or by digits (digits.h) where the processor has VNNI.
+/* Products of a few weight rows and the rows of x of a pass, for linear.c: in float32.
  *
  * A tile decodes each vector of weights once for all rows of x, and loads each vector of x once for all its weight rows.
  */
@@ -6,7 +6,7 @@
 #ifndef STOKER_TILE_H
 #define STOKER_TILE_H
 
-#include "digits.h"
+#include "linear.h"
 
 /* 8 rows of int4 [3072, 576]: with AVX-512, two passes of 4 rows need 440 µs and one pass with narrower tiles 470 µs. With AVX2, one pass
  * of 4 rows needs 340 µs, and one of 8 rows 445 µs. */
@@ -15,7 +15,6 @@
 #else
 #define ROWS_PER_PASS 8
 #endif
-#define PREFETCH_BYTES 8192 /* ahead: [3072, 576] of int8 from memory takes 195 µs; without prefetch 420 µs, 3,072 bytes ahead 240 µs */
 
 /* One linear and its input. */
 struct job {
@@ -25,9 +24,6 @@ struct job {
     int64_t pitch;
     int64_t x_pitch; /* floats of a row of `x` */
     int64_t digits;  /* whether each row of `x` is stored as digits (digits.h) */
-#ifdef HAS_DIGITS
-    struct chunk_groups groups;
-#endif
     int64_t share_blocks; /* blocks of a work item */
     int64_t groups_of_row;
     const struct linear *next; /* the linear after this one, or NULL */
@@ -123,64 +119,5 @@ static INLINE void multiply_int8_groups(int W, int R, const struct linear *a, co
         multiply_add(t, W, R, v, x);
     }
 }
-
-#ifdef HAS_DIGITS
-/* sum[w][r] += the lows of the groups of W weight rows × the sums of the groups of R rows of x. The low of FP4 is that of `decode_fp4`. */
-static INLINE void add_lows(int fp4, int W, int R, int64_t groups, const float *x, int64_t x_pitch, struct tile *t) {
-    for (int64_t g = 0; g < groups; g += LANES) {
-        __mmask16 present = groups - g < LANES ? (1 << (groups - g)) - 1 : 0xffff;
-        UNROLL for (int w = 0; w < W; w++) {
-            f32v low = (f32v)_mm512_maskz_loadu_ps(present, (fp4 ? t->scale : t->low) + w * t->groups + g);
-            if (fp4) low *= -6;
-            UNROLL for (int r = 0; r < R; r++) t->sum[w][r] += low * load(FLOAT32, x + r * x_pitch, g);
-        }
-    }
-}
-
-/* The products of a chunk of W weight rows, from byte k and group `group` on, with R rows of digits. */
-static INLINE void multiply_chunk(int dtype, int fp4, int W, int R, int64_t k, int64_t group, __mmask64 present, __mmask8 scales,
-                                  __m512i lanes, const float *x, int64_t x_pitch, struct tile *t) {
-    __m512i even[4], odd[4], values[4];
-    f32v scale[4];
-    UNROLL for (int w = 0; w < W; w++) {
-        values[w] = _mm512_maskz_loadu_epi8(present, t->row + w * t->pitch + k);
-        __m128 of_groups = _mm_maskz_loadu_ps(scales, t->scale + w * t->groups + group);
-        scale[w] = (f32v)_mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(of_groups));
-        if (fp4) scale[w] *= 0.5f;
-        if (dtype == UINT8) split_int4(values[w], fp4, even + w, odd + w);
-        else values[w] = _mm512_xor_si512(values[w], _mm512_set1_epi8((char)0x80));
-    }
-    UNROLL for (int r = 0; r < R; r++, x += x_pitch) {
-        if (dtype == UINT8) {
-            const struct int4_digits *d = (const struct int4_digits *)x;
-            __m512i digits[4] = {in_register(d->coarse[0]), in_register(d->coarse[1]), in_register(d->fine[0]), in_register(d->fine[1])};
-            f32v unit = (f32v)in_register(d->unit);
-            UNROLL for (int w = 0; w < W; w++) t->sum[w][r] += multiply_int4_digits(even[w], odd[w], digits) * (scale[w] * unit);
-        } else {
-            const struct int8_digits *d = (const struct int8_digits *)x;
-            f32v unit = load(FLOAT32, d->unit, 0);
-            UNROLL for (int w = 0; w < W; w++) t->sum[w][r] += multiply_int8_digits(values[w], d) * (scale[w] * unit);
-        }
-    }
-}
-
-/* The products of weights in groups with R rows of digits. `fp4` is constant. */
-static INLINE void multiply_digits(int dtype, int fp4, int W, int R, const struct job *job, const float *x, struct tile *t) {
-    const struct chunk_groups *g = &job->groups;
-    int64_t x_pitch = job->x_pitch, bytes = dtype == UINT8 ? job->linear->in / 2 : job->linear->in;
-    if (dtype == UINT8 || job->linear->offset) add_lows(fp4, W, R, g->count, x, x_pitch, t);
-    const __m512i lanes = _mm512_loadu_si512(g->of_lane);
-    x += g->padded;
-    int64_t group = 0, chunk = 0, k = 0;
-    for (; k + 64 <= bytes; k += 64, x += dtype == UINT8 ? INT4_FLOATS : INT8_FLOATS) {
-        prefetch(t, k * W, W * 64);
-        multiply_chunk(dtype, fp4, W, R, k, group, ~0ull, 15, lanes, x, x_pitch, t);
-        if (++chunk == g->chunks) chunk = 0, group += g->step;
-    }
-    if (k == bytes) return;
-    prefetch(t, k * W, W * (bytes - k));
-    multiply_chunk(dtype, fp4, W, R, k, group, (1ull << (bytes - k)) - 1, (1 << min_i64(g->count - group, 4)) - 1, lanes, x, x_pitch, t);
-}
-#endif
 
 #endif
