@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -90,8 +91,12 @@ def servers(engine: Path) -> Iterator[list[str]]:
             process.stdout.close()  # type: ignore[union-attr]
 
 
-async def test_events_of_replicas_have_the_hashes_that_the_router_computes(servers: list[str], engine: Path) -> None:
+async def test_events_of_replicas_have_the_hashes_that_the_router_computes(
+    servers: list[str], engine: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A second router, which starts later, knows the blocks from a replay, and chooses the same replicas."""
+    logging.getLogger("stoker").propagate = True
+    caplog.set_level(logging.INFO, "stoker")
     settings = RouterSettings(replicas=tuple(servers), tokenizer=str(engine), health_interval_s=0.1, tokenize_timeout_s=30.0)
     first, second = RouterApplication(settings), RouterApplication(settings)
     prefixes: list[PromptPrefix] = []
@@ -132,6 +137,8 @@ async def test_events_of_replicas_have_the_hashes_that_the_router_computes(serve
             answer = (await client.post(path, json={**body, "max_tokens": 1})).json()
             cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert cached == (answer["usage"]["prompt_tokens"] - 1) // 16 * 16 > 0
+    names = [record.name for record in caplog.records]  # a line for each request, from the router
+    assert names.count("stoker.router.access") == len(PROMPTS) + 1 and "stoker.access" not in names
 
 
 async def _until(condition: Any) -> None:

@@ -99,6 +99,7 @@ class PromptReader:
             tool_parser=report.tool_parser,
             reasoning_parser=report.reasoning_parser,
             max_request_bytes=1 << 32,
+            log_requests="none",  # the router logs the request itself
         )
         self._repository = ModelRepository()
         for service in self._services:
