@@ -15,6 +15,8 @@ from fused_layer_cases import check, problem
 from oracle import TOLERANCE, Case, expected_attention, padded, relative_error
 from test_attention import DRAFTED, test_draft_tokens_combine_by_flags, test_flags_of_results_whose_bits_are_all_zero
 
+from stoker.kernels.triton import norm
+from stoker.kernels.triton.attention import launch as kernels
 from stoker.kernels.triton.attention.tiles import AttentionTile, Splits
 from stoker.kernels.triton.attention.warp_specialized import launch as prompts
 from stoker.kernels.triton.fused_layer.large_batch import launch as large_batch
@@ -94,6 +96,22 @@ def attend() -> None:
     with emulating():
         test_flags_of_results_whose_bits_are_all_zero()
         test_draft_tokens_combine_by_flags(*DRAFTED["chains"])
+    for case in (Case([(1, 40), (1, 9)], dtype=torch.bfloat16), Case([(3, 40), (2, 9)], dtype=torch.bfloat16)):
+        attend_captured(case)
+
+
+def attend_captured(case: Case) -> None:
+    """A captured step in which one of both launches has no rows, after the launch that stores the queries and before one that reads all."""
+    q, cache, batch, params = case.build()
+    weight, tile, splits = torch.ones(q[0].numel(), dtype=q.dtype), AttentionTile(16, 16, 4, 2), Splits(2)
+    out = torch.full(q.shape, float("nan"), dtype=q.dtype)
+    with emulating(0, num_ctas=8):
+        queries = norm.norm(q.flatten(1), weight, None, 1e-5, "rms").view(q.shape)
+        for launch in (kernels.decode, kernels.prefill):
+            launch(queries, cache, padded(batch, 3), params, out, tile, splits)
+        got = norm.norm(out.flatten(1), weight, None, 1e-5, "rms")
+    want = expected_attention(queries, cache, batch, params)
+    assert relative_error(got, want * (want.square().mean(1, keepdim=True) + 1e-5).rsqrt()) < TOLERANCE[case.dtype]
 
 
 def attend_prompts() -> None:

@@ -9,8 +9,10 @@ start (`pdl_launch_dependents`, `griddepcontrol.launch_dependents`). This hides 
     successor                                                                set-up | pdl_wait ...
 
 Every kernel that is launched with `pdl_launch_options` must call `pdl_wait` before it reads or writes memory that an earlier kernel of
-the step writes or reads. It calls `pdl_launch_dependents` only after `pdl_wait`: with the two exchanged, CTAs of kernels further down the
-stream occupy SMs that the current kernel needs (Llama-3.1-8B, batch 1 on an H200: 4.28 ms per step instead of 4.18 ms without PDL).
+the step writes or reads. At least one CTA of each launch must call it, also if all CTAs find nothing to compute: it waits for the launch
+before only, and a launch that ends without waiting may end before its predecessors. A kernel calls `pdl_launch_dependents` only after
+`pdl_wait`: with the two exchanged, CTAs of kernels further down the stream occupy SMs that the current kernel needs (Llama-3.1-8B,
+batch 1 on an H200: 4.28 ms per step instead of 4.18 ms without PDL).
 
 Prefetching weights or keys into L2 before the wait costs more than it gains (batch 8 of Llama-3.1-8B: 4.60 ms per step without, 4.62 with
 1 KiB of each weight row, 5.10 with 4 KiB).

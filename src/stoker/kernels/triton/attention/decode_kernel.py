@@ -95,6 +95,8 @@ def decode_attention_kernel(
     row = tile // HEAD_TILES
     if decode_count_ptr is not None:  # noqa: SIM102 - a pointer that is None, then a value
         if row >= tl.load(decode_count_ptr, volatile=True):
+            if row == 0:
+                pdl_wait(USE_PDL)  # the launch after one without decodes must not start before those that it reads from have ended
             return
     origin = TileOrigin(kv_head, head_tile % GROUP_TILES * TILE.heads, row, 0, 1)
 

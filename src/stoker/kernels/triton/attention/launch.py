@@ -199,7 +199,7 @@ def prefill(
         tile = (verify_tile(*arguments) if batch.max_query_len <= MAX_VERIFIED_TOKENS else None) or prefill_tile(*arguments)
     tile_heads = min(group, tile.block_m)
     tokens = tile.block_m // tile_heads
-    num_tiles = (num_tokens // tokens + num_rows) * kv_heads * triton.cdiv(group, tile_heads)  # upper bound: see `num_token_tiles`
+    num_tiles = (num_tokens // tokens + num_rows) * kv_heads * triton.cdiv(group, tile_heads)  # upper bound: see `row_tiles`
     splits = splits or _splits(num_tiles, tokens * tile_heads * out.shape[2], tile, batch.max_seq_len, q.device)
     tile = _aligned_to_means(tile, cache, params)
     shape = _head_shape(q, cache, out, tile, None)

@@ -10,11 +10,8 @@ For query token t of a row with `length` tokens of which the last `num_queries` 
     out   [tokens, num_heads, value_size]       float32 sums, the queries' dtype
 
 Grid: axis 0 has the query tiles, each of up to BLOCK_M rows (tokens × heads of one KV head, see `query_tile`), axis 1 the splits. Row
-lengths are known on the device only, so the grid has an upper bound of tiles, and `find_row` searches the row of a tile:
-
-    tiles     | row 0: 0 1 2 | row 1: 0 1 | row 2: 0 1 2 3 | unused |        row r starts at (tokens before r) // tokens per tile + r
-
-The grid of a captured step is for padded sizes. CTAs read the numbers of decodes and of rows, and exit if their tile is after the last one.
+lengths are known on the device only, so the grid has an upper bound of tiles, and `row_tiles.find_row` searches the row of a tile. The
+grid of a captured step is for padded sizes: CTAs read the numbers of decodes and of rows, and exit if their tile is after the last one.
 
 Keys before the first query of a tile are visible to all its rows and need no mask:
 
@@ -46,28 +43,7 @@ from stoker.kernels.triton.attention.query_tile import (
 from stoker.kernels.triton.attention.softmax import attend
 from stoker.kernels.triton.attention.split_combine import store_or_combine
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
-
-
-@triton.jit
-def num_token_tiles(query_starts_ptr, first_row, num_rows, TOKENS: tl.constexpr):
-    """An upper bound of the query tiles of rows first_row : num_rows, for each tile of heads: the end of the last row's tiles."""
-    return (tl.load(query_starts_ptr + num_rows) - first_row) // TOKENS + num_rows - first_row
-
-
-@triton.jit
-def find_row(tile, query_starts_ptr, first_row, num_rows, TOKENS: tl.constexpr):
-    """(row, index of the tile within the row) of query tile `tile` of the launch, by binary search over rows first_row : num_rows.
-
-    Row r's tiles start at (tokens before r) // TOKENS + (rows before r), which is never before the end of row r - 1's tiles.
-    """
-    low = first_row
-    high = num_rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        first_tile = (tl.load(query_starts_ptr + middle) - first_row) // TOKENS + middle - first_row
-        low = tl.where(first_tile <= tile, middle, low)
-        high = tl.where(first_tile <= tile, high, middle)
-    return low, tile - ((tl.load(query_starts_ptr + low) - first_row) // TOKENS + low - first_row)
+from stoker.kernels.triton.row_tiles import find_row, num_token_tiles
 
 
 @triton.jit(do_not_specialize=["first_row", "num_rows", "num_splits", "min_tiles", "stride_block_table"])
@@ -129,6 +105,8 @@ def prefill_attention_kernel(
     # The last tiles of a row see the most keys: they start first, so that the launch ends with short CTAs.
     token_tile = token_tiles - 1 - tile // HEAD_TILES
     if token_tile < 0:
+        if tile == 0:
+            pdl_wait(USE_PDL)  # as in `decode_kernel`, if there are no prompts
         return
     row, tile_in_row = find_row(token_tile, query_starts_ptr, first_row, num_rows, TILE.tokens)
     first_token = tl.load(query_starts_ptr + row)

@@ -97,7 +97,7 @@ def warp_specialized_prefill(q: Tensor, cache: KVCache, batch: ForwardBatch, par
 
 
 def _num_tiles(q: Tensor, cache: KVCache, batch: ForwardBatch) -> int:
-    """An upper bound of the number of query tiles (see `prefill_kernel.num_token_tiles`)."""
+    """An upper bound of the number of query tiles (see `row_tiles.num_token_tiles`)."""
     kv_heads = cache.keys.shape[1]
     group = q.shape[1] // kv_heads
     heads = min(group, BLOCK_M)

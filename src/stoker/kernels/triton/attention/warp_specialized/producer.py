@@ -18,7 +18,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
-from stoker.kernels.triton.attention.prefill_kernel import find_row, num_token_tiles
 from stoker.kernels.triton.attention.warp_specialized.pipeline import (
     BLOCK_N,
     KV_STAGES,
@@ -26,6 +25,7 @@ from stoker.kernels.triton.attention.warp_specialized.pipeline import (
     vector_layout,
     write_field,
 )
+from stoker.kernels.triton.row_tiles import find_row, num_token_tiles
 
 
 @gluon.jit
