@@ -30,6 +30,22 @@ def step_of(num_decodes: int, lengths: list[int]) -> ForwardBatch:
     return ForwardBatch(empty, empty, empty, starts, lens, tables, num_decodes, max(counts), int(lens.max()), state_slots=slots)
 
 
+def captured(batch: ForwardBatch) -> ForwardBatch:
+    """The step as it is captured: with the numbers of decodes and of rows on the device, and padding, whose slot has the state of a row."""
+    starts, slots = batch.query_starts, batch.state_slots
+    assert slots is not None
+    counts = [torch.tensor([count], dtype=torch.int32) for count in (batch.num_decodes, batch.num_rows)]
+    return dataclasses.replace(
+        batch,
+        query_starts=torch.cat((starts, starts[-1:].expand(9))),
+        seq_lens=torch.cat((batch.seq_lens, batch.seq_lens.new_zeros(9))),
+        state_slots=torch.cat((slots, slots[:1].expand(9))),
+        num_decodes=0,
+        decode_count=counts[0],
+        row_count=counts[1],
+    )
+
+
 def on_device(value: Any) -> Any:
     """Tensors, also those of a dataclass, on the device."""
     if isinstance(value, Tensor):
@@ -75,12 +91,14 @@ def scan(num: int, dtype: torch.dtype) -> tuple[Callable[..., Tensor], tuple[Any
 def test_outputs_and_states(case: Any, decodes: int, lengths: list[int], dtype: torch.dtype) -> None:
     batch = step_of(decodes, lengths)
     op, args, states, rest = case(batch.num_tokens, dtype)
-    expected_states, moved = states.clone(), states.cuda()
+    expected_states = states.clone()
     expected = op(*args, expected_states, batch, *rest)
-    out = op(*map(on_device, args), moved, on_device(batch), *rest)
-    for mine, theirs in ((out, expected), (moved, expected_states)):
-        assert not mine.isnan().any()
-        assert float((mine.cpu().double() - theirs.double()).norm() / theirs.double().norm()) < BOUND[dtype]
+    for step in (batch, captured(batch)):
+        moved = states.cuda()
+        out = op(*map(on_device, args), moved, on_device(step), *rest)
+        for mine, theirs in ((out, expected), (moved, expected_states)):
+            assert not mine.isnan().any()
+            assert float((mine.cpu().double() - theirs.double()).norm() / theirs.double().norm()) < BOUND[dtype]
 
 
 @pytest.mark.parametrize("dtype", BOUND)

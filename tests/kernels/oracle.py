@@ -10,6 +10,7 @@ from torch import Tensor
 from stoker.core.forward_batch import NO_TREE, ForwardBatch, KVCache, TreeMask
 from stoker.kernels.types import MEAN_TOKENS, AttentionParams
 
+PADDING_SLOT = 10**7  # of rows that no kernel computes
 NO_BLOCK = 10**9  # reading through this entry leaves the process's memory
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
@@ -36,6 +37,9 @@ def padded(batch: ForwardBatch, padding: int) -> ForwardBatch:
         seq_lens=extended(batch.seq_lens),
         block_tables=extended(batch.block_tables),
         prefix_lens=extended(batch.prefix_lens),
+        state_slots=None
+        if batch.state_slots is None
+        else torch.cat((batch.state_slots, batch.state_slots.new_full((padding,), PADDING_SLOT))),
         num_decodes=0,
         decode_count=int32([batch.num_decodes]),
         row_count=int32([batch.num_rows]),

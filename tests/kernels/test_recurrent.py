@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from oracle import relative_error
+from oracle import padded, relative_error
 from torch import Tensor
 
 from stoker.core.forward_batch import ForwardBatch, VerifiedRows
@@ -68,12 +69,25 @@ def view(num_tokens: int, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def check(kernel: Any, reference: Any, args: tuple[Any, ...], states: Tensor, batch: ForwardBatch, *rest: Any) -> None:
-    """The kernel and the reference have the same outputs and leave the same states, and the kernel leaves other slots as they were."""
+    """The kernel and the reference have the same outputs and leave the same states, and the kernel leaves other slots as they were.
+
+    So does the kernel in a captured step, with and without a launch for decodes.
+    """
+    captured = padded(batch, 5)
+    is_captured = batch.verified is None
+    for step in (batch, captured, replace(captured, decode_count=None)) if is_captured else (batch,):
+        check_step(step, kernel, reference, args, states, batch, *rest)
+
+
+def check_step(
+    step: ForwardBatch, kernel: Any, reference: Any, args: tuple[Any, ...], states: Tensor, batch: ForwardBatch, *rest: Any
+) -> None:
+    """`check` of a kernel that computes `step`, which is `batch` or that of a captured step."""
     mine, theirs, before = states.clone(), states.clone(), states.clone()
     dtype = args[0].dtype
     for slot in batch.state_slots[batch.seq_lens <= batch.query_starts.diff()]:  # a sequence begins: its slot is not read
         mine[slot] = float("nan")
-    out = kernel(*args, mine, batch, *rest)
+    out = kernel(*args, mine, step, *rest)
     expected = reference(*args, theirs, batch, *rest)
     assert out.dtype == dtype and relative_error(out, expected) < TOLERANCE[dtype]
     used = batch.state_slots.long()
@@ -170,10 +184,12 @@ def test_gated_norm(tokens: int, groups: int, size: int, shared: bool, dtype: to
 
 
 def test_rows_of_a_captured_step_may_have_any_number_of_tokens() -> None:
-    """In a captured step with prompts no row counts as a decode, whatever its length, and rows of padding have no token."""
+    """A captured step with prompts has launches of all rows. In one of few rows, none counts as a decode."""
     rows = [(1, 7), (66, 0), (1, 0), (0, 0)]
-    batch = batch_of(rows, num_decodes=0)
-    assert [(count, mode) for _, count, mode in launches(batch)] == [(4, Mode.PREFILL)]
+    batch = batch_of(rows, num_decodes=1)
+    captured = padded(batch, 2)
+    assert [(count, mode) for _, count, mode in launches(captured)] == [(6, Mode.DECODE), (6, Mode.PREFILL)]
+    assert [(count, mode) for _, count, mode in launches(replace(captured, decode_count=None))] == [(6, Mode.PREFILL)]
     x, weight = torch.randn(batch.num_tokens, 40), torch.randn(40, 4)
     check(causal_conv.causal_conv, conv_reference.causal_conv, (x, weight, None), states_of(NUM_SLOTS, 40, 3), batch, "silu")
 

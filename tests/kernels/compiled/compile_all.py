@@ -74,41 +74,46 @@ def cache(kv_heads: int, block: int, size: int, value_size: int | None, dtype: t
     return KVCache(meta(4096, kv_heads, block, size, dtype=dtype), values, scale, scale, balance, mean)
 
 
-def state_rows(rows: int, tokens: int) -> ForwardBatch:
-    """`rows` rows of `tokens` tokens of a model with recurrent states. With at most 16 tokens, they verify drafts."""
+def state_rows(rows: int, tokens: int, captured: bool = False) -> ForwardBatch:
+    """`rows` rows of `tokens` tokens of a model with recurrent states. With at most 16 tokens, they verify drafts.
+
+    `captured`: prompts beside decodes, both of which the device counts.
+    """
     total, decodes = rows * tokens, rows if tokens == 1 else 0
     empty = index(total)
     verified = VerifiedRows(rows, total, tokens) if 1 < tokens <= 16 else None
     return ForwardBatch(
         empty, empty, empty, index(rows + 1), index(rows), index(rows, 8), decodes, tokens, 4096, state_slots=index(rows),
-        verified=verified,
+        verified=verified, decode_count=index(1) if captured else None, row_count=index(1) if captured else None,
     )  # fmt: skip
 
 
-def convolve(tokens: int, channels: int = 8192) -> None:
+def convolve(tokens: int, channels: int = 8192, captured: bool = False) -> None:
     x, weight = meta(tokens * 2, 2 * channels)[:, :channels], meta(channels, 4)
-    causal_conv.causal_conv(x, weight, meta(channels), meta(9, channels, 3), state_rows(2, tokens), "silu")
+    causal_conv.causal_conv(x, weight, meta(channels), meta(9, channels, 3), state_rows(2, tokens, captured), "silu")
 
 
-def recur_mamba2(tokens: int, *, heads: int = 128, size: int = 64, state: int = 128, dtype: torch.dtype = BF16) -> None:
+def recur_mamba2(
+    tokens: int, *, heads: int = 128, size: int = 64, state: int = 128, dtype: torch.dtype = BF16, captured: bool = False
+) -> None:
     params = Mamba2Params(*(meta(heads, dtype=FP32) for _ in range(3)))
     x, b = meta(2 * tokens, heads, size, dtype=dtype), meta(2 * tokens, 8, state, dtype=dtype)
     states = meta(9, heads, size, state, dtype=FP32)
-    mamba2.mamba2(x, meta(2 * tokens, heads, dtype=dtype), b, b, params, states, state_rows(2, tokens))
+    mamba2.mamba2(x, meta(2 * tokens, heads, dtype=dtype), b, b, params, states, state_rows(2, tokens, captured))
 
 
-def recur_delta(tokens: int, *, heads: int = 32, size: int = 128, dtype: torch.dtype = BF16) -> None:
+def recur_delta(tokens: int, *, heads: int = 32, size: int = 128, dtype: torch.dtype = BF16, captured: bool = False) -> None:
     """The sizes of Qwen3-Next: 16 key heads, 32 value heads."""
     params = DeltaParams(meta(heads, dtype=FP32), meta(heads, dtype=FP32))
     q, v = meta(2 * tokens, heads // 2, size, dtype=dtype), meta(2 * tokens, heads, size, dtype=dtype)
     dt, states = meta(2 * tokens, heads, dtype=dtype), meta(9, heads, size, size, dtype=FP32)
-    delta_rule.delta_rule(q, q, v, dt, dt, params, states, state_rows(2, tokens))
+    delta_rule.delta_rule(q, q, v, dt, dt, params, states, state_rows(2, tokens, captured))
 
 
-def scan(tokens: int, features: int = 8192) -> None:
+def scan(tokens: int, features: int = 8192, captured: bool = False) -> None:
     params = SelectiveScanParams(meta(features, 16, dtype=FP32), meta(features, dtype=FP32), meta(features, dtype=FP32))
     x, b = meta(2 * tokens, features), meta(2 * tokens, 16)
-    selective_scan.selective_scan(x, x, b, b, params, meta(9, features, 16, dtype=FP32), state_rows(2, tokens))
+    selective_scan.selective_scan(x, x, b, b, params, meta(9, features, 16, dtype=FP32), state_rows(2, tokens, captured))
 
 
 def attend(
@@ -327,6 +332,11 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "recurrent mamba2 verify": lambda: recur_mamba2(8),
     "recurrent delta verify": lambda: recur_delta(8),
     "recurrent scan verify": lambda: scan(8),
+    "recurrent conv captured": lambda: convolve(300, captured=True),
+    "recurrent mamba2 captured": lambda: recur_mamba2(300, captured=True),
+    "recurrent mamba2 captured, of 256 states": lambda: recur_mamba2(300, state=256, captured=True),
+    "recurrent delta captured": lambda: recur_delta(300, captured=True),
+    "recurrent scan captured": lambda: scan(300, captured=True),
     "recurrent conv prefill": lambda: convolve(300),
     "recurrent mamba2 decode": lambda: recur_mamba2(1),
     "recurrent mamba2 prefill": lambda: recur_mamba2(300),

@@ -49,6 +49,7 @@ BOUNDS = {
     "fused layer bfloat16 of 5 rows": (168, 0),
     "fused layer ranks 2, fp8 70B": (168, 0), "fused layer ranks 2, fp8 of 4 rows 70B, with biases": (168, 32),
     "fused layer ranks 4, int4 of 3 rows 70B": (168, 0), "fused layer ranks 8, bfloat16 of 6 rows 70B": (168, 0),
+    "recurrent mamba2 captured, of 256 states": (255, 64), "recurrent delta captured": (255, 32),
     "recurrent mamba2 prefill of 256 states": (255, 64), "recurrent mamba2 prefill fp32": (255, 512),
     "recurrent delta prefill": (255, 32), "recurrent delta prefill fp32": (255, 512),
 }  # fmt: skip

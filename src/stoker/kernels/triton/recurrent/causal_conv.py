@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stoker.kernels.triton.activation import activated
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
-from stoker.kernels.triton.recurrent.rows import Mode, launches, row_tokens
+from stoker.kernels.triton.recurrent.rows import Mode, launches, row_of, row_tokens
 
 if TYPE_CHECKING:
     from stoker.core.forward_batch import ForwardBatch
@@ -72,7 +72,10 @@ def conv_kernel(
         bias = tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
-    first, count, slot, is_new = row_tokens(rows, tl.program_id(0), DECODE)
+    row = row_of(rows, tl.program_id(0))
+    if rows.end_ptr is not None and row < 0:
+        return
+    first, count, slot, is_new = row_tokens(rows, row, DECODE)
     source_ptr = x_ptr + first * stride_x + channels
     target_ptr = out_ptr + first * C + channels
     state_ptr = states_ptr + slot * stride_slot + channels[None, :] * LAST + places

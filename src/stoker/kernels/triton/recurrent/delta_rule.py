@@ -13,8 +13,8 @@ with total[i] the sum of decays up to token i and pairs[i, j] = exp(total[i] - t
 The inverses do not depend on the state. A first launch computes those of all chunks at the same time, row after row (forward substitution:
 L dependent steps), and stores them in memory, float32 [T, H, CHUNK]. The second launch passes over the chunks of a row in order.
 
-Grid: axis 0 has the rows, axis 1 the value heads; axis 2 the chunks of the longest row (first launch), or blocks of BLOCK_V value features
-(second launch, decodes). The state of a CTA, float32 [Dk, BLOCK_V], stays in registers. Products have TF32 operands
+Grid: axis 0 has the chunks of all rows (first launch, see `row_tiles`) or the rows, axis 1 the value heads, axis 2 blocks of BLOCK_V value
+features (second launch, decodes). The state of a CTA, float32 [Dk, BLOCK_V], stays in registers. Products have TF32 operands
 (`chunk_tile`).
 
 Theoretical floor of a decode: reading and writing the states at the speed of memory. Not measured on a GPU yet.
@@ -30,7 +30,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
-from stoker.kernels.triton.recurrent.rows import Mode, chunk_tile, launches, row_tokens, softplus
+from stoker.kernels.triton.recurrent.rows import Mode, chunk_tile, launches, row_of, row_tokens, softplus
+from stoker.kernels.triton.row_tiles import find_row, num_token_tiles
 from stoker.kernels.types import DeltaParams
 
 if TYPE_CHECKING:
@@ -112,7 +113,10 @@ def delta_decode_kernel(
     inside = is_key[:, None] & is_feature[None, :]
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
-    first, count, slot, is_new = row_tokens(rows, tl.program_id(0), not VERIFY)
+    row = row_of(rows, tl.program_id(0))
+    if rows.end_ptr is not None and row < 0:
+        return
+    first, count, slot, is_new = row_tokens(rows, row, not VERIFY)
     key_head = head // SIZES.heads_per_key * SIZES.key_size
     places = (head * SIZES.key_size + keys)[:, None] * SIZES.value_size + features[None, :]
     state = tl.load(states_ptr + slot * stride_slot + places, mask=inside & (is_new == 0), other=0.0)
@@ -136,12 +140,13 @@ def delta_decode_kernel(
         tl.store(states_ptr + slot * stride_slot + places, state, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["end_row"])
 def chunk_inverse_kernel(
     inputs,  # DeltaInputs
     block,  # DeltaParameters
     inverses_ptr,  # float32 [T, H, CHUNK]
     rows,  # LaunchRows
+    end_row,  # the row after the last one, unless the device knows it
     SIZES: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -149,12 +154,22 @@ def chunk_inverse_kernel(
 ):
     """One CTA: (I + A)⁻¹ of one chunk of a row and one head."""
     head = tl.program_id(1)
-    start = tl.program_id(2) * CHUNK
     places = tl.arange(0, CHUNK)
     keys = tl.arange(0, SIZES.block_k)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
-    first, count, _, _ = row_tokens(rows, tl.program_id(0), False)
+    first_row = row_of(rows, 0)
+    if rows.end_ptr is not None:
+        end_row = tl.load(rows.end_ptr)
+        if first_row < 0:
+            return
+    # Chunks are numbered over all rows of the step, because the rows before those of the launch may have any number of tokens.
+    chunk = tl.program_id(0) + num_token_tiles(rows.query_starts_ptr, 0, first_row, CHUNK)
+    if chunk >= num_token_tiles(rows.query_starts_ptr, 0, end_row, CHUNK):
+        return
+    owner, chunk_in_row = find_row(chunk, rows.query_starts_ptr, 0, end_row, CHUNK)
+    first, count, _, _ = row_tokens(rows, owner, False)
+    start = chunk_in_row * CHUNK
     if start < count:
         is_token = start + places < count
         token = first + start
@@ -202,7 +217,10 @@ def delta_prefill_kernel(
     inside = is_key[:, None] & is_feature[None, :]
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
-    first, count, slot, is_new = row_tokens(rows, tl.program_id(0), False)
+    row = row_of(rows, tl.program_id(0))
+    if rows.end_ptr is not None and row < 0:
+        return
+    first, count, slot, is_new = row_tokens(rows, row, False)
     key_head = head // SIZES.heads_per_key * SIZES.key_size
     state_ptr = states_ptr + slot * stride_slot + (head * SIZES.key_size + keys)[:, None] * SIZES.value_size + features[None, :]
     state = tl.load(state_ptr, mask=inside & (is_new == 0), other=0.0)  # [Dk, BLOCK_V]
@@ -259,9 +277,9 @@ def delta_rule(
             continue
         tile = chunk_tile(v)
         inverses = torch.empty(num_tokens, heads, tile.tokens, dtype=torch.float32, device=v.device)
-        chunk_inverse_kernel[(count, heads, triton.cdiv(batch.max_query_len, tile.tokens))](
-            inputs, parameters, inverses, rows, SIZES=sizes, CHUNK=tile.tokens, PRECISION=tile.precision, num_warps=4, num_stages=1,
-            **options,
+        chunk_inverse_kernel[(num_tokens // tile.tokens + count, heads)](
+            inputs, parameters, inverses, rows, batch.num_rows, SIZES=sizes, CHUNK=tile.tokens, PRECISION=tile.precision,
+            num_warps=4, num_stages=1, **options,
         )  # fmt: skip
         delta_prefill_kernel[(count, heads, triton.cdiv(value_size, tile.features))](
             inputs, parameters, inverses, states, out, rows, states.stride(0), SIZES=sizes, BLOCK_V=tile.features, CHUNK=tile.tokens,

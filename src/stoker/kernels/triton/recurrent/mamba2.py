@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
-from stoker.kernels.triton.recurrent.rows import Mode, chunk_tile, launches, row_tokens, softplus
+from stoker.kernels.triton.recurrent.rows import Mode, chunk_tile, launches, row_of, row_tokens, softplus
 from stoker.kernels.types import Mamba2Params
 
 if TYPE_CHECKING:
@@ -96,7 +96,10 @@ def mamba2_decode_kernel(
     a, bias, skip = tl.load(block.a_ptr + head), tl.load(block.dt_bias_ptr + head), tl.load(block.skip_ptr + head)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
-    first, count, slot, is_new = row_tokens(rows, tl.program_id(0), not VERIFY)
+    row = row_of(rows, tl.program_id(0))
+    if rows.end_ptr is not None and row < 0:
+        return
+    first, count, slot, is_new = row_tokens(rows, row, not VERIFY)
     group = head // SIZES.heads_per_group * SIZES.state_size
     places = (head * SIZES.head_size + features)[:, None] * SIZES.state_size + n[None, :]
     state = tl.load(states_ptr + slot * stride_slot + places, mask=inside & (is_new == 0), other=0.0)
@@ -140,7 +143,11 @@ def mamba2_prefill_kernel(
     a, bias, skip = tl.load(block.a_ptr + head), tl.load(block.dt_bias_ptr + head), tl.load(block.skip_ptr + head)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
-    first, count, slot, is_new = row_tokens(rows, tl.program_id(0), False)
+    row = row_of(rows, tl.program_id(0))
+    first, count, slot, is_new = row_tokens(rows, tl.maximum(row, 0), False)
+    if rows.end_ptr is not None:  # with a return, threads would spill 140 bytes instead of 12 (256 states)
+        count = tl.where(row < 0, 0, count)
+        inside = inside & (row >= 0)
     group = head // SIZES.heads_per_group * SIZES.state_size
     state_ptr = states_ptr + slot * stride_slot + (head * SIZES.head_size + features)[:, None] * SIZES.state_size + n[None, :]
     state = tl.load(state_ptr, mask=inside & (is_new == 0), other=0.0)  # [BLOCK_P, N]

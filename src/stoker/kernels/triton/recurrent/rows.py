@@ -1,7 +1,8 @@
 """What the kernels of recurrent states have in common: the row of a CTA, and functions that Triton lacks.
 
 A launch has one CTA per row and part of its state. The CTA passes over the tokens of its row in order, because each state depends on the
-one before. Decode rows have one token; they have a launch of their own, without loops. So have the rows that verify drafts.
+one before. Decode rows have one token; they have a launch of their own, without loops. So have the rows that verify drafts. In a
+captured step with prompts, each launch has CTAs for all rows: the numbers of decodes and of rows are on the device.
 """
 
 from __future__ import annotations
@@ -25,12 +26,24 @@ class LaunchRows(NamedTuple):
     seq_lens_ptr: Tensor  # int32 [R]
     slots_ptr: Tensor  # int32 [R]
     first_row: int
+    first_row_ptr: Tensor | None = None  # int32 [1], replaces first_row, or None
+    end_ptr: Tensor | None = None  # int32 [1], the row after the last one; None: all CTAs have rows
 
 
 @triton.jit
-def row_tokens(rows, index, DECODE: tl.constexpr):
-    """(first token, number of tokens, slot, whether its sequence begins) of row `index` of the launch."""
+def row_of(rows, index):
+    """The row of the step that is row `index` of the launch; -1 if there is none, because the grid of a captured step has all rows."""
     row = rows.first_row + index
+    if rows.first_row_ptr is not None:
+        row = tl.load(rows.first_row_ptr) + index
+    if rows.end_ptr is not None:
+        row = tl.where(row < tl.load(rows.end_ptr), row, -1)
+    return row
+
+
+@triton.jit
+def row_tokens(rows, row, DECODE: tl.constexpr):
+    """(first token, number of tokens, slot, whether its sequence begins) of a row of the step."""
     first = tl.load(rows.query_starts_ptr + row)
     count = 1
     if not DECODE:
@@ -78,9 +91,12 @@ class Mode(Enum):
 def launches(batch: ForwardBatch) -> list[tuple[LaunchRows, int, Mode]]:
     """(rows, their number, how they are computed) of the launches of a step. The batch must have `state_slots`."""
     assert batch.state_slots is not None, "the model has recurrent states, and the step names no slots"
+    tensors = batch.query_starts, batch.seq_lens, batch.state_slots
+    if batch.row_count is not None:
+        prompts = LaunchRows(*tensors, 0, batch.decode_count, batch.row_count), batch.num_rows, Mode.PREFILL
+        decodes = LaunchRows(*tensors, 0, None, batch.decode_count), batch.num_rows, Mode.DECODE
+        return [prompts] if batch.decode_count is None else [decodes, prompts]
     num_decodes, num_verified = batch.num_decodes, batch.verified.num_rows if batch.verified is not None else 0
     counts = (num_decodes, num_verified, batch.num_rows - num_decodes - num_verified)
     parts = zip((0, num_decodes, num_decodes + num_verified), counts, Mode, strict=True)
-    return [
-        (LaunchRows(batch.query_starts, batch.seq_lens, batch.state_slots, first), count, mode) for first, count, mode in parts if count
-    ]
+    return [(LaunchRows(*tensors, first), count, mode) for first, count, mode in parts if count]

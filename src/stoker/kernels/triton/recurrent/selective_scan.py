@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
-from stoker.kernels.triton.recurrent.rows import Mode, launches, row_tokens, softplus
+from stoker.kernels.triton.recurrent.rows import Mode, launches, row_of, row_tokens, softplus
 from stoker.kernels.types import SelectiveScanParams
 
 if TYPE_CHECKING:
@@ -78,7 +78,10 @@ def selective_scan_kernel(
     skip = tl.load(block.skip_ptr + features, mask=is_feature, other=0.0)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
-    first, count, slot, is_new = row_tokens(rows, tl.program_id(0), DECODE)
+    row = row_of(rows, tl.program_id(0))
+    if rows.end_ptr is not None and row < 0:
+        return
+    first, count, slot, is_new = row_tokens(rows, row, DECODE)
     state = tl.load(states_ptr + slot * stride_slot + places, mask=inside & (is_new == 0), other=0.0)
     for i in range(count):
         token = first + i
