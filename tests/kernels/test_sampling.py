@@ -1,4 +1,4 @@
-"""Sampling by the Triton kernels in the interpreter and by the reference, both against the definition in float64."""
+"""Sampling by the Triton kernels in the interpreter, by the kernels in C, and by the reference, all against the definition in float64."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from stoker.kernels.native import sampling as native
 from stoker.kernels.reference import sampling as reference
 from stoker.kernels.triton import sampling as kernels
 from stoker.kernels.types import DrawParams
 
-EACH = pytest.mark.parametrize("module", [reference, kernels], ids=["reference", "triton"])
+EACH = pytest.mark.parametrize("module", [reference, native, kernels], ids=["reference", "native", "triton"])
 VOCABS = (1, 5, 4096, 9001)  # the kernels read chunks of 8192 and blocks of 4096
 
 

@@ -49,6 +49,7 @@ PREFILL = struct.Struct("@23qd").pack
 ATTENTION = struct.Struct("@28qd").pack
 NORM = struct.Struct("@15qd").pack
 GREEDY = struct.Struct("@8q").pack
+VERIFY = struct.Struct("@13q").pack
 THREADS = struct.Struct("@q").pack
 CALL = struct.Struct("@2q").pack  # `struct call` up to its arguments
 
@@ -67,6 +68,7 @@ class NativeKernels(NamedTuple):
     prefill: Function
     norm: Function
     greedy: Function
+    verify: Function
     replay: Function  # of recorded calls
     team_size: Function  # of a packed number of threads; returns a number of threads
     fork: int  # the address of GOMP_parallel in PyTorch's OpenMP runtime
