@@ -59,6 +59,32 @@ def test_a_copied_passage_is_followed_where_its_words_occur_several_times() -> N
     assert proposed >= 9
 
 
+def test_a_trusted_passage_continues_at_the_first_token_that_agrees_again() -> None:
+    passage = list(range(20, 40))
+    for replaced, new in ((1, [7]), (3, [8]), (0, [7, 8, 9])):  # tokens replaced by others, and tokens inserted
+        proposer, seq = NgramProposer(), sequence([*passage, 50])
+        seq.tokens += passage[:6]
+        assert proposer.propose(seq, 2) == passage[6:8]
+        seq.tokens += passage[6:7]
+        assert proposer.propose(seq, 2) == passage[7:9]
+        seq.tokens += new
+        assert not proposer.propose(seq, 2)
+        seq.tokens += passage[7 + replaced : 8 + replaced]
+        assert proposer.propose(seq, 4) == passage[8 + replaced : 10 + replaced]
+    for count, agreeing in (
+        (2, 3),
+        (6, 7),
+        (7, 18),
+    ):  # a passage that is not trusted, or not copied since then, and a token beyond the window
+        proposer, seq = NgramProposer(), sequence([*passage, 50])
+        seq.tokens += passage[: min(count, 6)]
+        assert proposer.propose(seq, 1)
+        seq.tokens += passage[6:count]
+        assert proposer.propose(seq, 1) == passage[count : count + 1]
+        seq.tokens += [7, passage[agreeing]]
+        assert not proposer.propose(seq, 2)
+
+
 def test_repetitions_are_continued_beyond_the_end_of_the_text() -> None:
     seq = sequence([5, 6, 7, 5, 6, 7, 5, 6])
     assert list(NgramProposer().propose(seq, 8)) == [7, 5, 6, 7, 5, 6, 7, 5]
