@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 PUBLISHED = sorted((Path(__file__).parents[1] / "parity" / "published").glob("*.json"))
 FORMATS = [{}, {"quantization": "FP8_KV"}, {"quantization": "AWQ", "kv_cache_dtype": "int8"}]
-NUM_PARTS = 2  # of a format's models, so that no test takes a minute
+NUM_PARTS = 3  # of a format's models, so that no test takes a minute
 FUSED = ("Llama-2-7b-hf", "Mistral-7B-v0.1", "Qwen2.5-7B-Instruct")
 
 # Tracing sets Triton's process-wide target, so it runs in its own process. Prints the number of variants per kernel, a line per model.

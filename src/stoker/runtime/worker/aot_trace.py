@@ -39,8 +39,10 @@ from stoker.runtime.worker.rank import captures_steps
 from stoker.runtime.worker.row_tracker import make_tracker
 
 META = torch.device("meta")
-EAGER_ROWS = (1, 3, 16, 20, 32, 40, 64, 100)
+EAGER_ROWS = (1, 3, 6, 7, 16, 20, 32, 40, 64, 100)
 EAGER_TOKENS = (5, 16, 40, 64, 100, 200, 500, 1000, 1500)
+SHORT_PROMPTS = (2, 3, 4, 8, 9)  # new tokens of prompts whose beginning is cached or was computed before
+MAX_SHORT_PROMPTS = 64  # with more, no launch splits keys
 MIN_KEYS = 32  # smallest length of the longest row that is traced
 
 
@@ -182,7 +184,8 @@ def _trace_steps(runner: ModelRunner, is_traced: Callable[[int], bool]) -> None:
 def _eager(runner: ModelRunner) -> Iterator[tuple[Shape, Bounds]]:
     """(shape, bounds) of steps that run without a graph.
 
-    These are decodes with sampling features, their prompts, and prompts that are longer than captured ones.
+    These are decodes with sampling features, their prompts, also a few new tokens beside many decodes, and prompts that are longer than
+    captured ones.
     """
     max_rows, max_tokens, longest = runner.max_batch_size, runner.max_num_tokens, runner.max_seq_len
     lengths = sorted({min(1 << i, longest) for i in range(MIN_KEYS.bit_length() - 1, longest.bit_length() + 1)})
@@ -193,3 +196,7 @@ def _eager(runner: ModelRunner) -> Iterator[tuple[Shape, Bounds]]:
         if rows < tokens and length >= min(tokens // rows, longest):
             decodes = rows // 2
             yield Shape(tokens, rows, is_decode=False), Bounds(decodes, tokens - rows + 1, length)
+    counts = [1 << i for i in range(max_rows.bit_length()) if 1 << i <= MAX_SHORT_PROMPTS]
+    for new, count, rows, length in itertools.product(SHORT_PROMPTS, counts, sorted({1, min(16, max_rows), max_rows}), lengths):
+        if count <= rows and new * count + rows - count <= max_tokens and new <= length:
+            yield Shape(new * count + rows - count, rows, is_decode=False), Bounds(rows - count, new, length)
