@@ -23,15 +23,17 @@ TOTAL = 1000 * MIB
 
 
 class SimulatedGraphs(Graphs):
-    """The first capture of a kind allocates memory for its tokens, from which later captures allocate. Each adds 1 MiB."""
+    """The first capture of a kind allocates memory for its tokens, from which later captures allocate. Each adds 2 MiB."""
 
-    def __init__(self, max_drafts: int = 0) -> None:
-        self.shapes = GraphShapes(64, 256, max_drafts)
+    def __init__(self, max_drafts: int = 0, max_rows: int = 64) -> None:
+        self.shapes = GraphShapes(max_rows, 256, max_drafts)
         self._captured, self._pool, self._stream = {}, None, None
         self._launched, self._pending = set(), {}
         self.free = TOTAL
 
     def advance(self, shape: Shape) -> bool:
+        if self.is_captured(shape):
+            return True
         known = [s.tokens for s, _ in self._captured if (s.is_decode, s.max_drafts) == (shape.is_decode, shape.max_drafts)]
         self.free -= 2 * MIB + max(shape.tokens - max(known, default=0), 0) * MIB // 4
         self._pool = self._pool or object()
@@ -41,14 +43,14 @@ class SimulatedGraphs(Graphs):
         return True
 
 
-@pytest.mark.parametrize("max_drafts", [0, 5])
-def test_the_footprint_is_what_all_captures_allocate(monkeypatch: pytest.MonkeyPatch, max_drafts: int) -> None:
-    probe, real = SimulatedGraphs(max_drafts), SimulatedGraphs(max_drafts)
+@pytest.mark.parametrize(("max_drafts", "max_rows"), [(0, 64), (5, 64), (0, 1)])
+def test_the_footprint_is_what_all_captures_allocate(monkeypatch: pytest.MonkeyPatch, max_drafts: int, max_rows: int) -> None:
+    probe, real = SimulatedGraphs(max_drafts, max_rows), SimulatedGraphs(max_drafts, max_rows)
     monkeypatch.setattr(graphs, "_free_bytes", lambda: probe.free)
     expected = probe.footprint()
     assert not probe._captured and probe._pool is None  # a graph that remains would be destroyed during a later capture
     real.warm_up()
-    assert 0 < TOTAL - real.free < expected
+    assert (0 < TOTAL - real.free < expected) == bool(real.shapes.later())
     while (shape := real.next_shape()) is not None:
         real.capture(shape)
     assert expected == TOTAL - real.free
@@ -98,15 +100,36 @@ class RecordedGraphs(Graphs):
 
 def test_a_capture_launches_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if other steps run between its parts."""
-    for name in ("Stream", "CUDAGraph", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, MagicMock)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, stream: nullcontext())
+    current, graph = simulate_device(monkeypatch)
     captured = RecordedGraphs()
     shape = Shape(8, 8, is_decode=True)
     assert [captured.advance(shape) for _ in range(3)] == [False, False, True]
     assert captured.events == ["launched", True, False]
     assert captured._captured[shape, True] is not captured._captured[shape, False]
+    assert current.wait_stream.call_count == 3
+    modes = [call.kwargs["capture_error_mode"] for call in graph.call_args_list]
+    assert modes == ["thread_local"] * 2, "threads of transfers allocate memory during a capture"
+
+
+def test_the_next_step_waits_for_a_launch_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels read the static buffers, which the step overwrites."""
+    current, _ = simulate_device(monkeypatch)
+    captured = RecordedGraphs()
+    monkeypatch.setattr(captured, "launch", MagicMock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        captured.advance(Shape(8, 8, is_decode=True))
+    current.wait_stream.assert_called_once_with(captured._stream)
+
+
+def simulate_device(monkeypatch: pytest.MonkeyPatch) -> tuple[MagicMock, MagicMock]:
+    """Replace the functions of torch.cuda that a capture calls. Returns the current stream, and the context of captures."""
+    current, graph = MagicMock(), MagicMock(side_effect=lambda *_, **options: nullcontext())
+    for name in ("Stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    return current, graph
 
 
 @pytest.mark.parametrize("enabled", [True, False])

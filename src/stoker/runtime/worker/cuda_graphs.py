@@ -163,15 +163,17 @@ class Graphs:
         # One stream for all captures, because libraries keep a workspace per stream.
         stream = self._stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        # A collection may destroy a graph of another engine, which would make the capture fail.
-        with torch.cuda.stream(stream), without_garbage_collection():
-            if shape not in self._launched:
-                self.launch(step, shape.max_drafts)
-                self._launched.add(shape)
-            else:
-                all_greedy = (shape, True) not in self._captured
-                self._captured[shape, all_greedy] = self._capture_parts(self.forward(step, shape.max_drafts, all_greedy), stream)
-        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            # A collection may destroy a graph of another engine, which would make the capture fail.
+            with torch.cuda.stream(stream), without_garbage_collection():
+                if shape not in self._launched:
+                    self.launch(step, shape.max_drafts)
+                    self._launched.add(shape)
+                else:
+                    all_greedy = (shape, True) not in self._captured
+                    self._captured[shape, all_greedy] = self._capture_parts(self.forward(step, shape.max_drafts, all_greedy), stream)
+        finally:  # also after an error: kernels that were launched read the static buffers, which the next step overwrites
+            torch.cuda.current_stream().wait_stream(stream)
         if self.is_captured(shape):
             self._pending.pop(shape, None)
             self._launched.discard(shape)
@@ -183,7 +185,8 @@ class Graphs:
         result: PlainStep | None = None
         while result is None or len(graphs) < result.num_parts:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            # Other threads may allocate memory and query events meanwhile: those of transfers, and of the caller of the Python API.
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 result = next(parts)
             graphs.append(graph)
             self._pool = self._pool or graph.pool()
@@ -206,10 +209,9 @@ class Graphs:
 
         The graphs are captured for the measurement and discarded.
         """
-        shapes, largest = self.shapes.all(), self.shapes.largest()
-        num_bytes = self._capture_all(largest)
-        if others := len(shapes) - len(largest):
-            num_bytes += others * self._capture_all(shapes[:1])
+        largest = self.shapes.largest()
+        others = [shape for shape in self.shapes.all() if shape not in largest]
+        num_bytes = self._capture_all(largest) + len(others) * self._capture_all(others[:1])
         self._captured.clear()
         self._pool = None
         return num_bytes
