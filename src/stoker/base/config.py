@@ -178,7 +178,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Plan and launch step N + 1 while the device runs step N. GPU only."""
 
     cuda_graphs: bool = True
-    """Capture decode steps in CUDA graphs."""
+    """Capture decodes and short steps with prompts in CUDA graphs."""
 
     custom_all_reduce: bool = True
     """Sum short messages of tensor-parallel ranks directly in the memory of the other GPUs, instead of with NCCL."""

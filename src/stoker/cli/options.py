@@ -39,7 +39,7 @@ RUNTIME_HELP = {
     "guide_timeout_s": "Seconds for compiling the grammar of a guided request, which is refused with status 400 after them.",
     "guide_queue_size": "Maximum number of grammars that wait for compilation; further ones are rejected with status 503.",
     "overlap": "Schedule the next step while the current one runs. GPU only.",
-    "cuda_graphs": "Run decode steps as CUDA graphs. GPU only.",
+    "cuda_graphs": "Run decodes and short steps with prompts as CUDA graphs. GPU only.",
     "custom_all_reduce": "Sum short messages of several GPUs through peer memory. Without it, all messages go through NCCL.",
     "attention_window": "Maximum number of previous tokens that attention reads.",
     "speculate": "Speculative decoding: ngram copies drafts from the prompt, request verifies the drafts of requests, and a directory is "
