@@ -118,6 +118,24 @@ def test_steps_fit_the_memory_table(engine: Path, caplog: pytest.LogCaptureFixtu
     executor.close()
 
 
+def test_all_captures_fit_the_reserve_of_graphs(engine: Path) -> None:
+    executor = load_executor(engine, RuntimeConfig(kv_cache_tokens=1 << 17), SynchronousMailbox)
+    graphs = executor.runner.graphs  # type: ignore[attr-defined]
+    before = free_bytes()
+    executor.capture_all()
+    assert all(map(graphs.is_captured, graphs.shapes.all()))
+    assert before - free_bytes() <= executor.info.memory["graphs"]
+    run_batch(executor, random_requests(50, 100, 8, executor.info.vocab_size, seed=1), 8)
+    executor.close()
+
+
+def free_bytes() -> int:
+    """The free memory of the device, without what the allocator has cached."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
 def test_a_breakdown_lists_every_product(engine: Path) -> None:
     executor = load_executor(engine, RuntimeConfig(kv_cache_tokens=1 << 17, prefix_reuse=False), SynchronousMailbox)
     assert isinstance(executor.mailbox, SynchronousMailbox)
