@@ -53,7 +53,7 @@ def arrivals(trace: str, rate: float) -> list[Arrival]:
 def measure(trace: str, rate: float, targets: dict[str, float]) -> dict[str, Any]:
     ERRORS.seed(1)
     times = NoisyTimes(**msgspec.structs.asdict(read_step_times(STEP_TIMES)))
-    results = Simulator(1, ReplicaSettings(**targets), times).run(arrivals(trace, rate))  # type: ignore[arg-type]
+    results = Simulator(1, ReplicaSettings(overlap=False, **targets), times).run(arrivals(trace, rate))  # type: ignore[arg-type]
     first = sorted(results.first_token_s)
     in_time = sum(seconds <= 0.5 for seconds in first)
     return {

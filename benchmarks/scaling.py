@@ -13,6 +13,8 @@ fleet: 10,000 requests/s on 225 to 275 replicas behind 25 routers. routers: on 2
 tensor_parallel: Llama-3.1-70B on eight GPUs, as eight replicas or as one of eight ranks.
 agreement: a measured run of eight ranks, simulated.
 trace: write a trace in the format burstgpt to `--file`.
+
+All kinds are simulated without overlap: with it, a first token comes about one step later.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ def write_trace(file: Path, rate: float, seconds: float, shared_blocks: int | No
 
 def simulate(rate: float, seconds: float, shared_blocks: int | None = None, step_times: Path = LLAMA_8B, **fleet: Any) -> Row:
     """Simulate one fleet. `fleet`: fields of FleetSettings; the default is one replica."""
-    settings = FleetSettings(**{"replica": ReplicaSettings(max_num_tokens=2048), **fleet}, step_times=read_step_times(step_times))
+    settings = FleetSettings(
+        **{"replica": ReplicaSettings(overlap=False, max_num_tokens=2048), **fleet}, step_times=read_step_times(step_times)
+    )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace")
         write_trace(file, rate, seconds, shared_blocks)
@@ -94,7 +98,7 @@ def load() -> list[Row]:
 
 def memory() -> list[Row]:
     tokens = (25_600, 51_200, 76_800, 102_400, 204_800, 409_600)
-    replicas = [ReplicaSettings(max_num_tokens=2048, kv_cache_tokens=count) for count in tokens]
+    replicas = [ReplicaSettings(overlap=False, max_num_tokens=2048, kv_cache_tokens=count) for count in tokens]
     return [{"kv_cache_tokens": each.kv_cache_tokens} | simulate(40, 60, replica=each) for each in replicas]
 
 
@@ -125,7 +129,7 @@ def routers() -> list[Row]:
 def tensor_parallel() -> list[Row]:
     rows = []
     for ranks, num_replicas in ((1, 8), (8, 1)):
-        replica = ReplicaSettings(max_num_tokens=2048, kv_cache_tokens=KV_TOKENS_70B[ranks], num_gpus=ranks)
+        replica = ReplicaSettings(overlap=False, max_num_tokens=2048, kv_cache_tokens=KV_TOKENS_70B[ranks], num_gpus=ranks)
         for rate in (5, 10, 15, 20, 30, 40, 50):
             found = simulate(rate, 60, step_times=LLAMA_70B[ranks], num_replicas=num_replicas, replica=replica)
             rows.append({"tensor_parallel": ranks} | found)
@@ -137,7 +141,7 @@ def agreement() -> Row:
     rows = json.loads((RESULTS / "h200x8_engines.json").read_text())["rows"]
     run = next(row for row in rows if "total_s" in row)
     arrivals = [Arrival(0.0, [number] + [0] * (run["isl"] - 1), run["osl"]) for number in range(run["requests"])]
-    replica = ReplicaSettings(max_batch_size=768, kv_cache_tokens=KV_TOKENS_70B[8])
+    replica = ReplicaSettings(overlap=False, max_batch_size=768, kv_cache_tokens=KV_TOKENS_70B[8])
     simulated_s = Simulator(1, replica, read_step_times(LLAMA_70B[8]), prefix_reuse=False).run(arrivals).end_s
     return {"measured_s": run["total_s"], "simulated_s": simulated_s, "error_percent": 100 * (simulated_s / run["total_s"] - 1)}
 

@@ -1,10 +1,12 @@
 """Compares `stoker simulate` with runs on an H200, simulates conversations behind the router, and measures the simulator.
 
-    PYTHONPATH=src python benchmarks/simulate.py [agreement] [conversations] [speed] [--json benchmarks/results/simulate.json]
+    PYTHONPATH=src python benchmarks/simulate.py [agreement] [goodput] [conversations] [speed] [--json benchmarks/results/simulate.json]
 
 agreement: the throughput runs of benchmarks/results/h200_llama8b_fp8.json, all requests of which arrive at once. The step times are of
 the same file (steps of 1, 8 and 64 rows); the time of a prompt token is calibrated with the run of 2048/128 only.
 Then the complete throughput runs of the 70B model on one and two H200s in h200x4_engines.json, with the step times of their files.
+goodput: the runs of h200_goodput.json with the server's default settings, whose arrivals are drawn again. The step times are lines through
+the steps of h200_mixed_steps.json, before and after a change of the attention in captured steps.
 conversations: 200 conversations of 8 turns (a system prompt of 200 tokens that all share, 300 tokens per turn, 100 generated) on four
 replicas of an 8B and of a 70B model, with the policies prefix and round_robin, and on one replica with four times the KV cache and a
 quarter of the step times.
@@ -26,12 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from goodput import BETWEEN_S, FIRST_S, GENERATED, PROMPT, arrivals
 
 from stoker.base.cpus import num_cpus
 from stoker.router.core.settings import RoutingSettings
 from stoker.runtime.request import Sequence
 from stoker.simulation.fleet import FleetSettings, TraceSettings, simulate_fleet
 from stoker.simulation.replica import ReplicaSettings
+from stoker.simulation.report import make_report
 from stoker.simulation.simulator import Results, Simulator
 from stoker.simulation.step_times import StepTimes, read_step_times
 from stoker.simulation.traces import Arrival
@@ -40,6 +44,10 @@ RESULTS = Path(__file__).parent / "results"
 STEP_TIMES = RESULTS / "h200_llama8b_fp8_step_times.json"
 MEASURED = RESULTS / "h200_llama8b_fp8.json"
 ENGINES = RESULTS / "h200x4_engines.json"
+MIXED_STEPS, GOODPUT = RESULTS / "h200_mixed_steps.json", RESULTS / "h200_goodput.json"
+MAX_CAPTURED = 1536  # prompt tokens beside 128 decodes
+PROCESSES, ARRIVALS_S = 6, 14.0  # of the clients of h200_goodput.json
+GOODPUT_RUNS = {"before": [(30.0, 1), (36.0, 2), (43.2, 3)], "after": [(43.0 / 1.2, 2), (43.0, 1)]}  # (rate, seed)
 RATE = 10_000.0  # requests per second, of the measurement of the speed
 NUM_CONVERSATIONS, NUM_TURNS, SYSTEM_TOKENS, USER_TOKENS, ANSWER_TOKENS = 200, 8, 200, 300, 100
 
@@ -72,17 +80,80 @@ def _agree(engine: str, step_times: Path, runs: list[dict[str, Any]], kv_cache_t
     return rows
 
 
+def fit_step_times(name: str) -> StepTimes:
+    """The step times of an engine in h200_mixed_steps.json.
+
+    fixed_s is that of h200_llama8b_fp8_step_times.json, and context_token_s the time of the decode attention kernel. The time of a row
+    is the mean of what remains of decode steps. What prompts add is a line through all sizes before the change, and through the captured
+    ones after it; without a fixed cost if that would be negative. For sizes that are not captured, only `series` counts: otherwise a
+    part of the launch is not in the time of the step.
+    """
+    measured = json.loads(MIXED_STEPS.read_text())
+    rows, steps, fixed_s = measured["rows"], measured[name]["steps"], read_step_times(STEP_TIMES).fixed_s
+    attention = next(k for k in measured["after"]["breakdown"]["kernels"] if k["name"] == "decode_attention_kernel")
+    contexts = {key: _contexts(measured["context"], measured[key]["steps"]) for key in ("before", "after")}
+    context_token_s = 1e-6 * attention["step_us"] / (rows * contexts["after"][-1])
+    rest = [step["apart"]["decode_ms"] / 1e3 - fixed_s - context_token_s * rows * context
+            for step, context in zip(steps, contexts[name], strict=False)]  # fmt: skip
+    series = [(step["prompt"], step["series"]) for step in steps]
+    apart = [(step["prompt"], step["apart"]) for step in steps if step["prompt"] <= MAX_CAPTURED]
+    points = [(prompt, (step["mixed_ms"] - step["decode_ms"]) / 1e3) for prompt, step in series + apart
+              if name == "before" or prompt <= MAX_CAPTURED]  # fmt: skip
+    prefill_token_s, prefill_fixed_s = statistics.linear_regression(*zip(*points, strict=True))
+    if prefill_fixed_s < 0:
+        (prefill_token_s, _), prefill_fixed_s = statistics.linear_regression(*zip(*points, strict=True), proportional=True), 0.0
+    return StepTimes(fixed_s=fixed_s, row_s=statistics.mean(rest) / rows, prefill_token_s=prefill_token_s, context_token_s=context_token_s,
+                     prefill_fixed_s=prefill_fixed_s)  # fmt: skip
+
+
+def _contexts(context: int, steps: list[dict[str, Any]]) -> list[int]:
+    """The mean number of tokens before each decode in the steps of each size, and after the last size. See `mixed_steps.py`."""
+    found, now = [], context + 25
+    for step in steps:
+        apart, series = 5 * step["apart"]["steps"] + 4, step["series"]["steps"] + 4
+        found.append(now + 10 + apart // 2)
+        now += 10 + apart + series
+    return [*found, now]
+
+
+def goodput() -> dict[str, Any]:
+    runs, rows = json.loads(GOODPUT.read_text())["runs"], []
+    step_times = {name: fit_step_times(name) for name in GOODPUT_RUNS}
+    for name, rates in GOODPUT_RUNS.items():
+        for rate, seed in rates:
+            parts = [arrivals("fixed", rate / PROCESSES, ARRIVALS_S, seed * PROCESSES + i) for i in range(PROCESSES)]
+            times = sorted(at_s for part in parts for at_s, _, _ in part)
+            run = next(run for each in runs for run in each["results"] if run["server"] == "stoker" and run["requests"] == len(times))
+            rows.append({"step_times": name, **_compare_goodput(run, times, step_times[name])})
+            print(json.dumps(rows[-1]))
+    return {"step_times": {name: msgspec.structs.asdict(times) for name, times in step_times.items()}, "rows": rows}
+
+
+def _compare_goodput(run: dict[str, Any], times: list[float], step_times: StepTimes) -> dict[str, Any]:
+    dice = random.Random(0)
+    replica = ReplicaSettings(max_batch_size=512, max_num_tokens=8192, kv_cache_tokens=1_700_000)
+    requests = [Arrival(at_s, [dice.randrange(100_000) for _ in range(PROMPT)], GENERATED) for at_s in times]
+    results = Simulator(1, replica, step_times).run(requests)
+    pairs = zip(results.first_token_s, results.token_s, strict=True)
+    in_time = sum(first_s <= FIRST_S and token_s <= BETWEEN_S for first_s, token_s in pairs) / len(times)
+    report = make_report(results, 1, None)
+    simulated = {"in_time": round(in_time, 4), "goodput": round(in_time * len(times) / ARRIVALS_S, 2), "seconds": round(results.end_s, 1)}
+    for key, values in (("first_token_ms", report.time_to_first_token_ms), ("inter_token_ms", report.inter_token_latency_ms)):
+        simulated[key] = {name: round(value, 1) for name, value in values.items()}
+    return {"requests_per_s": run["requests_per_s"], "measured": {key: run[key] for key in simulated}, "simulated": simulated}
+
+
 def conversations() -> dict[str, Any]:
     return {model: _compare(read_step_times(RESULTS / f"h200_llama{model}_fp8_step_times.json")) for model in ("8b", "70b")}
 
 
 def _compare(step_times: StepTimes) -> dict[str, Any]:
-    replica = ReplicaSettings(max_batch_size=64, max_num_tokens=2048, kv_cache_tokens=256_000)
+    replica = ReplicaSettings(max_batch_size=64, max_num_tokens=2048, kv_cache_tokens=256_000, overlap=False)  # as `conversations.py`
     rows: dict[str, Any] = {}
     for policy in ("prefix", "round_robin"):
         rows[policy] = _summary(_converse(4, replica, step_times, RoutingSettings(policy=policy)))
     whole = msgspec.structs.replace(replica, max_batch_size=256, max_num_tokens=8192, kv_cache_tokens=4 * replica.kv_cache_tokens)
-    quarter = StepTimes(**{name: getattr(step_times, name) / 4 for name in ("fixed_s", "row_s", "prefill_token_s", "context_token_s")})
+    quarter = StepTimes(**{name: value / 4 for name, value in msgspec.structs.asdict(step_times).items() if name != "source"})
     rows["single"] = _summary(_converse(1, whole, quarter, RoutingSettings()))
     rows["reuse_rate_of_single"] = rows["prefix"]["reuse_rate"] / rows["single"]["reuse_rate"]
     rows["first_token_of_round_robin"] = rows["prefix"]["first_token_median_ms"] / rows["round_robin"]["first_token_median_ms"]
@@ -171,7 +242,7 @@ def _cpu_s() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
-    kinds = {"agreement": agreement, "conversations": conversations, "speed": lambda: speed(args.seconds)}
+    kinds = {"agreement": agreement, "goodput": goodput, "conversations": conversations, "speed": lambda: speed(args.seconds)}
     parser.add_argument("kinds", nargs="*", default=list(kinds))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -165,7 +165,7 @@ def trace(count: int, num_prefixes: int | None = None) -> list[Arrival]:
 def summary(results: Results) -> list[float]:
     steps = results.between_tokens_s
     numbers = [results.num_steps, results.num_output_tokens, results.num_prompt_tokens, results.num_rejected, steps.count]
-    series = [value for name in ("first_token_s", "duration_s", "transfer_s") for value in sorted(getattr(results, name))]
+    series = [value for name in ("first_token_s", "token_s", "duration_s", "transfer_s") for value in sorted(getattr(results, name))]
     return [*numbers, results.end_s, steps.total_s, steps.min_s, steps.max_s, *series]
 
 

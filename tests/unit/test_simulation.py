@@ -8,6 +8,7 @@ import statistics
 from array import array
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -52,6 +53,19 @@ def test_the_times_of_one_request_follow_from_the_step_times() -> None:
     between = results.between_tokens_s
     assert [between.min_s, between.max_s, between.total_s, between.count] == pytest.approx([*decodes, sum(decodes), 2])
     assert results.end_s == pytest.approx(prefill + sum(decodes)) and list(results.duration_s) == [results.end_s]
+    assert list(results.token_s) == pytest.approx([sum(decodes) / 2])
+
+
+def test_a_step_with_prompts_takes_longer_by_a_fixed_time() -> None:
+    """The prompt of 300 tokens has two chunks, the one of 100 tokens two decodes after it."""
+    times = msgspec.structs.replace(STEP, prefill_fixed_s=0.5)
+    assert list(Simulator(1, SMALL, times).run([Arrival(0.0, prompt(0, 300), 1)]).first_token_s) == pytest.approx(
+        [2 * 0.51 + 300 * 0.0001 + 256 * 0.000001]
+    )
+    alone = Simulator(1, SMALL, times).run([Arrival(0.0, prompt(0, 100), 3)])
+    assert list(alone.token_s) == pytest.approx([0.011 + 100.5 * 0.000001])
+    with pytest.raises(ConfigError, match="prefill_fixed_s=-1 is refused"):
+        msgspec.structs.replace(STEP, prefill_fixed_s=-1)
 
 
 def test_a_cached_prefix_is_not_computed_again() -> None:
@@ -123,6 +137,7 @@ def test_a_split_loses_no_request_under_load() -> None:
 def test_the_report_has_percentiles_and_cost() -> None:
     results = Results(
         first_token_s=_doubles(1, 2, 3, 4),
+        token_s=_doubles(0, 0.25),
         between_tokens_s=Latencies(),
         duration_s=_doubles(5),
         transfer_s=_doubles(),
@@ -131,6 +146,7 @@ def test_the_report_has_percentiles_and_cost() -> None:
     results.end_s = 1800.0
     report = make_report(results, 8, 3.0)
     assert report.time_to_first_token_ms == {"p50": 2000, "p90": 4000, "p99": 4000} and report.inter_token_latency_ms == {}
+    assert report.time_per_output_token_ms == {"p50": 250, "p90": 250, "p99": 250}
     assert (report.gpu_hours, report.cost, report.cost_per_million_output_tokens) == (4.0, 12.0, 6.0)
 
 
@@ -199,7 +215,7 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
     command = load_command(next(row for row in COMMANDS if row.name == "simulate"))
     arguments = [str(tmp_path / "trace"), "--step-times", str(times), "--replicas", "2", "--gpu-hour-cost", "3"]
     shown = CliRunner().invoke(command, arguments).output
-    assert "time to first token" in shown and "per million output tokens" in shown and "prompt tokens reused  32.0 %" in shown
+    assert "time to first token" in shown and "per million output tokens" in shown and "prompt tokens reused   32.0 %" in shown
     report = json.loads(CliRunner().invoke(command, [*arguments, "--json", "--rate", "2", "--max-requests", "1"]).output)
     assert (report["requests"], report["gpus"]) == (1, 2)
     for option in ("--transfer-gb-per-s", "--disaggregate-tokens"):

@@ -48,7 +48,7 @@ def percentile(values: object, percent: int) -> float:
 
 def test_99_of_100_tokens_reach_the_target_at_little_cost_in_throughput() -> None:
     free, limited = simulate(40.0), simulate(40.0, target_itl_ms=30.0)
-    assert free.between_tokens_s.percentile(99) > 0.06
+    assert free.between_tokens_s.percentile(99) > 0.045
     assert limited.between_tokens_s.percentile(99) <= 0.030
     assert limited.end_s < 1.02 * free.end_s and limited.num_output_tokens == free.num_output_tokens
 

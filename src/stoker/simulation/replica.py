@@ -41,6 +41,10 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_block: int = 64
     """Token positions of a block: 16, 32, 64 or 128."""
 
+    overlap: bool = True
+    """As `stoker serve --overlap`: a step is planned when the one before it begins, so that a request joins the second step after its
+    arrival."""
+
     target_itl_ms: float | None = None
     """As `stoker serve --target-itl-ms`."""
 
@@ -74,8 +78,13 @@ class RunningSteps:
         """When the first `count` steps end."""
         return self.start_s + (count * self.first_s + self.growth_s * (count * (count - 1) // 2))
 
-    def stop(self, now_s: float) -> bool:
-        """Run no step that begins at or after `now_s`. False if there is none."""
+    @property
+    def last_start_s(self) -> float:
+        """When the last of the steps begins."""
+        return self.end_s(self.count - 1)
+
+    def stop(self, now_s: float, num_further: int = 0) -> bool:
+        """Run `num_further` steps that begin at or after `now_s`, at most. False if there are no more."""
         first_s, growth_s = self.first_s, self.growth_s
         # The smallest count with end_s(count) >= now_s, from the positive root of the quadratic equation, corrected for rounding.
         half, left_s = first_s / growth_s - 0.5 if growth_s else 0.0, max(now_s - self.start_s, 0.0)
@@ -85,8 +94,11 @@ class RunningSteps:
             count -= 1
         while count < self.count and self.end_s(count) < now_s:
             count += 1
-        stopped, self.count = count < self.count, count
-        return stopped
+        count += num_further
+        if count >= self.count:
+            return False
+        self.count = count
+        return True
 
 
 class SimulatedReplica:
@@ -124,6 +136,8 @@ class SimulatedReplica:
         self._has_target = self.scheduler.budget.has_target
         self._held = HeldPrompts(self.scheduler.kv_cache)
         self._digests: dict[int, Seq[bytes]] = {}  # of the prompts of sequences without a token, by seq_id
+        self._overlap = settings.overlap
+        self._late: deque[tuple[float, Sequence]] = deque()  # (arrival, sequence) of those that the next planned step does not contain
         self.steps: RunningSteps | None = None
         self.imports: deque[Sequence] = deque()  # whose prompts have arrived from other replicas, and wait for blocks
         self.end_s = math.inf  # of the running steps
@@ -132,17 +146,24 @@ class SimulatedReplica:
         self._num_passed = 0  # running steps after which evictions are reported
         self.report_s = math.inf  # when they end
 
-    def add(self, seq: Sequence, digests: Seq[bytes]) -> None:
+    def add(self, seq: Sequence, digests: Seq[bytes], now_s: float) -> None:
         """Queue a sequence. `digests`: of the blocks of its prompt, which block events contain."""
         self._digests[seq.seq_id] = digests
-        self.scheduler.add(seq)
+        self._queue(seq, now_s)
 
-    def add_imported(self, seq: Sequence) -> None:
+    def _queue(self, seq: Sequence, now_s: float) -> None:
+        """Queue a sequence. If steps run, the next one is launched already with overlap."""
+        if self._overlap and self.steps is not None:
+            self._late.append((now_s, seq))
+        else:
+            self.scheduler.add(seq)
+
+    def add_imported(self, seq: Sequence, now_s: float) -> None:
         """Queue a sequence whose prompt another replica has computed, as soon as there are blocks for it."""
         self.imports.append(seq)
-        self.admit_imports()
+        self.admit_imports(now_s)
 
-    def admit_imports(self) -> None:
+    def admit_imports(self, now_s: float) -> None:
         """Queue the sequences whose blocks fit, in order. The prompt is computed here if nothing runs that could release blocks."""
         while self.imports:
             seq = self.imports[0]
@@ -152,13 +173,13 @@ class SimulatedReplica:
             elif self.scheduler.has_work:
                 return
             self.imports.popleft()
-            self.scheduler.add(seq)
+            self._queue(seq, now_s)
 
     def run(self, now_s: float) -> bool:
         """Start steps, or let the running ones end after the current one. Returns whether `end_s` has changed."""
         if self.steps is None:
             return self.start(now_s)
-        if self.steps.count == 1 or not self.steps.stop(now_s):
+        if self.steps.count == 1 or not self.steps.stop(now_s, int(self._overlap)):
             return False
         self.end_s = self.steps.end_s(self.steps.count)
         if self.report_s >= self.end_s:
@@ -168,6 +189,12 @@ class SimulatedReplica:
     def start(self, now_s: float) -> bool:
         """Plan steps and start them on an idle replica. False if there is nothing to compute."""
         plan, num_held = self.scheduler.plan_steps(now_s), len(self._held) if self._has_transfers else 0
+        if self._late:
+            if not plan.num_tokens:
+                self._admit_late(now_s)
+                plan = self.scheduler.plan_steps(now_s)
+            else:
+                plan.num_equal_steps = 1
         if not plan.num_tokens and num_held:  # the first waiting sequence needs blocks that are held for later ones
             self._held.release_all()
             self.scheduler.on_free_blocks()
@@ -183,6 +210,11 @@ class SimulatedReplica:
             self._plan_report(steps)
         return True
 
+    def _admit_late(self, until_s: float) -> None:
+        """Queue the sequences that arrived at or before a time."""
+        while self._late and self._late[0][0] <= until_s:
+            self.scheduler.add(self._late.popleft()[1])
+
     def _plan_report(self, steps: RunningSteps) -> None:
         """Set when evictions are reported next."""
         self._num_passed = self.scheduler.num_steps_to_events(steps.count)
@@ -195,12 +227,14 @@ class SimulatedReplica:
         self._apply(self._log.pop())
         self._plan_report(self.steps)
 
-    def end_steps(self) -> tuple[RunningSteps, StepOutcome]:
+    def end_steps(self, now_s: float) -> tuple[RunningSteps, StepOutcome]:
         """Commit the running steps, and apply their block events to the fleet."""
         steps, self.steps, self.end_s, self.report_s = self.steps, None, math.inf, math.inf
         assert steps is not None
         if self._has_target:
             self.scheduler.record_time(steps.plan, steps.first_s)
+        if self._late:
+            self._admit_late(steps.last_start_s)
         outcome = self.scheduler.commit_steps(steps.plan, steps.count)
         for seq in outcome.sequences:
             if (digests := self._digests.pop(seq.seq_id, None)) and isinstance(seq.prefix, PrefixNode):
@@ -208,7 +242,7 @@ class SimulatedReplica:
         if changes := self._log.pop():
             self._apply(changes)
         if self.imports:
-            self.admit_imports()
+            self.admit_imports(now_s)
         return steps, outcome
 
     def _apply(self, changes: Seq[BlockChanges]) -> None:

@@ -23,6 +23,7 @@ class Report(msgspec.Struct, kw_only=True):
     reuse_rate: float  # prompt tokens that came from the cache
     time_to_first_token_ms: dict[str, float]
     inter_token_latency_ms: dict[str, float]
+    time_per_output_token_ms: dict[str, float]  # mean of a request, without its first token
     request_duration_ms: dict[str, float]
     transfers: int  # prompts that one replica computed for another one
     transfer_ms: dict[str, float]  # from the end of the prompt to the arrival of its last block
@@ -47,6 +48,7 @@ def make_report(results: Results, num_gpus: int, gpu_hour_cost: float | None) ->
         reuse_rate=results.num_reused_tokens / results.num_prompt_tokens if results.num_prompt_tokens else 0.0,
         time_to_first_token_ms=_percentiles(results.first_token_s),
         inter_token_latency_ms=_step_percentiles(results.between_tokens_s),
+        time_per_output_token_ms=_percentiles(array("d", filter(None, results.token_s))),
         request_duration_ms=_percentiles(results.duration_s),
         transfers=len(results.transfer_s),
         transfer_ms=_percentiles(results.transfer_s),

@@ -31,12 +31,13 @@ Follow = Callable[[Arrival, Sequence, float], Arrival | None]  # the request tha
 
 
 class Results(msgspec.Struct):
-    """What the requests of a simulation experienced. Times are in seconds."""
+    """What the requests of a simulation experienced. Times are in seconds; the first three series have the order in which requests end."""
 
     first_token_s: array[float]
-    between_tokens_s: Latencies
+    token_s: array[float]  # mean time between the tokens of a request; 0 if it has one
     duration_s: array[float]
     transfer_s: array[float]  # from the end of a prompt to the arrival of its last block on another replica
+    between_tokens_s: Latencies
     num_rejected: int = 0  # that exceed the KV cache of a replica
     num_prompt_tokens: int = 0
     num_reused_tokens: int = 0
@@ -47,7 +48,7 @@ class Results(msgspec.Struct):
 
     def merge(self, other: Results) -> None:
         """Add the requests of another part of the fleet."""
-        for name in ("first_token_s", "duration_s", "transfer_s"):
+        for name in ("first_token_s", "token_s", "duration_s", "transfer_s"):
             getattr(self, name).extend(getattr(other, name))
         self.between_tokens_s.merge(other.between_tokens_s)
         for name in (name for name in self.__struct_fields__ if name.startswith("num_")):
@@ -58,10 +59,11 @@ class Results(msgspec.Struct):
 class _Running:
     """A request that a replica computes."""
 
-    __slots__ = ("arrival", "lease", "num_cached")
+    __slots__ = ("arrival", "first_token_s", "lease", "num_cached")
 
     def __init__(self, arrival: Arrival, lease: Lease) -> None:
         self.arrival, self.lease = arrival, lease
+        self.first_token_s = 0.0  # from its arrival
         self.num_cached: int | None = None  # tokens that no replica has computed, of a prompt that was transferred
 
 
@@ -85,7 +87,7 @@ class Simulator:
         index_answers: bool = True,
     ) -> None:
         self.now_s = 0.0
-        self.results = Results(array("d"), Latencies(), array("d"), array("d"))
+        self.results = Results(array("d"), array("d"), array("d"), array("d"), Latencies())
         # The schedulers of the replicas hold the waiting requests.
         self.router = Router(msgspec.structs.replace(routing, max_in_flight=1 << 20), lambda: self.now_s)
         self._settings, self._prefix_reuse = replica, prefix_reuse
@@ -163,7 +165,7 @@ class Simulator:
         running = self._running[seq.seq_id] = _Running(arrival, self.router.begin(route, decision))
         self.results.num_prompt_tokens += seq.num_prompt
         if self._links is None or (prefill := self.router.choose_prefill(route, decision)) is None:
-            replica.add(seq, digests)
+            replica.add(seq, digests, self.now_s)
             self._run(replica)
         else:
             running.lease.start_decode()
@@ -184,7 +186,7 @@ class Simulator:
         assert self._links is not None
         self._links.add(SimulatedTransfer(prompt, seq, target, self.router.begin(route, decision), num_cached))
         computing = self._replicas[decision.replica.name]
-        computing.add(prompt, digests)
+        computing.add(prompt, digests, self.now_s)
         self._run(computing)
 
     def _end_transfer(self, transfer: SimulatedTransfer) -> None:
@@ -192,7 +194,7 @@ class Simulator:
         self.results.transfer_s.append(self.now_s - transfer.computed_s)
         self.results.num_transferred_tokens += transfer.num_tokens
         self._running[transfer.seq.seq_id].num_cached = max(transfer.num_cached, transfer.prompt.num_cached)
-        transfer.target.add_imported(transfer.seq)
+        transfer.target.add_imported(transfer.seq, self.now_s)
         self._run(transfer.target)
 
     def _run(self, replica: SimulatedReplica) -> None:
@@ -209,7 +211,7 @@ class Simulator:
     def _end_steps(self, replica: SimulatedReplica, follow: Follow | None) -> None:
         """Measure the tokens of the ended steps, and start the next ones."""
         results, now = self.results, self.now_s
-        steps, outcome = replica.end_steps()
+        steps, outcome = replica.end_steps(now)
         results.num_steps += steps.count
         if self._links is not None:
             for at_s, transfer in self._links.end_step(replica, steps.plan, now):
@@ -221,7 +223,7 @@ class Simulator:
         for seq in outcome.sequences:
             if (running := self._running.get(seq.seq_id)) is None:
                 continue  # a prompt for another replica
-            results.first_token_s.append(now - seq.arrival)
+            running.first_token_s = now - seq.arrival
             results.num_reused_tokens += seq.num_cached if running.num_cached is None else running.num_cached
             results.num_output_tokens += 1
             running.lease.start_decode()
@@ -229,7 +231,10 @@ class Simulator:
             if (running := self._running.pop(seq.seq_id, None)) is None:
                 continue
             running.lease.succeed()
-            results.duration_s.append(now - seq.arrival)
+            duration_s, first_token_s, num_further = now - seq.arrival, running.first_token_s, seq.max_tokens - 1
+            results.first_token_s.append(first_token_s)
+            results.token_s.append((duration_s - first_token_s) / num_further if num_further else 0.0)
+            results.duration_s.append(duration_s)
             if follow is not None and (following := follow(running.arrival, seq, now)) is not None:
                 self._push(following.at_s, following)
         if replica.start(now):

@@ -11,7 +11,10 @@ from stoker.runtime.schedule.group_scheduler import GroupPlan
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of a step: fixed + decode rows × row + prefill tokens × prefill token + cached tokens that are read × context token."""
+    """Seconds of a step: fixed + decode rows × row + prefill tokens × prefill token + cached tokens that are read × context token.
+
+    A step with prefill tokens takes `prefill_fixed_s` longer.
+    """
 
     fixed_s: float
     """A step of any size: reading the weights, and launching."""
@@ -25,11 +28,14 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     context_token_s: float
     """Each token of the KV cache that a row reads."""
 
+    prefill_fixed_s: float = 0.0
+    """A step with prompt tokens, in addition to those: launches that are not captured, or attention that computes decodes as prompts."""
+
     source: str = ""
     """What was measured, on which device."""
 
     def __post_init__(self) -> None:
-        for name in ("fixed_s", "row_s", "prefill_token_s", "context_token_s"):
+        for name in ("fixed_s", "row_s", "prefill_token_s", "context_token_s", "prefill_fixed_s"):
             if not 0 <= getattr(self, name) < 3600:
                 raise ConfigError(f"{name}={getattr(self, name)} is refused.", cure="Use seconds, from 0 to 3600.")
         if self.fixed_s <= 0:
@@ -43,6 +49,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             + self.prefill_token_s * plan.num_prefill_tokens
             + self.context_token_s * plan.num_context_tokens
         )  # fmt: skip
+        if plan.num_prefill_tokens:
+            first_s += self.prefill_fixed_s
         return first_s, self.context_token_s * plan.num_decodes
 
 
@@ -51,5 +59,5 @@ def read_step_times(file: Path) -> StepTimes:
     try:
         return msgspec.json.decode(file.read_bytes(), type=StepTimes)
     except (OSError, msgspec.MsgspecError) as error:
-        cure = "It is a JSON object with fixed_s, row_s, prefill_token_s and context_token_s in seconds."
+        cure = "It is a JSON object with fixed_s, row_s, prefill_token_s and context_token_s in seconds, and perhaps prefill_fixed_s."
         raise ConfigError(f"step_times={file} cannot be read: {reason_of(error)}.", cure=cure) from None

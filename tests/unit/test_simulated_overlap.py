@@ -1,0 +1,84 @@
+"""With overlap, a simulated replica admits a request when the executor would: into the step after the one that was launched already."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.base.types import SamplingParams
+from stoker.runtime.request import Sequence, TokenRequest
+from stoker.runtime.schedule.plan import StepPlan
+from stoker.runtime.schedule.scheduler import Scheduler
+from stoker.simulation.replica import ReplicaSettings
+from stoker.simulation.simulator import Simulator
+from stoker.simulation.step_times import StepTimes
+from stoker.simulation.traces import Arrival
+
+TIMES = StepTimes(fixed_s=0.01, row_s=0.001, prefill_token_s=0.0001, context_token_s=0.00001, prefill_fixed_s=0.005)
+REPLICA = ReplicaSettings(max_batch_size=64, max_num_tokens=128, kv_cache_tokens=64_000, tokens_per_block=16)
+
+
+def arrivals(seed: int, count: int, rate: float) -> list[Arrival]:
+    dice, now, found = random.Random(seed), 0.0, []
+    for _ in range(count):
+        now += dice.expovariate(rate)
+        found.append(Arrival(now, [dice.randrange(1 << 20) for _ in range(dice.randrange(1, 200))], dice.choice([1, 2, 3, 30])))
+    return found
+
+
+def seconds(plan: StepPlan) -> float:
+    prefill_s = TIMES.prefill_token_s * plan.num_prefill_tokens + (TIMES.prefill_fixed_s if plan.num_prefill_tokens else 0.0)
+    return TIMES.fixed_s + TIMES.row_s * plan.num_decodes + prefill_s + TIMES.context_token_s * sum(plan.starts)
+
+
+def step_loop(requests: list[Arrival], depth: int) -> dict[int, list[float]]:
+    """(time to the first token, duration) of each request, from a loop that launches and commits steps as `Executor.turn` does."""
+    scheduler = Scheduler(num_blocks=4000, tokens_per_block=16, max_batch_size=64, max_num_tokens=128, max_seq_len=64_000)
+    waiting, in_flight, found = deque(enumerate(requests)), deque[tuple[StepPlan, float]](), dict[int, list[float]]()
+    now = device_free_s = 0.0
+    while waiting or scheduler.has_work:
+        while waiting and waiting[0][1].at_s <= now:
+            number, arrival = waiting.popleft()
+            params = SamplingParams(max_tokens=arrival.max_tokens, seed=0)
+            request = TokenRequest(request_id=str(number), prompt_ids=arrival.prompt_ids, params=params)
+            scheduler.add(Sequence(number, request, 0, arrival.at_s))
+        plan = scheduler.plan(now)
+        if len(plan):
+            device_free_s = max(now, device_free_s) + seconds(plan)
+            in_flight.append((plan, device_free_s))
+        if in_flight and (len(in_flight) >= depth or not len(plan)):
+            plan, now = in_flight.popleft()
+            outcome = scheduler.commit(plan, [[7] if samples else [] for samples in plan.samples])
+            for seq in outcome.sequences:
+                found.setdefault(seq.seq_id, [now - seq.arrival])
+            for seq in outcome.finished:
+                found[seq.seq_id].append(now - seq.arrival)
+        elif not in_flight and waiting:
+            now = max(now, waiting[0][1].at_s)
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 1 << 32), st.integers(1, 40), st.sampled_from([3.0, 10.0, 40.0]), st.booleans())
+def test_requests_join_the_steps_that_the_step_loop_would_give_them(seed: int, count: int, rate: float, overlap: bool) -> None:
+    requests = arrivals(seed, count, rate)
+    replica = ReplicaSettings(max_batch_size=64, max_num_tokens=128, kv_cache_tokens=64_000, tokens_per_block=16, overlap=overlap)
+    results = Simulator(1, replica, TIMES).run(requests)
+    expected = step_loop(requests, 2 if overlap else 1)
+    pairs = sorted(zip(results.first_token_s, results.duration_s, strict=True))
+    assert [value for pair in pairs for value in pair] == pytest.approx([value for pair in sorted(expected.values()) for value in pair])
+
+
+def test_a_request_waits_for_the_step_that_was_launched_before_it_arrived() -> None:
+    """It arrives in the first decode of another one. The second decode is launched then, and the third one computes its prompt."""
+    first, second = Arrival(0.0, [1] * 64, 9), Arrival(0.03, [2] * 32, 1)
+    decodes = [0.01 + 0.001 + context * 0.00001 for context in (64, 65, 66)]
+    prefill = 0.01 + 0.005 + 64 * 0.0001
+    assert prefill < 0.03 < prefill + decodes[0]
+    results = Simulator(1, REPLICA, TIMES).run([first, second])
+    assert math.isclose(results.first_token_s[0], prefill + sum(decodes) + 0.005 + 32 * 0.0001 - 0.03)
