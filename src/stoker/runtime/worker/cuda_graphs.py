@@ -205,13 +205,15 @@ class Graphs:
         log.info("captured %d steps in %.1f s", len({shape for shape, _ in self._captured}), time.monotonic() - started)
 
     def footprint(self) -> int:
-        """Estimate the bytes that all graphs will need: the size of the largest ones, plus that of the smallest for each other graph.
+        """Estimate the bytes that all graphs will need: the size of the largest ones, plus that of a small one for each other graph.
 
-        The graphs are captured for the measurement and discarded.
+        The small one has prompts, if there are such steps, because these have the most kernels. The graphs are captured for the measurement
+        and discarded.
         """
         largest = self.shapes.largest()
         others = [shape for shape in self.shapes.all() if shape not in largest]
-        num_bytes = self._capture_all(largest) + len(others) * self._capture_all(others[:1])
+        smallest = sorted(others, key=lambda shape: (shape.is_decode, shape.tokens))[:1]
+        num_bytes = self._capture_all(largest) + len(others) * self._capture_all(smallest)
         self._captured.clear()
         self._pool = None
         return num_bytes

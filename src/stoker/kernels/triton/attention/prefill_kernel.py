@@ -113,6 +113,8 @@ def prefill_attention_kernel(
     num_queries = tl.load(query_starts_ptr + row + 1) - first_token
     tile_start = tile_in_row * TILE.tokens
     if tile_start >= num_queries:
+        if tile == 0:
+            pdl_wait(USE_PDL)  # if no row has tokens
         return
     origin = TileOrigin(kv_head, group_start, first_token, tile_start, num_queries)
     length = tl.load(seq_lens_ptr + row, volatile=True)
