@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from stoker.cli.benchmark.results import percentile, provenance
-from stoker.runtime.schedule.plan import StepPlan
+from stoker.runtime.schedule.group_scheduler import GroupPlan
 from stoker.simulation.replica import ReplicaSettings
 from stoker.simulation.simulator import Simulator
 from stoker.simulation.step_times import StepTimes, read_step_times
@@ -35,10 +35,11 @@ ERRORS = random.Random()
 
 
 class NoisyTimes(StepTimes, frozen=True):
-    """Step times with a random error of 5 %."""
+    """Step times with a random error of 5 %, which the steps of a series have in common."""
 
-    def of(self, plan: StepPlan) -> float:
-        return super().of(plan) * ERRORS.lognormvariate(0.0, 0.05)
+    def series(self, plan: GroupPlan) -> tuple[float, float]:
+        first_s, growth_s = super().series(plan)
+        return first_s * ERRORS.lognormvariate(0.0, 0.05), growth_s
 
 
 def arrivals(trace: str, rate: float) -> list[Arrival]:
@@ -53,7 +54,7 @@ def arrivals(trace: str, rate: float) -> list[Arrival]:
 def measure(trace: str, rate: float, targets: dict[str, float]) -> dict[str, Any]:
     ERRORS.seed(1)
     times = NoisyTimes(**msgspec.structs.asdict(read_step_times(STEP_TIMES)))
-    results = Simulator(1, ReplicaSettings(overlap=False, **targets), times).run(arrivals(trace, rate))  # type: ignore[arg-type]
+    results = Simulator(1, ReplicaSettings(**targets), times).run(arrivals(trace, rate))  # type: ignore[arg-type]
     first = sorted(results.first_token_s)
     in_time = sum(seconds <= 0.5 for seconds in first)
     return {

@@ -11,6 +11,7 @@ import pytest
 from stoker.base.errors import ConfigError
 from stoker.base.types import SamplingParams
 from stoker.runtime.request import Sequence, TokenRequest
+from stoker.runtime.schedule.group_scheduler import GroupPlan
 from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.schedule.step_budget import EXCEEDING, FIRST_MARGIN, FIRST_PREFILL, MIN_PREFILL, StepBudget
 from stoker.simulation.replica import ReplicaSettings
@@ -24,10 +25,11 @@ LONG = SamplingParams(max_tokens=4000, temperature=0.0)
 
 
 class NoisyTimes(StepTimes, frozen=True):
-    """Step times with a random error of 5 %."""
+    """Step times with a random error of 5 %, which the steps of a series have in common."""
 
-    def of(self, plan: object) -> float:
-        return super().of(plan) * DICE.lognormvariate(0.0, 0.05)  # type: ignore[arg-type]
+    def series(self, plan: GroupPlan) -> tuple[float, float]:
+        first_s, growth_s = super().series(plan)
+        return first_s * DICE.lognormvariate(0.0, 0.05), growth_s
 
 
 def simulate(rate: float, count: int = 400, generated: int = 128, **targets: float) -> Results:
