@@ -144,7 +144,7 @@ def run_loop(driven: Driven, before_poll: Callable[[int], bool], monkeypatch: py
         return poll(timeout_s)
 
     monkeypatch.setattr(driven.mailbox, "poll", recorded)
-    monkeypatch.setattr(driven.executor.runner, "close", lambda: None)  # other tests use its process that compiles grammars
+    monkeypatch.setattr(driven.executor.runner, "close", lambda: None)  # other tests use its compile process
     driven.executor.run(capture_when_idle=True)
     return waits
 
