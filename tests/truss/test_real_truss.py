@@ -190,7 +190,7 @@ def test_conversations(real: Real, own: httpx.Client, accept: dict[str, str]) ->
 
 def test_a_stream_has_several_chunks(real: Real) -> None:
     """Where the processes share a core, all chunks of an answer may arrive before the client reads: then the request is repeated."""
-    counts = []
+    counts: list[int] = []
     while max(counts, default=0) <= 3 and len(counts) < 20:
         with real.client.stream("POST", PREDICT, json={"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True}) as answer:
             counts.append(len(list(answer.iter_raw())))
