@@ -1,13 +1,15 @@
-"""Measures norm, activation, embedding and rope + cache write on one CUDA device, compared with float64 and with the copy bandwidth.
+"""Measures norm, activation, embedding, rope + cache write and the quantization of rows on one CUDA device.
 
-    PYTHONPATH=src python benchmarks/kernels/pointwise.py
+    PYTHONPATH=src python benchmarks/kernels/pointwise.py [--only quantize] [--json FILE]
 
-Shapes of Llama-3.1-8B in bfloat16 for 1, 64, 256 and 8,192 tokens. Times are medians of CUDA graph replays over rotating buffers.
+Shapes of Llama-3.1-8B in bfloat16 for 1 to 8,192 tokens, and of Llama-3.1-70B where named. Results are compared with float64
+and with the copy bandwidth. Times are medians of CUDA graph replays over rotating buffers.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,11 +17,13 @@ import torch
 from attention import graph_time
 from torch import Tensor
 
+from stoker.cli.benchmark.results import provenance
 from stoker.core.forward_batch import KVCache
 from stoker.kernels.reference import activation as activation_ref
 from stoker.kernels.reference import norm as norm_ref
 from stoker.kernels.reference import rope as rope_ref
 from stoker.kernels.triton import activation, embedding, norm, rope
+from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
 
 COPY_CEILING = 4.28e12  # bytes/s, read + write
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, SIZE, BLOCK, EPS = 4096, 14336, 32, 8, 128, 64, 1e-5
@@ -33,6 +37,7 @@ class Launch:
     run: Callable[[], object]
     num_bytes: int
     error: Callable[[], float]
+    bound: float = 5e-3  # of the error
 
 
 def values(*shape: int) -> Tensor:
@@ -58,6 +63,23 @@ def gated(tokens: int) -> Launch:
         lambda: activation.gated(x, "silu"),
         3 * tokens * INTERMEDIATE * 2,
         lambda: difference(activation.gated(x, "silu"), activation_ref.gated(x.double(), "silu")),
+    )
+
+
+def quantized(tokens: int, width: int, kind: str) -> Launch:
+    """Rows of `width` features to e4m3, whose error is 0.026. kind: "plain", "norm" before, or "gate": the product of two halves."""
+    x = values(tokens, width * (2 if kind == "gate" else 1))
+    weight, gate = values(width) if kind == "norm" else None, "silu" if kind == "gate" else None
+
+    def error() -> float:
+        result = quantize_rows(x, "fp8", width, norm_weight=weight, eps=EPS, gate=gate)
+        real = activation_ref.gated(x.double(), "silu") if gate else x.double()
+        if weight is not None:
+            real = norm_ref.norm(real, weight.double(), None, EPS, "rms")
+        return difference(result.values.double() * result.scale.double()[:, None], real)
+
+    return Launch(
+        lambda: quantize_rows(x, "fp8", width, norm_weight=weight, eps=EPS, gate=gate), 2 * x.numel() + tokens * width, error, 0.03
     )
 
 
@@ -103,21 +125,37 @@ KERNELS: dict[str, Callable[[int], Launch]] = {
     "embedding 4096": gathered,
     "rope + store": rotated,
     "rope + store fp8": lambda tokens: rotated(tokens, torch.float8_e4m3fn),
+    "quantize 4096": lambda tokens: quantized(tokens, 4096, "plain"),
+    "quantize norm 4096": lambda tokens: quantized(tokens, 4096, "norm"),
+    "quantize norm 8192 (70B)": lambda tokens: quantized(tokens, 8192, "norm"),
+    "quantize gate 7168": lambda tokens: quantized(tokens, 7168, "gate"),
+    "quantize gate 14336": lambda tokens: quantized(tokens, INTERMEDIATE, "gate"),
+    "quantize gate 28672 (70B)": lambda tokens: quantized(tokens, 28672, "gate"),
 }
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="the beginning of the names of kernels to measure")
+    parser.add_argument("--json", help="write the results to this file")
+    chosen = parser.parse_args()
     torch.manual_seed(0)
+    results = []
     for name, make in KERNELS.items():
-        for tokens in (1, 64, 256, 8192):
+        if not name.startswith(chosen.only):
+            continue
+        for tokens in (1, 64, 256, 2048, 8192):
             first = make(tokens)
             error = first.error()
             copies = 1 if name.startswith("embedding") else min(16, max(1, ROTATED_BYTES // first.num_bytes))
             seconds = graph_time([first.run, *(make(tokens).run for _ in range(copies - 1))])
             rate = first.num_bytes / seconds
             speed = f"{seconds * 1e6:8.2f} us {rate / 1e12:5.2f} TB/s {rate / COPY_CEILING:6.1%}"
-            print(f"{name:18} {tokens:5} tokens {speed}  error {error:.1e}{'' if error < 5e-3 else '  WRONG'}", flush=True)
+            print(f"{name:25} {tokens:5} tokens {speed}  error {error:.1e}{'' if error < first.bound else '  WRONG'}", flush=True)
+            results.append({"kernel": name, "tokens": tokens, "us": seconds * 1e6, "floor_us": first.num_bytes / COPY_CEILING * 1e6})
+    if chosen.json:
+        with open(chosen.json, "w") as file:
+            json.dump({**provenance(device="cuda"), "results": results}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from stoker.kernels.triton.gemm.large import launch as large
 from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
 from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 from stoker.kernels.triton.gemm.quantized import int8 as quant_int8
+from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
 from stoker.kernels.triton.moe import launch as moe
 from stoker.kernels.triton.recurrent import causal_conv, delta_rule, gated_norm, mamba2, selective_scan
 from stoker.kernels.types import (
@@ -434,6 +435,9 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         for kind in ("fp8", "int8", "int4")
         for gated in (False, True)
     },
+    "quant fp8 rows of 14336, gated": lambda: quantize_rows(meta(8192, 2 * 14336), "fp8", 14336, gate="silu"),
+    "quant fp8 rows of 28672, gated": lambda: quantize_rows(meta(8192, 2 * 28672), "fp8", 28672, gate="silu"),
+    "quant fp8 rows of 4096, normed": lambda: quantize_rows(meta(8192, 4096), "fp8", 4096, norm_weight=meta(4096), eps=1e-5),
     "quant fp8 weights, 64 rows": lambda: quantized("fp8 weights", 64),
     "quant int4 in groups of 16, 32 rows of float32": lambda: quantized("int4", 32, group=16, dtype=FP32),
     "quant int4 in groups of 32, 1 row": lambda: quantized("int4", 1, True, group=32),

@@ -401,12 +401,30 @@ def test_int4_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:
         assert relative_error(quant_int4.packed_linear(x, quant_int4.prepare_weight(weight), around), want) < 1e-5
 
 
+@pytest.mark.parametrize("gate", [None, "silu"])
 @pytest.mark.parametrize("form", ["fp8", "int8", "digits"])
-def test_a_row_with_nan_gets_a_nan_scale(form: str) -> None:
-    x = torch.randn(3, 64)
-    x[1, 5] = float("nan")
-    quantized = quant_activations.quantize_rows(x, form, 64)
-    assert quantized.scale.isnan().tolist() == [False, True, False]
+def test_a_row_with_nan_gets_a_nan_scale(form: str, gate: str | None) -> None:
+    """Rows that consist of one chunk, and of three."""
+    for k in (64, 700):
+        x = torch.randn(4, k * (2 if gate else 1))
+        x[1, 5] = x[2, k - 1] = float("nan")
+        quantized = quant_activations.quantize_rows(x, form, k, gate=gate)
+        assert quantized.scale.isnan().tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("gate", [None, "silu"])
+@pytest.mark.parametrize("static", [False, True])
+def test_rows_of_several_chunks_are_the_nearest_values(static: bool, gate: str | None) -> None:
+    """The largest value of a row is in its last chunk; with a static scale, values above 448 units are clamped."""
+    x = torch.randn(3, 1400 if gate else 700).bfloat16()
+    x[:, 690] = torch.tensor([9.0, 7.7, 8.3])
+    real = (activation.gated(x, gate) if gate else x).double()
+    step = torch.tensor([real.abs().max() / 900 if static else 0.0])
+    quantized = quant_activations.quantize_rows(x, "fp8", 700, input_scale=step if static else None, gate=gate)
+    steps = step.double().expand(3, 1) if static else real.abs().amax(1, keepdim=True) / 448
+    assert torch.allclose(quantized.scale.double()[:, None], steps, rtol=1e-6)
+    different = quantized.values.double() * steps != to_fp8(real, steps)
+    assert different.double().mean() < 0.01, "more than values halfway between two e4m3 values"
 
 
 def test_no_rows() -> None:

@@ -31,7 +31,9 @@ def tanh(x):
 def activated(x, ACTIVATION: tl.constexpr):
     """The activation function ACTIVATION applied to float32 x. Names are the keys of `reference.activation.ACTIVATIONS`."""
     if ACTIVATION == "silu":
-        return x * tl.sigmoid(x)
+        # The square of 1 / sqrt(1 + e⁻ˣ): six instructions. A division takes twice as many.
+        root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
+        return x * root * root
     elif ACTIVATION == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":

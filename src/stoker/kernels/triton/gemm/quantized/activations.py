@@ -41,8 +41,9 @@ from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options,
 
 FP8_MAX, INT8_MAX, DIGIT_BASE = 448.0, 127.0, 254.0
 LARGEST_VALUES = {"fp8": FP8_MAX, "int8": INT8_MAX, "digits": INT8_MAX * DIGIT_BASE}  # L above
-_CHUNK = 4096  # features in registers at a time
+_CHUNK = 4096  # features in registers at a time, of rows that are read twice
 _MAX_ROW_IN_REGISTERS = 32768  # rows of at most this many features are read once
+_MAX_REGISTERS = 64  # of a thread of 16 warps, so that two CTAs share an SM: one computes while the other one loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +148,16 @@ def quantize_row(
     """
     for start in range(begin, end, CHUNK):
         _, weighted = row_values(x_row_ptr, norm_weight_ptr, start + tl.arange(0, CHUNK), k, NORM, GATE)
-        store_quantized(weighted * factor, target, step, start, end, DIGITS, GROUP, CHUNK)
+        store_quantized(weighted * (factor / step), target, start, end, DIGITS, GROUP, CHUNK, True)
 
 
 @triton.jit
-def store_quantized(x, target, step, start, end, DIGITS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr):
-    """Quantize x [CHUNK], the features from `start` on, and store those before `end` at `target` (a QuantizedRow)."""
+def store_quantized(units, target, start, end, DIGITS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, CLAMPED: tl.constexpr):
+    """Round `units` [CHUNK], the features from `start` on in units of the step, and store those before `end` at `target` (a QuantizedRow).
+
+    CLAMPED: units may exceed the largest value, as those of a static step do.
+    """
     cols = start + tl.arange(0, CHUNK)
-    units = x * (1.0 / step)
     target_ptr = target.values_ptr + cols
     if DIGITS == 2:
         units = round_half_even(tl.minimum(tl.maximum(units, -32258.0), 32258.0))
@@ -167,14 +170,16 @@ def store_quantized(x, target, step, start, end, DIGITS: tl.constexpr, GROUP: tl
             sums = tl.sum(tl.reshape(units, (CHUNK // GROUP, GROUP)), 1)
             tl.store(target.group_sums_ptr + group * target.stride_group, sums, mask=group * GROUP < end)
     else:
-        tl.store(target_ptr, round_to(units, target.values_ptr.dtype.element_ty), mask=cols < end)
+        tl.store(target_ptr, round_to(units, target.values_ptr.dtype.element_ty, CLAMPED), mask=cols < end)
 
 
 @triton.jit
-def round_to(units, DTYPE: tl.constexpr):
-    """The nearest values of DTYPE: int8, clamped to ± 127, or float8_e4m3fn, clamped to ± 448."""
+def round_to(units, DTYPE: tl.constexpr, CLAMPED: tl.constexpr = True):
+    """The nearest values of DTYPE: int8, clamped to ± 127, or float8_e4m3fn, clamped to ± 448 if CLAMPED."""
     if DTYPE == tl.int8:  # noqa: SIM300
         return round_half_even(tl.minimum(tl.maximum(units, -127.0), 127.0)).to(tl.int8)
+    elif not CLAMPED:
+        return units.to(DTYPE)
     else:
         return tl.minimum(tl.maximum(units, -448.0), 448.0).to(DTYPE)
 
@@ -200,8 +205,8 @@ def quantize_rows_kernel(
     LIMIT: tl.constexpr,  # the largest value
     GROUP: tl.constexpr,  # features of a group; 1: no group sums
     GATE: tl.constexpr,  # an activation or None
-    CHUNK: tl.constexpr,  # features in registers
-    SINGLE_CHUNK: tl.constexpr,  # a chunk holds the row, which is read once
+    CHUNK: tl.constexpr,  # features that the threads load at a time
+    NUM_CHUNKS: tl.constexpr,  # chunks of a row that stays in registers, or 0: the row is read twice
     USE_PDL: tl.constexpr,
 ):
     """One CTA: quantize one of `num_rows` rows. LIMIT is the largest quantized value; DIGITS is 1 or 2; GROUP > 0 adds sums of groups."""
@@ -214,10 +219,27 @@ def quantize_rows_kernel(
         row_sums_ptr = group_sums_ptr + row
     values_row_ptr = values_ptr + row.to(tl.int64) * padded_k
     target = QuantizedRow(values_row_ptr, tl.cast(num_rows, tl.int64) * padded_k, row_sums_ptr, num_rows)
-    if SINGLE_CHUNK:
-        x, weighted = row_values(x_row_ptr, norm_weight_ptr, tl.arange(0, CHUNK), k, NORM, GATE)
-        factor, step = quantization_step(tl.sum(x * x, 0), tl.max(tl.abs(weighted), 0), input_scale_ptr, k, eps, NORM, LIMIT)
-        store_quantized(weighted * factor, target, step, 0, padded_k, DIGITS, GROUP, CHUNK)
+    if NUM_CHUNKS > 0:
+        squares = tl.zeros([CHUNK], tl.float32)
+        largest = tl.zeros([CHUNK], tl.float32)
+        chunks = ()
+        for i in tl.static_range(NUM_CHUNKS):
+            x, weighted = row_values(x_row_ptr, norm_weight_ptr, i * CHUNK + tl.arange(0, CHUNK), k, NORM, GATE)
+            largest = tl.maximum(largest, tl.abs(weighted), propagate_nan=tl.PropagateNan.ALL)
+            if NORM:
+                squares += x * x
+                chunks = chunks + (weighted,)  # noqa: RUF005 - Triton does not unpack tuples
+            else:
+                chunks = chunks + (weighted.to(x_ptr.dtype.element_ty),)  # noqa: RUF005 - exact
+        if not NORM:
+            squares = largest  # NaN where a feature is NaN
+        factor, step = quantization_step(tl.sum(squares, 0), tl.max(largest, 0), input_scale_ptr, k, eps, NORM, LIMIT)
+        IS_STATIC: tl.constexpr = input_scale_ptr is not None
+        multiplier = factor / step
+        if not IS_STATIC:
+            multiplier *= 0.9999996  # rounding makes no value exceed LIMIT units, so that values need no clamp
+        for i in tl.static_range(NUM_CHUNKS):
+            store_quantized(chunks[i].to(tl.float32) * multiplier, target, i * CHUNK, padded_k, DIGITS, GROUP, CHUNK, IS_STATIC)
     else:
         factor, step = row_quantization_step(x_row_ptr, norm_weight_ptr, input_scale_ptr, k, eps, NORM, LIMIT, CHUNK, GATE)
         quantize_row(x_row_ptr, norm_weight_ptr, target, factor, step, k, 0, padded_k, NORM, DIGITS, GROUP, CHUNK, GATE)
@@ -278,8 +300,12 @@ def quantize_rows(
     [M, 2 × K]: gates, then the values that act(gate) multiplies. `input_scale` replaces the scale per row.
     """
     result = empty_activations(x, form, padded_k, group)
-    row_chunk = max(triton.next_power_of_2(padded_k), 2 * group, 128)
-    chunk = row_chunk if row_chunk <= _MAX_ROW_IN_REGISTERS else _CHUNK
+    row_features = max(triton.next_power_of_2(padded_k), 2 * group, 128)
+    is_in_registers = row_features <= _MAX_ROW_IN_REGISTERS
+    features_per_thread = 64 if gate else 16
+    num_warps = min(16, max(1, (row_features if is_in_registers else _CHUNK) // (32 * features_per_thread)))
+    # A thread loads 8 features at a time, 16 bytes of a 16-bit row.
+    chunk = min(row_features, max(256 * num_warps, 2 * group)) if is_in_registers else _CHUNK
     if x.shape[0]:
         quantize_rows_kernel[(x.shape[0],)](
             x,
@@ -299,8 +325,9 @@ def quantize_rows(
             GROUP=max(group, 1),
             GATE=gate,
             CHUNK=chunk,
-            SINGLE_CHUNK=chunk == row_chunk,
-            num_warps=min(16, max(1, chunk // 512)),
+            NUM_CHUNKS=triton.cdiv(padded_k, chunk) if is_in_registers else 0,
+            num_warps=num_warps,
+            maxnreg=_MAX_REGISTERS if gate and norm_weight is None and num_warps == 16 else None,
             **pdl_launch_options(x),
         )
     return result
