@@ -29,8 +29,12 @@ from stoker.kernels.triton.row_tiles import find_row, num_token_tiles
 
 
 @gluon.jit
-def copy_pages(target, pages_ptr, block_table_ptr, start, end, stride_block, CONFIG: gl.constexpr):
-    """Issue the copies of keys or values start : start + BLOCK_N of one head to `target` [BLOCK_N, size]."""
+def copy_pages(target, pages_ptr, block_table_ptr, start, begin, end, stride_block, CONFIG: gl.constexpr):
+    """Issue the copies of keys or values start : start + BLOCK_N of one head to `target` [BLOCK_N, size].
+
+    Zeros replace those from `end` on and those before `begin`, the first block that is visible in a window: the blocks of others may be
+    those of other sequences, and NaN times a weight of zero is NaN.
+    """
     SIZE: gl.constexpr = CONFIG.size
     BLOCK_SIZE: gl.constexpr = CONFIG.block_size
     ROWS: gl.constexpr = BLOCK_N if BLOCK_N < BLOCK_SIZE else BLOCK_SIZE
@@ -40,9 +44,15 @@ def copy_pages(target, pages_ptr, block_table_ptr, start, end, stride_block, CON
     offsets = rows[:, None] * SIZE + cols[None, :]
     for part in gl.static_range(BLOCK_N // ROWS):
         first = start + part * ROWS
-        block = gl.load(block_table_ptr + gl.minimum(first, end - 1) // BLOCK_SIZE)  # entries after the last key are not valid
+        known = gl.minimum(first, end - 1)  # entries after the last key are not valid
+        if CONFIG.window is not None:
+            known = gl.maximum(known, begin)
+        block = gl.load(block_table_ptr + known // BLOCK_SIZE)
         page_ptr = pages_ptr + block.to(gl.int64) * stride_block + first % BLOCK_SIZE * SIZE
-        inside = (first + rows < end)[:, None] & (cols >= 0)[None, :]
+        limit = end
+        if CONFIG.window is not None:
+            limit = gl.where(first >= begin, end, 0)
+        inside = (first + rows < limit)[:, None] & (cols >= 0)[None, :]
         async_copy.async_copy_global_to_shared(target.slice(part * ROWS, ROWS, 0), page_ptr + offsets, mask=inside)
 
 
@@ -91,8 +101,11 @@ def report(full, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def produce_keys(buffers, pages, first_tile, end, used, CONFIG: gl.constexpr):
-    """Copy the key tiles and value tiles of one query tile. `used`: key tiles that were copied before it. Returns the new number."""
+def produce_keys(buffers, pages, first_tile, begin, end, used, CONFIG: gl.constexpr):
+    """Copy the key tiles and value tiles of one query tile, of which keys begin : end may be visible.
+
+    `used`: key tiles that were copied before it. Returns the new number.
+    """
     k, v, raw, k_full, k_empty, v_full, v_empty = buffers
     keys_ptr, values_ptr, stride_key_block, stride_value_block, block_table_ptr = pages
     last_tile = (end - 1) // BLOCK_N
@@ -103,10 +116,10 @@ def produce_keys(buffers, pages, first_tile, end, used, CONFIG: gl.constexpr):
             stage = used % KV_STAGES
             before = (used // KV_STAGES & 1) ^ 1
             mbarrier.wait(k_empty.index(stage), before)
-            copy_pages(k.index(stage), keys_ptr, block_table_ptr, start, end, stride_key_block, CONFIG)
+            copy_pages(k.index(stage), keys_ptr, block_table_ptr, start, begin, end, stride_key_block, CONFIG)
             async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
             mbarrier.wait(v_empty.index(stage), before)
-            copy_pages(v.index(stage), values_ptr, block_table_ptr, start, end, stride_value_block, CONFIG)
+            copy_pages(v.index(stage), values_ptr, block_table_ptr, start, begin, end, stride_value_block, CONFIG)
             async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
             used += 1
     else:
@@ -120,7 +133,7 @@ def produce_keys(buffers, pages, first_tile, end, used, CONFIG: gl.constexpr):
                 pages_ptr = keys_ptr + difference * is_value // 16 * 16
                 stride = stride_key_block + (stride_value_block - stride_key_block) * is_value
                 start = (last_tile - ahead // 2) * BLOCK_N
-                copy_pages(raw.index(ahead % CONFIG.raw_stages), pages_ptr, block_table_ptr, start, end, stride // 16 * 16, CONFIG)
+                copy_pages(raw.index(ahead % CONFIG.raw_stages), pages_ptr, block_table_ptr, start, begin, end, stride // 16 * 16, CONFIG)
             async_copy.commit_group()
             if i >= 0:
                 async_copy.wait_group(AHEAD)
@@ -173,9 +186,12 @@ def produce(inputs, numbers, queries, buffers, CONFIG: gl.constexpr):
             end = gl.minimum(first_position + CONFIG.tokens, length)
             end_tile = (end + BLOCK_N - 1) // BLOCK_N
             first_tile = 0
+            begin = 0
             first_unmasked = 0
             if CONFIG.window is not None:
-                first_tile = gl.maximum(first_position - (CONFIG.window - 1), 0) // BLOCK_N
+                first_key = gl.maximum(first_position - (CONFIG.window - 1), 0)
+                first_tile = first_key // BLOCK_N
+                begin = first_key // CONFIG.block_size * CONFIG.block_size
                 first_unmasked = (gl.maximum(first_position + CONFIG.tokens - CONFIG.window, 0) + BLOCK_N - 1) // BLOCK_N
             if CONFIG.has_mean:
                 first_unmasked = gl.maximum(first_unmasked, 1)  # the first key differs from the others of tile 0
@@ -199,7 +215,7 @@ def produce(inputs, numbers, queries, buffers, CONFIG: gl.constexpr):
             head_values_ptr = values_ptr + kv_head.to(gl.int64) * stride_value_head
             block_table_ptr = block_tables_ptr + row.to(gl.int64) * stride_block_table
             pages = (head_keys_ptr, head_values_ptr, stride_key_block, stride_value_block, block_table_ptr)
-            used = produce_keys(buffers, pages, first_tile, end, used, CONFIG)
+            used = produce_keys(buffers, pages, first_tile, begin, end, used, CONFIG)
         ticket = gl.atomic_add(counter_ptr, 1)
     stage = sent % Q_STAGES
     mbarrier.wait(q_empty.index(stage), (sent // Q_STAGES & 1) ^ 1)
