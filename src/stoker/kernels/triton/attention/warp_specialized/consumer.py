@@ -56,21 +56,28 @@ def query_layout():
 
 
 @gluon.jit
-def mean_scores(q, mean_ptr, tile, CONFIG: gl.constexpr):
-    """float32 [64]: the products of queries q [64, size] with the mean of the keys of `tile`. `mean_ptr`: the means of the KV head."""
+def load_mean(mean_ptr, tile, CONFIG: gl.constexpr):
+    """float32 [size]: the mean of the keys of `tile`. `mean_ptr`: the means of the KV head."""
     cols = gl.arange(0, CONFIG.size, gl.SliceLayout(0, query_layout()))
-    mean = gl.load(mean_ptr + tile * BLOCK_N // mean_tokens() * CONFIG.size + cols)
+    return gl.load(mean_ptr + tile * BLOCK_N // mean_tokens() * CONFIG.size + cols)
+
+
+@gluon.jit
+def mean_scores(q, mean):
+    """float32 [64]: the products of queries q [64, size] in shared memory with `mean` [size]."""
     return gl.convert_layout(gl.sum(q.load(query_layout()).to(gl.float32) * mean[None, :], 1), gl.SliceLayout(1, scores_layout()))
 
 
 @gluon.jit
-def softmax(scores, start, positions, mean_score, highest, total, factor, CONFIG: gl.constexpr, MASKED: gl.constexpr):
-    """(weights, highest, total, fade): see `softmax.attend` for their definitions. Tile 0 is masked where there is a `mean_score`."""
+def softmax(scores, start, positions, mean_score, highest, total, factor, CONFIG: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr):
+    """(weights, highest, total, fade): see `softmax.attend` for their definitions.
+
+    MASKED: some rows may not see some keys. FIRST: the tile may have the first key of a sequence, which is stored whole, less no mean.
+    """
+    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout()))
+    if CONFIG.has_mean and FIRST:
+        scores = gl.where((cols == 0)[None, :] & (start == 0), scores - mean_score[:, None], scores)
     if MASKED:
-        cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout()))
-        if CONFIG.has_mean:
-            # The first key of a sequence is stored whole.
-            scores = gl.where((cols == 0)[None, :] & (start == 0), scores - mean_score[:, None], scores)
         key = start + cols
         seen = key[None, :] <= positions[:, None]
         if CONFIG.window is not None:
@@ -96,7 +103,17 @@ def issue_scores(q, k, CONFIG: gl.constexpr):
 
 @gluon.jit
 def attend_tiles(
-    state, row_inputs, buffers, tiles, used, positions, factor, CONSUMER: gl.constexpr, CONFIG: gl.constexpr, MASKED: gl.constexpr
+    state,
+    row_inputs,
+    buffers,
+    tiles,
+    used,
+    positions,
+    factor,
+    CONSUMER: gl.constexpr,
+    CONFIG: gl.constexpr,
+    MASKED: gl.constexpr,
+    FIRST: gl.constexpr,
 ):
     """Add key tiles to the running softmax, downward. Returns (state, used).
 
@@ -120,11 +137,11 @@ def attend_tiles(
         end_turn(CONSUMER)
         if CONFIG.has_mean:  # noqa: SIM102 - the outer condition is a constant, the inner one is not
             if (tile + 1) * BLOCK_N % mean_tokens() == 0:
-                mean_score = mean_scores(q, mean_ptr, tile, CONFIG)
+                mean_score = mean_scores(q, load_mean(mean_ptr, tile, CONFIG))
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_empty.index(stage), count=1)
         start = tile * BLOCK_N
-        fresh, highest, total, fade = softmax(scores, start, positions, mean_score, highest, total, factor, CONFIG, MASKED)
+        fresh, highest, total, fade = softmax(scores, start, positions, mean_score, highest, total, factor, CONFIG, MASKED, FIRST)
         fresh = fresh.to(k.dtype)
         # Waiting for the next keys here keeps the assembler from moving the wait for the product before the softmax.
         used += 1
@@ -192,14 +209,16 @@ def consume(outputs, scale, queries, buffers, CONSUMER: gl.constexpr, CONFIG: gl
             sinks_ptrs = sinks_ptr + kv_head * CONFIG.group + head
             highest = gl.load(sinks_ptrs, mask=head < CONFIG.group, other=0.0) * LOG2E
             total += 1.0
-        mbarrier.wait(q_full.index(stage), received // Q_STAGES & 1)
-        q_tile = q.index(2 * stage + CONSUMER)
         last = end_tile - 1
         mean_ptr = out_ptr  # not used
-        mean_score = gl.zeros([64], gl.float32, ROWS)
         if CONFIG.has_mean:
             mean_ptr = key_mean_ptr + kv_head.to(gl.int64) * stride_mean_head
-            mean_score = mean_scores(q_tile, mean_ptr, last, CONFIG)
+            mean = load_mean(mean_ptr, last, CONFIG)  # while the queries arrive
+        mbarrier.wait(q_full.index(stage), received // Q_STAGES & 1)
+        q_tile = q.index(2 * stage + CONSUMER)
+        mean_score = gl.zeros([64], gl.float32, ROWS)
+        if CONFIG.has_mean:
+            mean_score = mean_scores(q_tile, mean)
         row_inputs = (q_tile, mean_ptr)
 
         # The last key tile has no tile before it whose values could be multiplied.
@@ -211,7 +230,7 @@ def consume(outputs, scale, queries, buffers, CONSUMER: gl.constexpr, CONFIG: gl
         end_turn(CONSUMER)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(key_stage), count=1)
-        weights, highest, total, _ = softmax(scores, last * BLOCK_N, positions, mean_score, highest, total, factor, CONFIG, True)
+        weights, highest, total, _ = softmax(scores, last * BLOCK_N, positions, mean_score, highest, total, factor, CONFIG, True, True)
         weights = gl.convert_layout(weights.to(k.dtype), weights_layout(SIZE))
         used += 1
         mbarrier.wait(k_full.index(used % KV_STAGES), used // KV_STAGES & 1, pred=last > begin)
@@ -220,13 +239,14 @@ def consume(outputs, scale, queries, buffers, CONSUMER: gl.constexpr, CONFIG: gl
         state = (gl.zeros([64, SIZE], gl.float32, output_layout(SIZE)), weights, mean_score, highest, total)
         masked = gl.maximum(begin, gl.minimum(end_unmasked, last))  # the diagonal: key tiles from it on
         tiles = (last - 1, masked, begin)
-        state, used = attend_tiles(state, row_inputs, buffers, tiles, used, positions, factor, CONSUMER, CONFIG, True)
+        state, used = attend_tiles(state, row_inputs, buffers, tiles, used, positions, factor, CONSUMER, CONFIG, True, True)
         unmasked = gl.minimum(gl.maximum(begin, first_unmasked), masked)
         tiles = (masked - 1, unmasked, begin)
-        state, used = attend_tiles(state, row_inputs, buffers, tiles, used, positions, factor, CONSUMER, CONFIG, False)
+        state, used = attend_tiles(state, row_inputs, buffers, tiles, used, positions, factor, CONSUMER, CONFIG, False, False)
         if CONFIG.window is not None or CONFIG.has_mean:
+            IN_WINDOW: gl.constexpr = CONFIG.window is not None
             tiles = (unmasked - 1, begin, begin)
-            state, used = attend_tiles(state, row_inputs, buffers, tiles, used, positions, factor, CONSUMER, CONFIG, True)
+            state, used = attend_tiles(state, row_inputs, buffers, tiles, used, positions, factor, CONSUMER, CONFIG, IN_WINDOW, True)
 
         acc, weights, _, highest, total = state
         before = (used - 1) % KV_STAGES
