@@ -216,7 +216,7 @@ def test_captured_steps_compute_the_drafts_that_are_wanted(engine: Path, monkeyp
     replayed: list[int | None] = []
     replay = CapturedStep.replay
     monkeypatch.setattr(CapturedStep, "replay", lambda self, num_wanted=None: (replayed.append(num_wanted), replay(self, num_wanted))[1])
-    monkeypatch.setattr(executor.scheduler.draft_length, "limit", lambda seq, _: (0, 0, 1, 3)[len(seq.tokens) // 6 % 4])
+    monkeypatch.setattr(executor.scheduler.draft_length, "limit", lambda *_: (0, 0, 1, 3)[executor.stats.num_steps // 6 % 4])
     found, stats = run(executor, calls)
     assert found == expected and {None, 1, 3} <= set(replayed)
     assert stats.num_accepted_draft_tokens >= 0.9 * stats.num_draft_tokens > 20

@@ -18,6 +18,7 @@ from stoker.base.errors import ConfigError, EngineError
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.engine.reader import Engine
+from stoker.kernels.triton.aot import host_launchers
 from stoker.kernels.triton.aot import kernel_cache as cache
 from stoker.kernels.triton.aot.compiler import CompileJob, compile_jobs
 from stoker.kernels.triton.aot.host_launchers import LaunchSignature
@@ -272,6 +273,22 @@ def test_launch_signatures_with_tuples_survive_json(listed: dict[str, list[Compi
     assert any(not isinstance(kind, str) for signature in signatures for kind in signature.values())
     launchers = {LaunchSignature.of(signature, {}) for signature in signatures}
     assert set(msgspec.json.decode(msgspec.json.encode(list(launchers)), type=list[LaunchSignature])) == launchers
+
+
+@pytest.mark.parametrize("has_device", [True, False])
+def test_the_driver_is_there_before_host_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_device: bool) -> None:
+    """A library that is loaded earlier does not know the driver's type of tensor descriptors, and rejects all of them."""
+    order: list[str] = []
+
+    class Config:
+        active = property(lambda _: order.append("driver"))
+
+    monkeypatch.setattr(host_launchers.driver.CudaDriver, "is_active", staticmethod(lambda: has_device))
+    monkeypatch.setattr(host_launchers.triton.runtime, "driver", Config())
+    monkeypatch.setattr(host_launchers, "build_launcher", lambda signature, cache: order.append("library"))
+    signatures = [LaunchSignature((kind,), "null") for kind in ("i32", "*fp16")]
+    host_launchers.build_launchers(signatures, tmp_path)
+    assert order == ["driver"] * has_device + ["library"] * 2
 
 
 class Shape(NamedTuple):

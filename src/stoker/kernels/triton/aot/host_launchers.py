@@ -43,7 +43,13 @@ class LaunchSignature(msgspec.Struct, frozen=True):
 
 
 def build_launchers(signatures: Iterable[LaunchSignature], cache: Path) -> None:
-    """Build the host libraries of `signatures` in Triton's cache directory `cache`, in parallel. Existing ones are skipped."""
+    """Build the host libraries of `signatures` in Triton's cache directory `cache`, in parallel. Existing ones are skipped.
+
+    Triton's driver must be there first, because a host library keeps its type of tensor descriptors from the time when it was loaded, and
+    rejects all others.
+    """
+    if driver.CudaDriver.is_active():
+        triton.runtime.driver.active  # noqa: B018 - a property that creates the driver
     with ThreadPoolExecutor(num_cpus()) as pool:
         list(pool.map(lambda signature: build_launcher(signature, cache), set(signatures)))
 
