@@ -23,7 +23,7 @@ from stoker.kernels.reference import activation as activation_ref
 from stoker.kernels.reference import norm as norm_ref
 from stoker.kernels.reference import rope as rope_ref
 from stoker.kernels.triton import activation, embedding, norm, rope
-from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
+from stoker.kernels.triton.gemm.quantized.activations import QuantizedActivations, quantize_rows
 from stoker.kernels.types import MEAN_TOKENS
 
 COPY_CEILING = 4.28e12  # bytes/s, read + write
@@ -72,16 +72,17 @@ def quantized(tokens: int, width: int, kind: str) -> Launch:
     x = values(tokens, width * (2 if kind == "gate" else 1))
     weight, gate = values(width) if kind == "norm" else None, "silu" if kind == "gate" else None
 
+    def run() -> QuantizedActivations:
+        return quantize_rows(x, "fp8", width, norm_weight=weight, eps=EPS, gate=gate)
+
     def error() -> float:
-        result = quantize_rows(x, "fp8", width, norm_weight=weight, eps=EPS, gate=gate)
+        result = run()
         real = activation_ref.gated(x.double(), "silu") if gate else x.double()
         if weight is not None:
             real = norm_ref.norm(real, weight.double(), None, EPS, "rms")
         return difference(result.values.double() * result.scale.double()[:, None], real)
 
-    return Launch(
-        lambda: quantize_rows(x, "fp8", width, norm_weight=weight, eps=EPS, gate=gate), 2 * x.numel() + tokens * width, error, 0.03
-    )
+    return Launch(run, 2 * x.numel() + tokens * width, error, 0.03)
 
 
 def gathered(tokens: int) -> Launch:

@@ -12,8 +12,8 @@ Grid: one CTA per SM, which takes query tiles of 128 rows (tokens × heads of on
 
 Theoretical floor: as in `prefill_kernel`, 790 TFLOP/s. Reached on an H100 with 32 / 8 heads of 128, TFLOP/s of the causal half, and in
 brackets those of `prefill_kernel` and of cuDNN: 1 × 8,192 tokens 541 (442, 545), 4 × 2,048 tokens 423 (351, 468), 1 × 2,048 tokens 427
-(379, 396); over an e4m3 cache, 1 × 8,192 tokens 441 (356) and 4 × 2,048 tokens 350 (302). With keys less their means, on an H200: 416 (329)
-and 322 (274). Without the copies of keys and values, 1 × 8,192 tokens would reach 742: two stages do not hide their latency.
+(379, 396); over an e4m3 cache, 1 × 8,192 tokens 441 (356) and 4 × 2,048 tokens 350 (302). With keys less their means, on an H200: 421 (328)
+and 335 (274). Without the copies of keys and values, 1 × 8,192 tokens would reach 742: two stages do not hide their latency.
 
 Shared memory and mbarriers are described in `pipeline`, the copies in `producer`, the products and the softmax in `consumer`.
 """

@@ -32,8 +32,8 @@ from stoker.kernels.triton.row_tiles import find_row, num_token_tiles
 def copy_pages(target, pages_ptr, block_table_ptr, start, begin, end, stride_block, CONFIG: gl.constexpr):
     """Issue the copies of keys or values start : start + BLOCK_N of one head to `target` [BLOCK_N, size].
 
-    Zeros replace those from `end` on and those before `begin`, the first block that is visible in a window: the blocks of others may be
-    those of other sequences, and NaN times a weight of zero is NaN.
+    Zeros replace those from `end` on and those before `begin`, where the first block begins that is visible in a window: earlier blocks
+    may belong to other sequences, and NaN times a weight of zero is NaN.
     """
     SIZE: gl.constexpr = CONFIG.size
     BLOCK_SIZE: gl.constexpr = CONFIG.block_size
