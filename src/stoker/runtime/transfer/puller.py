@@ -7,7 +7,7 @@ import torch
 
 from stoker.runtime.transfer.layout import EngineLayout, LayerRead, RankLayout, ReadPlan, plan_reads
 from stoker.runtime.transfer.messages import LAYER, MAX_BLOCKS, MAX_LAYER_BYTES, READ, Pull, Read, connect, receive
-from stoker.runtime.transfer.nixl_agent import NixlAgent, NixlReader
+from stoker.runtime.transfer.nixl_agent import NixlAgent, NixlReader, Run, block_runs
 from stoker.runtime.transfer.pages import RankPages
 from stoker.runtime.transfer.progress import StepProgress
 from stoker.runtime.worker_group.hosts.link import Link, LinkError
@@ -79,23 +79,23 @@ class Puller:
 
     def _pull_part(self, step: int, first_block: int, blocks: list[int], targets: list[int]) -> int:
         """`pull` for blocks whose layers fit into one frame each."""
-        num_bytes = 0
+        num_bytes, runs = 0, block_runs(blocks, targets)
         for number, reads in self._plan.reads.items():
             layers = [(read.layer, read.heads) for read in reads]
             message = Read(step, first_block, blocks, layers, self._plan.is_raw, number not in self._readers)
             self._links[number].send(READ, msgspec.msgpack.encode(message))
         for number, reads in self._plan.reads.items():
             for read in reads:
-                num_bytes += self._receive(number, read, first_block, blocks, targets)
+                num_bytes += self._receive(number, read, first_block, targets, runs)
             if (reader := self._readers.get(number)) is not None:
                 reader.wait(self._rank.timeout_s)
         return num_bytes
 
-    def _receive(self, number: int, read: LayerRead, first_block: int, blocks: list[int], targets: list[int]) -> int:
+    def _receive(self, number: int, read: LayerRead, first_block: int, targets: list[int], runs: list[Run]) -> int:
         """Receive one layer from a rank, and store it."""
         data = receive(self._links[number], LAYER, self._rank.timeout_s)
         if (reader := self._readers.get(number)) is not None:
-            return reader.copy(read, blocks, targets)
+            return reader.copy(read, runs)
         try:
             self._rank.pages.write(read.own_layer, read.own_heads, targets, first_block, memoryview(bytearray(data)), self._dtype)
         except ValueError as error:
