@@ -61,7 +61,7 @@ def test_merged_reads_copy_what_reads_of_single_blocks_copy(
     for blocks, targets in [consecutive, *(tuple(dice.sample(range(NUM_BLOCKS), 9) for _ in range(2)) for _ in range(8))]:
         for pages in ours.caches[0].keys, ours.caches[0].values:
             pages.zero_()
-        num_bytes = reader.copy(LayerRead(0, source, 0, own), block_runs(blocks, targets))
+        num_bytes = reader.copy([LayerRead(0, source, 0, own)], block_runs(blocks, targets))
         reader.wait(10.0)
         assert num_bytes == 2 * len(blocks) * len(own) * 4 * 8 * 4
         for name in ("keys", "values"):
@@ -96,6 +96,7 @@ def test_two_transfers_use_one_connection(tiny_engine: Path, pair: type[Pair], c
     for seed in (80, 81):
         both.generate(request(prompt(seed, 60)))
     assert both.decode.stats.num_imports == 2
+    assert 0 < both.decode.stats.import_read_time_s < both.decode.stats.import_time_s
     assert calls == {"add": 1}
 
 

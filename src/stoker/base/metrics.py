@@ -139,6 +139,7 @@ EXECUTOR_METRICS = (
     Metric("stoker_kv_imports_running", "gauge", "Prompts that are being read from another server.", "num_running_imports"),
     Metric("stoker_kv_imported_bytes_total", "counter", "Bytes of keys and values that were read from other servers.", "imported_bytes"),
     Metric("stoker_kv_import_seconds_total", "counter", "Time from a request to the last block of its prompt, summed.", "import_time_s"),
+    Metric("stoker_kv_import_read_seconds_total", "counter", "The part of it in which blocks are read, summed.", "import_read_time_s"),
     Metric("stoker_kv_exports_total", "counter", "Prompts whose KV cache blocks another server has read.", "num_exports"),
     Metric("stoker_kv_failed_exports_total", "counter", "Prompts computed for another server and not read.", "num_failed_exports"),
     Metric("stoker_kv_exports_held", "gauge", "Prompts whose KV cache blocks are held for another server.", "num_held_exports"),

@@ -99,6 +99,7 @@ class ExecutorStats(msgspec.Struct, kw_only=True):
     num_running_imports: int = 0
     imported_bytes: int = 0
     import_time_s: float = 0.0  # from the request to the last block, summed over imports
+    import_read_time_s: float = 0.0  # the part of it after the first block was known and the blocks for it were free
     num_exports: int = 0  # prompts that another executor has read
     num_failed_exports: int = 0  # whose blocks were released without that
     num_held_exports: int = 0

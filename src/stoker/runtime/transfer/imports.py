@@ -82,6 +82,7 @@ class Import:
         self.gives_way = False
         self.has_blocks = threading.Event()
         self.num_bytes = 0
+        self.read_time_s = 0.0
         self.failure = ""
         self.may_be_written = False  # a rank may still write to the targets of a failed import
         self.ends_here = False  # only this rank may
@@ -110,6 +111,7 @@ class Imports:
         self.num_cancelled = 0
         self.num_bytes = 0
         self.time_s = 0.0
+        self.read_time_s = 0.0  # without the waits for the first block and for free blocks
 
     @property
     def num_running(self) -> int:
@@ -175,6 +177,7 @@ class Imports:
         key = each.ticket.transfer_id  # not the id of the request, which a client can repeat after it has cancelled the first one
         self.num_bytes += each.num_bytes
         self.time_s += time.monotonic() - each.started
+        self.read_time_s += each.read_time_s
         if each.targets is not None and each.ends_here:
             self.held.abandon(key, each.targets)
             self._unaborted.append(each.targets)
@@ -248,6 +251,7 @@ class Imports:
                 each.wants_blocks = False
                 if not each.has_blocks.is_set():
                     raise LinkError(f"was not read: no {each.num_blocks} blocks were free here within {timeout_s:g} s")
+        started = time.monotonic()
         ranks = _RankGroup(self._rank, self._others, source)
         try:
             known = 0
@@ -260,6 +264,7 @@ class Imports:
                     break
                 segments = self._next_segments(each, link, known)
         finally:
+            each.read_time_s = time.monotonic() - started
             ranks.close()
         link.send(DONE)
         receive(link, OK, 2 * timeout_s)

@@ -29,6 +29,7 @@ POLL_S = 0.0005
 MAX_REMOTE_AGENTS = 32  # more are connected only while transfers use them
 
 Run = tuple[int, int, int]  # first source, first target, count
+Region = tuple[int, int, int]  # address, bytes, device
 
 
 def has_nixl() -> bool:
@@ -125,8 +126,8 @@ class NixlAgent:
             if has_failed or remote.is_dropped:
                 self._drop(remote)
 
-    def start_read(self, name: str, local: list[tuple[int, int, int]], remote: list[tuple[int, int, int]], remote_device: int) -> Any:
-        """Start to copy the regions `remote`, (address, bytes, device), of the agent `name` to the regions `local`. Returns a handle."""
+    def start_read(self, name: str, local: list[Region], remote: list[Region], remote_device: int) -> Any:
+        """Start to copy the regions `remote` of the agent `name` to the regions `local`. Returns a handle."""
         agent = self._agent
         with self._lock:
             handle = agent.initialize_xfer(
@@ -203,13 +204,24 @@ class NixlReader:
         self._handles: list[Any] = []
         self._has_failed = self._is_closed = False
 
-    def copy(self, read: LayerRead, runs: list[Run]) -> int:
-        """Start to copy heads of a layer from blocks of the other rank to blocks of this one, as `block_runs`. Returns the number of bytes.
+    def copy(self, reads: list[LayerRead], runs: list[Run]) -> int:
+        """Start to copy heads of layers from blocks of the other rank to blocks of this one, as `block_runs`. Returns the number of bytes.
 
         A run is one region if all heads of both ranks are copied.
         """
-        local: list[tuple[int, int, int]] = []
-        remote: list[tuple[int, int, int]] = []
+        local: list[Region] = []
+        remote: list[Region] = []
+        for read in reads:
+            self._add_regions(read, runs, local, remote)
+        try:
+            self._handles.append(self._agent.start_read(self._remote.name, local, remote, self._other.device))
+        except Exception as error:
+            self._has_failed = True
+            raise LinkError(f"cannot be read with NIXL ({error})") from None
+        return sum(size for _, size, _ in local)
+
+    def _add_regions(self, read: LayerRead, runs: list[Run], local: list[Region], remote: list[Region]) -> None:
+        """Append the regions of one layer."""
         num_heads = len(self._other.layers[read.layer].heads)
         cache = self._agent.caches[read.own_layer]
         own_device, other_device = max(self._agent.device, 0), max(self._other.device, 0)
@@ -230,12 +242,6 @@ class NixlReader:
                     for source, own, number in heads:
                         remote.append((other_address + ((block + i) * num_heads + source) * size, number * size, other_device))
                         local.append((own_address + ((target + i) * num_own + own) * size, number * size, own_device))
-        try:
-            self._handles.append(self._agent.start_read(self._remote.name, local, remote, self._other.device))
-        except Exception as error:
-            self._has_failed = True
-            raise LinkError(f"cannot be read with NIXL ({error})") from None
-        return sum(size for _, size, _ in local)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until all copies are complete. Raises LinkError if one fails or takes longer."""

@@ -80,22 +80,29 @@ class Puller:
     def _pull_part(self, step: int, first_block: int, blocks: list[int], targets: list[int]) -> int:
         """`pull` for blocks whose layers fit into one frame each."""
         num_bytes, runs = 0, block_runs(blocks, targets)
+        are_computed = step == 0  # then the other rank has nothing to say before its pages are copied
         for number, reads in self._plan.reads.items():
+            if are_computed and number in self._readers:
+                continue
             layers = [(read.layer, read.heads) for read in reads]
             message = Read(step, first_block, blocks, layers, self._plan.is_raw, number not in self._readers)
             self._links[number].send(READ, msgspec.msgpack.encode(message))
         for number, reads in self._plan.reads.items():
+            reader = self._readers.get(number)
+            if are_computed and reader is not None:
+                num_bytes += reader.copy(reads, runs)
+                continue
             for read in reads:
                 num_bytes += self._receive(number, read, first_block, targets, runs)
-            if (reader := self._readers.get(number)) is not None:
-                reader.wait(self._rank.timeout_s)
+        for reader in self._readers.values():
+            reader.wait(self._rank.timeout_s)
         return num_bytes
 
     def _receive(self, number: int, read: LayerRead, first_block: int, targets: list[int], runs: list[Run]) -> int:
         """Receive one layer from a rank, and store it."""
         data = receive(self._links[number], LAYER, self._rank.timeout_s)
         if (reader := self._readers.get(number)) is not None:
-            return reader.copy(read, runs)
+            return reader.copy([read], runs)
         try:
             self._rank.pages.write(read.own_layer, read.own_heads, targets, first_block, memoryview(bytearray(data)), self._dtype)
         except ValueError as error:

@@ -196,6 +196,7 @@ class Transfers:
         exports, imports = self.exports, self.imports
         stats.num_imports, stats.num_failed_imports = imports.num_completed, imports.num_failed
         stats.num_running_imports, stats.imported_bytes, stats.import_time_s = imports.num_running, imports.num_bytes, imports.time_s
+        stats.import_read_time_s = imports.read_time_s
         stats.num_exports, stats.num_failed_exports, stats.num_held_exports = exports.num_completed, exports.num_failed, exports.num_held
 
     def _release_import(self, seq: Sequence) -> None:
