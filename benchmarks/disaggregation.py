@@ -160,7 +160,7 @@ def main() -> None:
         router = stack.enter_context(running_router(urls, args.engine))
         results = asyncio.run(measure(args, *urls, router))
     settings = {"backend": args.backend, "streams": args.streams, "stream_tokens": args.tokens, "prompts_per_s": args.rate}
-    output = json.dumps({**provenance(args.engine), **settings, **results}, indent=1)
+    output = json.dumps({**provenance(args.engine, "cuda" if is_gpu else "cpu"), **settings, **results}, indent=1)
     print(output)
     if args.json is not None:
         args.json.write_text(output + "\n")
