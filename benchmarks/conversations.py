@@ -2,10 +2,11 @@
 
     PYTHONPATH=src python benchmarks/conversations.py [--json benchmarks/results/conversations.json]
 
-Each server is a process with the HTTP server, the executor, the scheduler, the KV cache manager and the block events of `stoker serve`.
-Only the model is replaced by one that sleeps for the time that a step of a 70B model takes on an H200. The router is `stoker route` in a
-process of its own. The runs: four replicas with the policies prefix and round_robin, and one replica with four times the KV cache and the
-rows, and a quarter of the step times. `benchmarks/simulate.py conversations` simulates the same fleet; the last row compares them.
+Each server has a process with the HTTP server, and one with the executor, the scheduler, the KV cache manager and the block events of
+`stoker serve`. Only the model is replaced by one that sleeps for the time that a step of a 70B model takes on an H200. The router is
+`stoker route` in a process of its own. The runs: four replicas with the policies prefix and round_robin, and one replica with four times
+the KV cache and the rows, and a quarter of the step times. `benchmarks/simulate.py conversations` simulates the same fleet; the last row
+compares them.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import contextlib
 import json
 import os
 import random
+import signal
 import statistics
+import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
+
+import uvloop
 
 NUM_CONVERSATIONS, NUM_TURNS, SYSTEM_TOKENS, USER_TOKENS, ANSWER_TOKENS = 200, 8, 200, 300, 100
 ROWS, KV_CACHE_TOKENS, MAX_NUM_TOKENS, BLOCK = 64, 256_000, 2048, 64  # of one of the four replicas
@@ -33,12 +37,11 @@ sys.path[:0] = [str(TESTS / area) for area in ("builder", "server", "frontend")]
 
 
 def serve_replica(factor: int) -> None:
-    """Serve one replica that is as large and as fast as `factor` of the four, and print its URL."""
-    import tempfile
-
+    """Run the executor of one replica, which is as large and as fast as `factor` of the four, and a process with its HTTP server."""
     import torch
 
     from stoker.base.config import Limits, RuntimeConfig
+    from stoker.base.process import freeze_objects
     from stoker.runtime.client import ExecutorInfo
     from stoker.runtime.executor import Executor
     from stoker.runtime.kv.events.log import BlockEventLog
@@ -46,7 +49,7 @@ def serve_replica(factor: int) -> None:
     from stoker.runtime.request import Sequence, TokenRequest
     from stoker.runtime.schedule.plan import StepPlan
     from stoker.runtime.schedule.scheduler import Scheduler
-    from stoker.runtime.transport.in_process import InProcessMailbox
+    from stoker.runtime.transport.zmq_mailbox import ZmqMailbox
     from stoker.runtime.worker.step_handle import StepHandle
     from stoker.simulation.step_times import read_step_times
 
@@ -83,31 +86,36 @@ def serve_replica(factor: int) -> None:
         num_blocks=KV_CACHE_TOKENS * factor // BLOCK, tokens_per_block=BLOCK, max_batch_size=ROWS * factor,
         max_num_tokens=MAX_NUM_TOKENS * factor, max_seq_len=9216, event_log=BlockEventLog(),
     )  # fmt: skip
-    mailbox = InProcessMailbox(info)
+    mailbox = ZmqMailbox("tcp://127.0.0.1:*", info)
     executor = Executor(SleepingRunner(), scheduler, mailbox, info, RuntimeConfig(max_queue_size=1 << 16), events=events)
-    threading.Thread(target=executor.run, daemon=True).start()
-    with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(_serve(mailbox, Path(folder)))
+    subprocess.Popen([sys.executable, __file__, "--serve-frontend", mailbox.address])
+    freeze_objects()
+    executor.run()
 
 
-async def _serve(mailbox: Any, folder: Path) -> None:
-    """The HTTP server of a replica."""
+async def serve_frontend(address: str) -> None:
+    """Run the HTTP server of a replica whose executor has this address, and print its URL."""
     import socket
+    import tempfile
 
     import tiny
     from scripted_service import make_context
 
+    from stoker.base.process import freeze_objects
     from stoker.frontend.generation import GenerationService
     from stoker.frontend.tokenizer import Tokenizer
-    from stoker.runtime.transport.in_process import InProcessClient
+    from stoker.runtime.transport.zmq_client import ZmqExecutorClient
     from stoker.server.application import make_app
     from stoker.server.processes.frontend import HttpServer, http_config
 
-    tiny.save_tokenizer(folder)
-    service = GenerationService("stub", Tokenizer.load(folder), InProcessClient(mailbox))
+    with tempfile.TemporaryDirectory() as folder:
+        tiny.save_tokenizer(Path(folder))
+        tokenizer = Tokenizer.load(folder)
+    service = GenerationService("stub", tokenizer, await ZmqExecutorClient.connect(address))
     context = await make_context(service, log_requests="none")
     server = HttpServer(http_config(make_app(context), context.settings))
     listener = socket.create_server(("127.0.0.1", 0))
+    freeze_objects()
     print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
     await server.serve(sockets=[listener])
 
@@ -177,10 +185,11 @@ async def measure(num_replicas: int, policy: str, num_conversations: int) -> dic
 
 async def _program(stack: contextlib.AsyncExitStack, kind: str, *args: str) -> str:
     """Start this file as another process that serves. Returns its URL."""
-    process = await asyncio.create_subprocess_exec(sys.executable, __file__, f"--serve-{kind}", *args, stdout=asyncio.subprocess.PIPE)
+    command = [sys.executable, __file__, f"--serve-{kind}", *args]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, start_new_session=True)
 
     async def stop() -> None:
-        process.terminate()
+        os.killpg(process.pid, signal.SIGTERM)  # with the HTTP server of an executor
         await process.wait()
 
     stack.push_async_callback(stop)
@@ -192,6 +201,9 @@ def main() -> None:
     if sys.argv[1:2] == ["--serve-replica"]:
         serve_replica(int(sys.argv[2]))
         return
+    if sys.argv[1:2] == ["--serve-frontend"]:
+        uvloop.run(serve_frontend(sys.argv[2]))
+        return
     if sys.argv[1:2] == ["--serve-router"]:
         serve_router(*sys.argv[2:])
         return
@@ -201,11 +213,11 @@ def main() -> None:
     args = parser.parse_args()
     rows: dict[str, Any] = {}
     for name, num_replicas, policy in (("prefix", 4, "prefix"), ("round_robin", 4, "round_robin"), ("single", 1, "prefix")):
-        rows[name] = asyncio.run(measure(num_replicas, policy, args.conversations))
+        rows[name] = uvloop.run(measure(num_replicas, policy, args.conversations))
         print(name, json.dumps(rows[name], indent=1), flush=True)
     rows["reuse_rate_of_single"] = rows["prefix"]["reuse_rate"] / rows["single"]["reuse_rate"]
     rows["first_token_of_round_robin"] = rows["prefix"]["first_token_median_ms"] / rows["round_robin"]["first_token_median_ms"]
-    simulated = json.loads((RESULTS / "simulate.json").read_text())["conversations"]["70b"]
+    simulated = json.loads((RESULTS / "simulate.json").read_text())["conversations"]["70b over http"]
     rows["simulated"] = {
         name: {key: simulated[name][key] for key in ("reuse_rate", "first_token_median_ms", "simulated_s")}
         for name in ("prefix", "round_robin", "single")

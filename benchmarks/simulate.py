@@ -6,10 +6,12 @@ agreement: the throughput runs of benchmarks/results/h200_llama8b_fp8.json, all 
 the same file (steps of 1, 8 and 64 rows); the time of a prompt token is calibrated with the run of 2048/128 only.
 Then the complete throughput runs of the 70B model on one and two H200s in h200x4_engines.json, with the step times of their files.
 goodput: the runs of h200_goodput.json with the server's default settings, whose arrivals are drawn again. The step times are lines through
-the steps of h200_mixed_steps.json, before and after a change of the attention in captured steps.
+the steps of h200_mixed_steps.json, before and after a change of the attention in captured steps. Once
+without the time of the HTTP server, and once with that of conversations_host_times.json, which was measured on another machine.
 conversations: 200 conversations of 8 turns (a system prompt of 200 tokens that all share, 300 tokens per turn, 100 generated) on four
 replicas of an 8B and of a 70B model, with the policies prefix and round_robin, and on one replica with four times the KV cache and a
-quarter of the step times.
+quarter of the step times. For the 70B model, once with the times of conversations_host_times.json: what the executor, the HTTP servers, the
+router and the client of `conversations.py` take in addition to the steps of the model.
 speed: 10,000 requests/s (500 prompt and 120 new tokens on average) on 200 replicas with 20 routers, for `--seconds` of simulated time: once
 without common prompts (the format burstgpt) and once with common prefixes (the format mooncake).
 """
@@ -34,6 +36,7 @@ from stoker.base.cpus import num_cpus
 from stoker.router.core.settings import RoutingSettings
 from stoker.runtime.request import Sequence
 from stoker.simulation.fleet import FleetSettings, TraceSettings, simulate_fleet
+from stoker.simulation.frontend import FrontendTimes
 from stoker.simulation.replica import ReplicaSettings
 from stoker.simulation.report import make_report
 from stoker.simulation.simulator import Results, Simulator
@@ -45,6 +48,7 @@ STEP_TIMES = RESULTS / "h200_llama8b_fp8_step_times.json"
 MEASURED = RESULTS / "h200_llama8b_fp8.json"
 ENGINES = RESULTS / "h200x4_engines.json"
 MIXED_STEPS, GOODPUT = RESULTS / "h200_mixed_steps.json", RESULTS / "h200_goodput.json"
+HOST_TIMES = RESULTS / "conversations_host_times.json"
 MAX_CAPTURED = 1536  # prompt tokens beside 128 decodes
 PROCESSES, ARRIVALS_S = 6, 14.0  # of the clients of h200_goodput.json
 GOODPUT_RUNS = {"before": [(30.0, 1), (36.0, 2), (43.2, 3)], "after": [(43.0 / 1.2, 2), (43.0, 1)]}  # (rate, seed)
@@ -119,49 +123,64 @@ def _contexts(context: int, steps: list[dict[str, Any]]) -> list[int]:
 def goodput() -> dict[str, Any]:
     runs, rows = json.loads(GOODPUT.read_text())["runs"], []
     step_times = {name: fit_step_times(name) for name in GOODPUT_RUNS}
+    host = json.loads(HOST_TIMES.read_text())["frontend_without_router"]
     for name, rates in GOODPUT_RUNS.items():
         for rate, seed in rates:
             parts = [arrivals("fixed", rate / PROCESSES, ARRIVALS_S, seed * PROCESSES + i) for i in range(PROCESSES)]
             times = sorted(at_s for part in parts for at_s, _, _ in part)
             run = next(run for each in runs for run in each["results"] if run["server"] == "stoker" and run["requests"] == len(times))
-            rows.append({"step_times": name, **_compare_goodput(run, times, step_times[name])})
+            row = {"step_times": name, "requests_per_s": run["requests_per_s"]}
+            for key, frontend in (("simulated", FrontendTimes()), ("simulated_with_frontend", FrontendTimes(**host))):
+                row[key] = _simulate_goodput(run, times, step_times[name], frontend)
+            rows.append({**row, "measured": {key: run[key] for key in row["simulated"]}})
             print(json.dumps(rows[-1]))
     return {"step_times": {name: msgspec.structs.asdict(times) for name, times in step_times.items()}, "rows": rows}
 
 
-def _compare_goodput(run: dict[str, Any], times: list[float], step_times: StepTimes) -> dict[str, Any]:
+def _simulate_goodput(run: dict[str, Any], times: list[float], step_times: StepTimes, frontend: FrontendTimes) -> dict[str, Any]:
+    """The keys of a measured run, simulated."""
     dice = random.Random(0)
     replica = ReplicaSettings(max_batch_size=512, max_num_tokens=8192, kv_cache_tokens=1_700_000)
     requests = [Arrival(at_s, [dice.randrange(100_000) for _ in range(PROMPT)], GENERATED) for at_s in times]
-    results = Simulator(1, replica, step_times).run(requests)
+    results = Simulator(1, replica, step_times, frontend=frontend).run(requests)
     pairs = zip(results.first_token_s, results.token_s, strict=True)
     in_time = sum(first_s <= FIRST_S and token_s <= BETWEEN_S for first_s, token_s in pairs) / len(times)
     report = make_report(results, 1, None)
     simulated = {"in_time": round(in_time, 4), "goodput": round(in_time * len(times) / ARRIVALS_S, 2), "seconds": round(results.end_s, 1)}
     for key, values in (("first_token_ms", report.time_to_first_token_ms), ("inter_token_ms", report.inter_token_latency_ms)):
         simulated[key] = {name: round(value, 1) for name, value in values.items()}
-    return {"requests_per_s": run["requests_per_s"], "measured": {key: run[key] for key in simulated}, "simulated": simulated}
+    return simulated
 
 
 def conversations() -> dict[str, Any]:
-    return {model: _compare(read_step_times(RESULTS / f"h200_llama{model}_fp8_step_times.json")) for model in ("8b", "70b")}
+    rows = {model: _compare(read_step_times(RESULTS / f"h200_llama{model}_fp8_step_times.json")) for model in ("8b", "70b")}
+    host = json.loads(HOST_TIMES.read_text())
+    step_times, frontend = read_step_times(RESULTS / "h200_llama70b_fp8_step_times.json"), FrontendTimes(**host["frontend"])
+    rows["70b over http"] = _compare(step_times, host["step"], frontend)
+    return rows
 
 
-def _compare(step_times: StepTimes) -> dict[str, Any]:
+def _compare(step_times: StepTimes, host: dict[str, float] | None = None, frontend: FrontendTimes = FrontendTimes()) -> dict[str, Any]:
+    """`host`: seconds by which steps take longer than on the device, by the field of StepTimes."""
     replica = ReplicaSettings(max_batch_size=64, max_num_tokens=2048, kv_cache_tokens=256_000, overlap=False)  # as `conversations.py`
-    rows: dict[str, Any] = {}
-    for policy in ("prefix", "round_robin"):
-        rows[policy] = _summary(_converse(4, replica, step_times, RoutingSettings(policy=policy)))
     whole = msgspec.structs.replace(replica, max_batch_size=256, max_num_tokens=8192, kv_cache_tokens=4 * replica.kv_cache_tokens)
-    quarter = StepTimes(**{name: value / 4 for name, value in msgspec.structs.asdict(step_times).items() if name != "source"})
-    rows["single"] = _summary(_converse(1, whole, quarter, RoutingSettings()))
+    device = {name: value for name, value in msgspec.structs.asdict(step_times).items() if name != "source"}
+
+    def run(num_replicas: int, replica: ReplicaSettings, factor: int, policy: str) -> dict[str, float]:
+        times = StepTimes(**{name: value / factor + (host or {}).get(name, 0.0) for name, value in device.items()})
+        return _summary(_converse(num_replicas, replica, times, RoutingSettings(policy=policy), frontend))
+
+    rows: dict[str, Any] = {policy: run(4, replica, 1, policy) for policy in ("prefix", "round_robin")}
+    rows["single"] = run(1, whole, 4, "prefix")
     rows["reuse_rate_of_single"] = rows["prefix"]["reuse_rate"] / rows["single"]["reuse_rate"]
     rows["first_token_of_round_robin"] = rows["prefix"]["first_token_median_ms"] / rows["round_robin"]["first_token_median_ms"]
     print(json.dumps(rows, indent=1))
     return rows
 
 
-def _converse(num_replicas: int, replica: ReplicaSettings, step_times: StepTimes, routing: RoutingSettings) -> Results:
+def _converse(
+    num_replicas: int, replica: ReplicaSettings, step_times: StepTimes, routing: RoutingSettings, frontend: FrontendTimes
+) -> Results:
     """All conversations begin within eight seconds; a user answers after one to four seconds. Both as in `conversations.py`."""
     common = random.Random(1)
     system = [common.randrange(50, 300) for _ in range(SYSTEM_TOKENS)]
@@ -182,7 +201,7 @@ def _converse(num_replicas: int, replica: ReplicaSettings, step_times: StepTimes
         at_s = now_s + dice[arrival.session].uniform(1, 4)
         return Arrival(at_s, [*seq.tokens, *words(arrival.session)], ANSWER_TOKENS, arrival.session)
 
-    return Simulator(num_replicas, replica, step_times, routing).run(begin(), follow)
+    return Simulator(num_replicas, replica, step_times, routing, frontend=frontend).run(begin(), follow)
 
 
 def _summary(results: Results) -> dict[str, float]:

@@ -21,7 +21,8 @@ from stoker.runtime.schedule.group_scheduler import GroupPlan, GroupScheduler
 from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.simulation.fleet import FleetSettings, TraceSettings, simulate_fleet
 from stoker.simulation.latencies import Latencies
-from stoker.simulation.replica import ReplicaSettings, RunningSteps
+from stoker.simulation.replica import ReplicaSettings
+from stoker.simulation.running_steps import RunningSteps
 from stoker.simulation.simulator import Results, Simulator
 from stoker.simulation.step_times import StepTimes
 from stoker.simulation.traces import Arrival

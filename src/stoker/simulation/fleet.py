@@ -17,6 +17,7 @@ from stoker.base.config import check_range
 from stoker.base.cpus import num_cpus
 from stoker.base.errors import ConfigError
 from stoker.router.core.settings import RoutingSettings
+from stoker.simulation.frontend import FrontendTimes
 from stoker.simulation.replica import ReplicaSettings
 from stoker.simulation.simulator import Results, Simulator
 from stoker.simulation.step_times import StepTimes
@@ -59,6 +60,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     step_times: StepTimes
     routing: RoutingSettings = RoutingSettings()
     transfers: TransferSettings = TransferSettings()
+    frontend: FrontendTimes = FrontendTimes()
 
     def __post_init__(self) -> None:
         check_range("replicas", self.num_replicas, 1, MAX_REPLICAS)
@@ -71,7 +73,9 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     def simulator(self, router: int, prefix_reuse: bool) -> Simulator:
         """The part of the fleet behind one router, for prompts that contain no answers."""
         shares = [count // self.num_routers + (router < count % self.num_routers) for count in (self.num_replicas, self.num_prefill)]
-        return Simulator(shares[0], self.replica, self.step_times, self.routing, shares[1], self.transfers, prefix_reuse, False)
+        return Simulator(
+            shares[0], self.replica, self.step_times, self.routing, shares[1], self.transfers, prefix_reuse, False, self.frontend
+        )
 
 
 def simulate_fleet(fleet: FleetSettings, trace: TraceSettings, num_workers: int | None = None) -> Results:

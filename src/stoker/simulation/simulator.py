@@ -8,6 +8,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,6 +22,7 @@ from stoker.router.core.settings import RoutingSettings
 from stoker.runtime.kv.prefix_index import block_digests, pack_blocks
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.transfer.address import TransferAddress
+from stoker.simulation.frontend import Frontend, FrontendTimes
 from stoker.simulation.latencies import Latencies
 from stoker.simulation.replica import ReplicaSettings, SimulatedReplica
 from stoker.simulation.step_times import StepTimes
@@ -59,12 +61,25 @@ class Results(msgspec.Struct):
 class _Running:
     """A request that a replica computes."""
 
-    __slots__ = ("arrival", "first_token_s", "lease", "num_cached")
+    __slots__ = ("arrival", "arrived_s", "first_token_s", "lease", "num_cached")
 
-    def __init__(self, arrival: Arrival, lease: Lease) -> None:
-        self.arrival, self.lease = arrival, lease
+    def __init__(self, arrival: Arrival, arrived_s: float, lease: Lease) -> None:
+        self.arrival, self.arrived_s, self.lease = arrival, arrived_s, lease
         self.first_token_s = 0.0  # from its arrival
         self.num_cached: int | None = None  # tokens that no replica has computed, of a prompt that was transferred
+
+
+class _Submission(NamedTuple):
+    """A request on the way from the client to the executor of the chosen replica."""
+
+    request: TokenRequest
+    running: _Running
+    route: Route
+    decision: Decision
+    blocks: PromptBlocks
+
+
+_Event = SimulatedReplica | Arrival | SimulatedTransfer | _Submission
 
 
 class Simulator:
@@ -85,6 +100,7 @@ class Simulator:
         transfers: TransferSettings = TransferSettings(),
         prefix_reuse: bool = True,
         index_answers: bool = True,
+        frontend: FrontendTimes = FrontendTimes(),
     ) -> None:
         self.now_s = 0.0
         self.results = Results(array("d"), array("d"), array("d"), array("d"), Latencies())
@@ -101,9 +117,11 @@ class Simulator:
             self._replicas[added.name] = SimulatedReplica(
                 self.router.fleet, added, replica, step_times, prefix_reuse, bool(num_prefill), index_answers
             )
+        no_time = frontend == FrontendTimes()
+        self._frontends = None if no_time else {name: Frontend(frontend) for name in self._replicas}  # by the name of the replica
         self._links = TransferLinks(transfers) if num_prefill else None
         self._running: dict[int, _Running] = {}  # by seq_id
-        self._events: list[tuple[float, int, SimulatedReplica | Arrival | SimulatedTransfer]] = []
+        self._events: list[tuple[float, int, _Event]] = []
         self._numbers = itertools.count()
 
     def run(self, arrivals: Iterable[Arrival], follow: Follow | None = None) -> Results:
@@ -141,10 +159,12 @@ class Simulator:
             self.now_s = at_s
             if isinstance(event, SimulatedTransfer):
                 self._end_transfer(event)
+            elif isinstance(event, _Submission):
+                self._submit(event)
             else:
                 self._arrive(event)
 
-    def _push(self, at_s: float, event: SimulatedReplica | Arrival | SimulatedTransfer) -> None:
+    def _push(self, at_s: float, event: _Event) -> None:
         heapq.heappush(self._events, (at_s, next(self._numbers), event))
 
     def _arrive(self, arrival: Arrival) -> None:
@@ -160,9 +180,20 @@ class Simulator:
         except RequestError:
             self.results.num_rejected += 1
             return
-        seq = Sequence(next(self._numbers), request, 0, self.now_s)
-        seq.packed_blocks = blocks
-        running = self._running[seq.seq_id] = _Running(arrival, self.router.begin(route, decision))
+        running = _Running(arrival, self.now_s, self.router.begin(route, decision))
+        submission = _Submission(request, running, route, decision, PromptBlocks(blocks, digests))
+        if self._frontends is None:
+            self._submit(submission)
+        else:
+            self._push(self._frontends[replica.replica.name].receive(self.now_s, replica.steps), submission)
+
+    def _submit(self, submission: _Submission) -> None:
+        """The executor of the chosen replica receives a request."""
+        running, route, decision = submission.running, submission.route, submission.decision
+        replica, digests = self._replicas[decision.replica.name], submission.blocks.digests
+        seq = Sequence(next(self._numbers), submission.request, 0, self.now_s)
+        seq.packed_blocks = submission.blocks.packed
+        self._running[seq.seq_id] = running
         self.results.num_prompt_tokens += seq.num_prompt
         if self._links is None or (prefill := self.router.choose_prefill(route, decision)) is None:
             replica.add(seq, digests, self.now_s)
@@ -220,10 +251,13 @@ class Simulator:
         if num_decodes := steps.plan.num_decodes:
             results.between_tokens_s.add_series(steps.first_s, steps.growth_s, steps.count, num_decodes)
             results.num_output_tokens += num_decodes * steps.count
+        first_s = received_s = now  # when the client has first tokens, and the others
+        if self._frontends is not None:
+            first_s, received_s = self._frontends[replica.replica.name].send(now, num_decodes + len(outcome.sequences))
         for seq in outcome.sequences:
             if (running := self._running.get(seq.seq_id)) is None:
                 continue  # a prompt for another replica
-            running.first_token_s = now - seq.arrival
+            running.first_token_s = first_s - running.arrived_s
             results.num_reused_tokens += seq.num_cached if running.num_cached is None else running.num_cached
             results.num_output_tokens += 1
             running.lease.start_decode()
@@ -231,11 +265,12 @@ class Simulator:
             if (running := self._running.pop(seq.seq_id, None)) is None:
                 continue
             running.lease.succeed()
-            duration_s, first_token_s, num_further = now - seq.arrival, running.first_token_s, seq.max_tokens - 1
+            first_token_s, num_further = running.first_token_s, seq.max_tokens - 1
+            duration_s = received_s - running.arrived_s if num_further else first_token_s
             results.first_token_s.append(first_token_s)
             results.token_s.append((duration_s - first_token_s) / num_further if num_further else 0.0)
             results.duration_s.append(duration_s)
-            if follow is not None and (following := follow(running.arrival, seq, now)) is not None:
+            if follow is not None and (following := follow(running.arrival, seq, received_s)) is not None:
                 self._push(following.at_s, following)
         if replica.start(now):
             self._expect(replica)

@@ -13,6 +13,7 @@ from stoker.cli.commands.route import ROUTING_HELP
 from stoker.cli.options import struct_options
 from stoker.router.core.settings import RoutingSettings
 from stoker.simulation.fleet import FleetSettings, TraceSettings, simulate_fleet
+from stoker.simulation.frontend import FrontendTimes
 from stoker.simulation.replica import ReplicaSettings
 from stoker.simulation.report import Report, make_report
 from stoker.simulation.step_times import read_step_times
@@ -36,6 +37,12 @@ TRANSFER_HELP = {
     "transfer_gb_per_s": "Bandwidth with which the blocks of a prefill replica are read, in 10⁹ bytes per second.",
     "transfer_latency_ms": "Milliseconds of a transfer in addition to the time of its bytes.",
 }
+# Field of FrontendTimes: help text of its option.
+FRONTEND_HELP = {
+    "frontend_request_ms": "Milliseconds from a client through router and HTTP server to the executor, without other requests.",
+    "frontend_first_token_ms": "Milliseconds from the end of a step to the client that receives its first token.",
+    "frontend_token_us": "Microseconds of router and HTTP server per streamed token.",
+}
 SIMULATED = (
     "policy",
     "decode_cost",
@@ -46,6 +53,7 @@ SIMULATED = (
 
 
 @struct_options(RoutingSettings, "routing", {name: ROUTING_HELP[name] for name in SIMULATED})
+@struct_options(FrontendTimes, "frontend", FRONTEND_HELP)
 @struct_options(TransferSettings, "transfers", TRANSFER_HELP)
 @struct_options(ReplicaSettings, "replica", REPLICA_HELP)
 def simulate(
@@ -67,6 +75,7 @@ def simulate(
     *,
     replica: ReplicaSettings,
     transfers: TransferSettings,
+    frontend: FrontendTimes,
     routing: RoutingSettings,
 ) -> None:
     """Predict throughput, latencies and cost of a fleet behind `stoker route`, without a device.
@@ -93,6 +102,7 @@ def simulate(
         step_times=read_step_times(step_times),
         routing=routing,
         transfers=transfers,
+        frontend=frontend,
     )
     requests = TraceSettings(file=trace, format=trace_format, rate=rate, max_requests=max_requests)
     report = make_report(simulate_fleet(fleet, requests, workers), (replicas + prefill_replicas) * replica.num_gpus, gpu_hour_cost)
