@@ -7,17 +7,20 @@ latency: time to the first token of streamed requests through Ray Serve and dire
 kill: one of two replicas is killed under load; lost requests, and seconds until two replicas are ready again.
 zero: seconds from a request to its answer when no replica runs.
 
-RAY_SERVE_ENABLE_HA_PROXY=1 in the environment measures with HAProxy in place of Ray Serve's HTTP proxy.
+HAProxy is in front of the ingress, as with `stoker serve --ray`. RAY_SERVE_ENABLE_HA_PROXY=0 in the environment measures with Ray
+Serve's own HTTP proxy; the names of these results end with _own_proxy.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +28,11 @@ from typing import Any
 
 import httpx
 
+from stoker.base import env
+from stoker.ray.haproxy import haproxy_variables
+
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / "cluster")]
-from ray_cluster import deploy, kill, ray_cluster, stub_engine, stub_pids, wait_for  # noqa: E402
+from ray_cluster import deploy, free_port, kill, ray_cluster, stub_engine, stub_pids, wait_for  # noqa: E402
 
 NUM_ROWS = 4  # of one replica
 NUM_TOKENS = 150
@@ -145,11 +151,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = json.loads(args.json.read_text()) if args.json is not None and args.json.exists() else {}
-    with ray_cluster(grpc=False) as (_, http_port, _grpc_port):
+    with tempfile.TemporaryDirectory(prefix="stoker-", dir="/tmp") as folder, contextlib.ExitStack() as cluster:
+        env.set_ray_variables(haproxy_variables(Path(folder), free_port(), free_port(), free_port()))
+        suffix = "" if os.environ["RAY_SERVE_ENABLE_HA_PROXY"] == "1" else "_own_proxy"
+        _, http_port, _grpc_port = cluster.enter_context(ray_cluster(grpc=False))
         client = Client(http_port)
         for kind in args.kinds:
             load = os.getloadavg()[0]
-            name = f"{kind}_haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else kind
+            name = kind + suffix
             results[name] = {**KINDS[kind](client), "load_average_before": round(load, 1), "cores": os.cpu_count()}
             print(name, json.dumps(results[name], indent=1), flush=True)
             if args.json is not None:

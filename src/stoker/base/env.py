@@ -125,6 +125,13 @@ def set_keys(variables: dict[str, str]) -> None:
     os.environ.update(variables)
 
 
+def set_ray_variables(variables: dict[str, str]) -> None:
+    """Set variables of Ray for the processes that this one starts. Those that the user set stay unchanged, except for HAProxy's program."""
+    for name, value in variables.items():
+        if name == "RAY_SERVE_HAPROXY_BINARY_PATH" or name not in os.environ:
+            os.environ[name] = value
+
+
 class JobProcess(msgspec.Struct, frozen=True):
     """The position of this process in an MPI or Slurm job: `rank` is 0 to `size` - 1; `variable` names the rank's variable."""
 

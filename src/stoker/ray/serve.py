@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import logging
 import math
 import signal
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,7 +25,9 @@ from stoker.base.logging import get_logger
 from stoker.deploy.devices import visible_gpus
 from stoker.ray.deployments import build_application
 from stoker.ray.grpc_service import SERVICER
+from stoker.ray.haproxy import LOOPBACK, haproxy_variables, unsupported
 from stoker.ray.placement import place_replica
+from stoker.ray.server_process import free_port
 from stoker.ray.settings import NAME, ApplicationSettings
 
 log = get_logger(__name__)
@@ -50,6 +56,14 @@ def serve(settings: ApplicationSettings, where: RayAddress, announce: Callable[[
     if address is None:
         settings = _on_one_host(settings)
     application = build_application(settings)
+    with _http_proxy(where) if address is None else contextlib.nullcontext():
+        return _run(application, address, settings, where, announce, started)
+
+
+def _run(
+    application: Any, address: str | None, settings: ApplicationSettings, where: RayAddress, announce: Callable[[str], None], started: float
+) -> int:
+    """Run the bound application on the cluster. Returns the exit status."""
     _connect(address, settings)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -60,7 +74,7 @@ def serve(settings: ApplicationSettings, where: RayAddress, announce: Callable[[
         target = ray_serve.RunTarget(target=application, name=where.application, route_prefix="/")
         ray_serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         try:
-            _wait_until_running(where.application, settings, stopping)
+            _wait_until_running(where, settings, stopping, has_proxy=address is None)
             if not stopping.is_set():
                 names = ", ".join(engine.name for engine in settings.engines)
                 seconds = time.monotonic() - started
@@ -73,6 +87,22 @@ def serve(settings: ApplicationSettings, where: RayAddress, announce: Callable[[
             ray_serve.shutdown()
         ray.shutdown()
     return 0
+
+
+@contextlib.contextmanager
+def _http_proxy(where: RayAddress) -> Iterator[None]:
+    """Let the cluster that starts inside use HAProxy, if it can and if no port is opened to other hosts that was not requested."""
+    reason = unsupported()
+    if not reason and where.grpc_port is not None:
+        reason = "with a gRPC port and HAProxy, the ingress would open further ports on all addresses"
+    if reason:
+        log.warning("Ray Serve's own HTTP proxy is used, which adds some milliseconds to a request: %s", reason)
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="stoker-", dir="/tmp") as folder:
+        metrics, statistics, fallback = (free_port(LOOPBACK) for _ in range(3))
+        env.set_ray_variables(haproxy_variables(Path(folder), metrics, statistics, fallback))
+        yield
 
 
 def _on_one_host(settings: ApplicationSettings) -> ApplicationSettings:
@@ -102,17 +132,32 @@ def _connect(address: str | None, settings: ApplicationSettings) -> None:
         raise ConfigError(f"ray_address={address}: {str(error).splitlines()[0]}", cure="Start a cluster with: ray start --head.") from None
 
 
-def _wait_until_running(name: str, settings: ApplicationSettings, stopping: threading.Event) -> None:
-    """Wait until the replicas of the start run. Raises UnavailableError with the message of Ray Serve if one cannot be started."""
+def _wait_until_running(where: RayAddress, settings: ApplicationSettings, stopping: threading.Event, has_proxy: bool) -> None:
+    """Wait until the replicas of the start run, and with `has_proxy`, until the HTTP proxy of this machine sends requests to the ingress.
+
+    Raises UnavailableError with the message of Ray Serve if a replica cannot be started.
+    """
     deadline = time.monotonic() + max(engine.start_timeout_s for engine in settings.engines)
     while not stopping.wait(_POLL_S):
-        status = ray_serve.status().applications.get(name)
+        status = ray_serve.status().applications.get(where.application)
         if status is None:
             continue
-        if status.status == RUNNING:
+        if status.status == RUNNING and (not has_proxy or _is_healthy(where)):
             return
         if status.status in (DEPLOY_FAILED, UNHEALTHY) or time.monotonic() > deadline:
             raise UnavailableError(f"Ray Serve did not start the application: {_reason(status)}", cure="Correct the reason.")
+
+
+def _is_healthy(where: RayAddress) -> bool:
+    """Whether the HTTP proxy answers, and has an ingress."""
+    connection = http.client.HTTPConnection(LOOPBACK if where.host == "0.0.0.0" else where.host, where.http_port, timeout=2)
+    try:
+        connection.request("GET", "/-/healthz")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def _reason(status: Any) -> str:
