@@ -44,6 +44,7 @@ STREAM_PROMPT = 64  # tokens: not transferred
 PROMPT_ANSWER = 8  # generated tokens of a prompt that arrives beside streams
 CPU_CACHE_TOKENS = 1 << 16  # of each server, because both share the memory
 ATTEMPTS = 100  # to find the router's replicas ready
+IDLE_S = 10.0  # in which servers for a GPU capture the steps that were not captured at the start
 
 
 class Fleet:
@@ -94,7 +95,7 @@ class Fleet:
         return {
             "prompts": len(prompts),
             "transferred": int(after["num_imports"] - before["num_imports"]),
-            "between_ms": {f"p{p}": round(1e3 * percentile(gaps, p), 2) for p in (50, 90, 99)},
+            "between_ms": {f"p{p}": round(1e3 * percentile(gaps, p), 2) for p in (50, 90, 99, 99.9)},
             "first_token_ms": round(1e3 * statistics.median(times.first_s for times in answered), 2) if answered else None,
         }
 
@@ -128,6 +129,7 @@ async def measure(args: argparse.Namespace, prefill: str, decode: str, router: s
     model = json.loads(await get(decode, "/v1/models"))["data"][0]["id"]
     fleet = Fleet(prefill, decode, router, model)
     await fleet.wait_until_routed()
+    await asyncio.sleep(args.idle)
     found = {"moved": await fleet.moved(args.prompt, True), "computed": await fleet.moved(args.prompt, False)}
     await fleet.between_tokens(args, None)  # all shapes run once
     latency = {"alone": await fleet.between_tokens(args, None)}
@@ -146,9 +148,12 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=2000, help="of a stream; at 4 ms per step, 16 prompts arrive beside it")
     parser.add_argument("--rate", type=float, default=2.0, help="prompts per second beside the streams")
+    parser.add_argument("--idle", type=float, help="seconds without requests before the measurements; by default 10 for a GPU engine")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     is_gpu = Engine.open(args.engine).config.target.device == "cuda"
+    if args.idle is None:
+        args.idle = IDLE_S if is_gpu else 0.0
     os.environ.setdefault("STOKER_CLUSTER_TOKEN", secrets.token_hex(32))
     with ExitStack() as stack:
         urls = []

@@ -124,7 +124,8 @@ class Executor:
     def run(self, *, capture_when_idle: bool = False) -> None:
         """Loop until shut down. An error of the loop itself is logged, sent to every client, and raised.
 
-        `capture_when_idle`: capture further steps while there are no requests. No other thread of the process may wait for the device then.
+        `capture_when_idle`: capture further steps while there are no requests. No other thread of the process may synchronize the device
+        then, which would fail; those of transfers wait for events and streams of their own, which is allowed.
         """
         reason, failure = "the executor stopped", ""
         self.watchdog.start()

@@ -104,7 +104,7 @@ def run(task: ExecutorTask, report_ready: Callable[[], Any], waiting: WaitingFol
     waiting.close()  # processes that were started for other devices
     freeze_objects()
     report_ready()
-    executor.run(capture_when_idle=task.config.transfer is None)  # threads of transfers wait for the device
+    executor.run(capture_when_idle=True)
 
 
 if __name__ == "__main__":
