@@ -1,12 +1,17 @@
-"""Reads of NIXL as few regions, and connections that are kept between transfers."""
+"""Reads of NIXL as few regions, connections that are kept between transfers, and the thread of an agent that sleeps between events."""
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from pairs import Pair, Side, request
@@ -19,6 +24,19 @@ from stoker.runtime.transfer.nixl_agent import NixlAgent, block_runs
 from stoker.runtime.worker_group.hosts.link import LinkError
 
 NUM_BLOCKS, HEADS = 24, 3
+LIMIT_S = 30.0
+SOURCE = """
+import sys, msgspec
+from pathlib import Path
+from test_nixl_agent import HEADS, agent_of, layout_of
+
+agent = agent_of(HEADS)
+for pages in agent.caches[0].keys, agent.caches[0].values:
+    pages.copy_(pages.new_ones(pages.shape).cumsum(0))
+Path(sys.argv[1]).write_bytes(msgspec.msgpack.encode(layout_of(agent, HEADS)))
+print("ready", flush=True)
+sys.stdin.read()
+"""
 
 
 def test_runs_of_blocks_ascend_on_both_sides() -> None:
@@ -149,3 +167,40 @@ def test_connections_are_bounded_and_end_when_nothing_uses_them(monkeypatch: pyt
     assert calls["remove"] == 4
     for other in others:
         other.close()
+
+
+def test_the_thread_of_an_agent_sleeps_while_nothing_is_transferred() -> None:
+    pytest.importorskip("nixl")
+    tasks = Path("/proc/self/task")
+    before = {task.name for task in tasks.iterdir()}
+    agent = agent_of(HEADS)
+    threads = [task for task in tasks.iterdir() if task.name not in before]
+    assert threads  # that of NIXL makes progress where this process is read
+    deadline = time.monotonic() + LIMIT_S
+    while {state := (thread / "stat").read_text().rpartition(") ")[2][0] for thread in threads} != {"S"}:
+        assert time.monotonic() < deadline, f"a thread of the agent is never idle: {state}"
+    agent.close()
+
+
+@pytest.mark.parametrize("transports", ["", "tcp"])
+def test_a_process_that_waits_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transports: str) -> None:
+    """Connections and, over TCP, reads need progress in the process that is read, of which only NIXL's thread runs."""
+    pytest.importorskip("nixl")
+    if transports:
+        monkeypatch.setenv("UCX_TLS", transports)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path for path in sys.path if path])}
+    command = [sys.executable, "-c", SOURCE, str(tmp_path / "layout")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as source:
+        assert source.stdout is not None and b"ready\n" in iter(source.stdout.readline, b"")
+        ours = agent_of(HEADS)
+        layout = msgspec.msgpack.decode((tmp_path / "layout").read_bytes(), type=RankLayout)
+        heads = list(range(HEADS))
+        for blocks, targets in (([1, 2, 3], [7, 8, 9]), ([20, 5, 6], [0, 3, 1])):
+            reader = ours.open_reader(layout_of(ours, HEADS), layout)
+            reader.copy([LayerRead(0, heads, 0, heads)], block_runs(blocks, targets))
+            reader.wait(LIMIT_S)
+            assert reader.close()
+            for pages in ours.caches[0].keys, ours.caches[0].values:
+                assert pages[targets].unique().tolist() == sorted(block + 1 for block in blocks)
+        ours.close()
+        source.communicate()

@@ -1,14 +1,11 @@
 """Copies pages between the caches of two engines with NIXL: directly between GPUs, over RDMA or NVLink, or between host memories.
 
 An agent registers the pages of one rank. The reader of another rank copies with one-sided reads, so that the rank that is read does
-nothing. https://github.com/ai-dynamo/nixl
+nothing.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import importlib.util
 import threading
 import time
 import uuid
@@ -21,6 +18,7 @@ from stoker.base.errors import DependencyError
 from stoker.base.logging import get_logger
 from stoker.core.forward_batch import KVCache
 from stoker.runtime.transfer.layout import LayerRead, RankLayout
+from stoker.runtime.transfer.nixl_library import create_agent, has_nixl
 from stoker.runtime.worker_group.hosts.link import LinkError
 
 log = get_logger(__name__)
@@ -30,11 +28,6 @@ MAX_REMOTE_AGENTS = 32  # more are connected only while transfers use them
 
 Run = tuple[int, int, int]  # first source, first target, count
 Region = tuple[int, int, int]  # address, bytes, device
-
-
-def has_nixl() -> bool:
-    """Whether the package is installed."""
-    return importlib.util.find_spec("nixl") is not None
 
 
 class RemoteAgent:
@@ -58,16 +51,13 @@ class NixlAgent:
         """Register the pages of all layers. Raises DependencyError without NIXL."""
         if not has_nixl():
             raise DependencyError("nixl", "transfer_backend=nixl", "nixl")
-        from nixl._api import nixl_agent, nixl_agent_config
-
-        _exit_without_destructors()
         self.caches = caches
         self.device = torch.cuda.current_device() if device.type == "cuda" else -1
         self._lock = threading.Lock()
         self._remotes: OrderedDict[bytes, RemoteAgent] = OrderedDict()  # by their metadata, the last used one last
         self._dropped: dict[bytes, RemoteAgent] = {}  # those that are still used
         self._unended: list[tuple[Any, RemoteAgent]] = []  # transfers that could not be aborted, and may still write
-        self._agent: Any = nixl_agent(f"stoker-{uuid.uuid4().hex}", nixl_agent_config(backends=["UCX"]))
+        self._agent: Any = create_agent(f"stoker-{uuid.uuid4().hex}")
         self.pages = [
             (cache.keys.data_ptr(), cache.values.data_ptr() if cache.values is not None else 0) for cache in caches
         ]  # fmt: skip
@@ -264,17 +254,6 @@ class NixlReader:
         self._agent.disconnect(self._remote, has_failed=self._has_failed or bool(self._handles))
         self._handles.clear()
         return all(aborted)
-
-
-@functools.cache
-def _exit_without_destructors() -> None:
-    """Skip the destructors of libraries at the end of this process, with its exit status.
-
-    With NIXL 1.5.1, that of UCX's copy of libnl-route crashes (rtnl_tc_unregister), also after all agents were closed. on_exit (glibc)
-    calls _exit with the status after Python has finished.
-    """
-    libc = ctypes.CDLL(None)
-    libc.on_exit(libc._exit, None)
 
 
 def memory_type(device: int) -> str:

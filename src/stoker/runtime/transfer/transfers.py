@@ -23,7 +23,8 @@ from stoker.runtime.transfer.address import TransferAddress, parse_transfer
 from stoker.runtime.transfer.exports import Exports
 from stoker.runtime.transfer.imports import Imports
 from stoker.runtime.transfer.layout import EngineLayout, RankLayout, local_layers
-from stoker.runtime.transfer.nixl_agent import NixlAgent, has_nixl
+from stoker.runtime.transfer.nixl_agent import NixlAgent
+from stoker.runtime.transfer.nixl_library import has_nixl
 from stoker.runtime.transfer.pages import RankPages
 from stoker.runtime.transfer.progress import StepProgress
 from stoker.runtime.transfer.puller import Rank
