@@ -120,6 +120,22 @@ def test_quantizes_with_a_scale_per_head(dtype: torch.dtype, tokens: int) -> Non
         assert torch.equal(read_slots(stored, slots).view(torch.int8), want.view(torch.int8))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantizes_ties_to_even_and_clamps_all_magnitudes(dtype: torch.dtype) -> None:
+    scale = torch.tensor([0.25])
+    # Of int8, units of 24.5 to 28 are ties; of e4m3, odd units from 17 on are, whose step is 2.
+    units = [24.5, 25.5, -26.5, 17, 19, -21, 27, 447, 449, -127.5, 0, 1e-30, 1e30, -1e30, float("inf"), -float("inf")]
+    v = (torch.tensor(units) * scale).view(1, 1, 16)
+    cache = KVCache(pages(1, 16, 16, dtype), pages(1, 16, 16, dtype), scale, scale)
+    zero = torch.zeros(1, dtype=torch.int32)
+    kernels.rope_store(torch.zeros(1, 1, 16), v.clone(), v, zero, None, False, cache, zero)
+    limit = 127.0 if dtype == torch.int8 else 448.0
+    clamped = torch.tensor(units).clamp(-limit, limit)
+    want = clamped.round().to(torch.int8) if dtype == torch.int8 else clamped.to(dtype)
+    for stored in (cache.keys, cache.values):
+        assert torch.equal(read_slots(stored, zero)[0, 0].view(torch.int8), want.view(torch.int8))
+
+
 def transform_matrix(size: int, dim: int, interleaved: bool) -> Tensor:
     """float64 [size, size]: the matrix of `reference.rope.hadamard_transform`, whose signs follow from the common bits of two indices."""
     matrix = torch.zeros(size, size, dtype=torch.float64)

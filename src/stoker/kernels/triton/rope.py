@@ -67,8 +67,15 @@ class HeadFeatures(NamedTuple):
 
 @triton.jit
 def quantize(x, scale, DTYPE: tl.constexpr):
-    """x ÷ scale rounded to the nearest value of int8 (ties to even) or float8_e4m3fn, clamped to its range."""
-    units = tl.div_rn(x.to(tl.float32), scale)
+    """x ÷ scale rounded to the nearest value of int8 (ties to even) or float8_e4m3fn, clamped to its range.
+
+    The quotient is a product with 1 ÷ scale, computed once per head, plus the product of its remainder, which rounds it as a division
+    does: 5 instructions instead of 12 and a call for unusual exponents. The first clamp keeps the remainder finite.
+    """
+    x = x.to(tl.float32)
+    inverse = 1.0 / scale
+    units = tl.minimum(tl.maximum(x * inverse, -448.0), 448.0)
+    units = tl.fma(tl.fma(units, -scale, x), inverse, units)
     if DTYPE == tl.int8:  # noqa: SIM300
         units = tl.minimum(tl.maximum(units, -127.0), 127.0)
         # Adding 1.5 × 2^23 leaves no fraction bits: the sum is rounded to an integer, to even on a tie.
