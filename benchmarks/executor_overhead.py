@@ -37,6 +37,8 @@ from stoker.runtime.worker_group.records import decode_record, encode_step, max_
 class StubRunner:
     """Builds the inputs of each step, publishes it, and returns token 7."""
 
+    capture_is_due = False
+
     def __init__(self, num_rows: int, max_blocks: int, block_size: int, max_tokens: int, followers: int) -> None:
         self.inputs, self.follower_inputs = (InputBuilder(num_rows, max_blocks, block_size, torch.device("cpu")) for _ in range(2))
         self.channel = SharedMemoryChannel(followers, max_step_size(max_tokens, num_rows, max_blocks)) if followers else None

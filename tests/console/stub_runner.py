@@ -29,6 +29,8 @@ INFO = ExecutorInfo(
 class StubRunner:
     """Sequence i of any request generates the ids of `answer`, and then `end_id`. A step takes `step_s` seconds."""
 
+    capture_is_due = False
+
     def __init__(self, answer: list[int], end_id: int, step_s: float = 0.0) -> None:
         self.answer, self.end_id, self.step_s = answer, end_id, step_s
         self.gate = threading.Event()  # steps wait for it

@@ -99,8 +99,13 @@ class Device:
     def close(self) -> None:
         return
 
+    @property
+    def capture_is_due(self) -> bool:
+        return self.dice.random() < 0.1
+
     def capture_next(self) -> bool:
-        return False
+        assert not self._in_flight, "the capture is in the time of a step"
+        return True
 
     def zero_blocks(self, blocks: list[int]) -> None:
         assert not any(set(blocks) & set(used) for used in self._in_flight), "a block of a step in flight is zeroed"

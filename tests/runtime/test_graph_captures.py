@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable
 from unittest.mock import MagicMock
 
@@ -18,6 +19,8 @@ from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.worker.cuda_graphs import CapturedStep, Graphs
 from stoker.runtime.worker.graph_shapes import GraphShapes, row_buckets, thinned
 from stoker.runtime.worker.inputs import Shape
+from stoker.runtime.worker.model_runner import ModelRunner
+from stoker.runtime.worker.row_tracker import RowTracker
 from stoker.runtime.worker_group.channels.channel import HEADER_SIZE
 from stoker.runtime.worker_group.follower import _run_steps
 from stoker.runtime.worker_group.records import END, encode_capture
@@ -26,17 +29,19 @@ PARTS = 3  # of a capture
 
 
 class CountedGraphs(Graphs):
-    """A capture has three parts and captures nothing. `failing`: the shape whose capture fails."""
+    """A capture has three parts and captures nothing. `failing`: the shape whose capture fails. `on_part` is called in each part."""
 
     def __init__(self, max_rows: int, max_tokens: int, max_drafts: int = 0) -> None:
         self.shapes = GraphShapes(max_rows, max_tokens, max_drafts)
         self._captured, self._launched, self._pending = {}, set(), {}
         self.parts: list[Shape] = []
         self.failing: Shape | None = None
+        self.on_part: Callable[[], None] = lambda: None
 
     def advance(self, shape: Shape) -> bool:
         if shape == self.failing:
             raise MemoryError("out of memory")
+        self.on_part()
         self.parts.append(shape)
         self._launched.add(shape)
         if self.parts.count(shape) < PARTS:
@@ -99,19 +104,21 @@ def test_what_steps_needed_is_captured_first_and_what_is_begun_is_completed() ->
     graphs = CountedGraphs(512, 2048)
     first = Shape(64, 8, is_decode=False)
     graphs.warm_up()
-    assert graphs.next_shape() == first and graphs.next_shape(1.0) is None
+    assert graphs.next_shape() == first and not graphs.is_due
     graphs.advance(first)
     for _ in range(31):
         assert graphs.shape_for(step(300, 200)) == Shape(512, 512, is_decode=False)
     assert graphs.shape_for(step(70, 70)) == Shape(128, 128, is_decode=True)
     assert graphs.next_shape() == first
     graphs.capture(first)
-    assert graphs.next_shape() == Shape(384, 256, is_decode=False) and graphs.next_shape(1.0) is None
+    assert graphs.next_shape() == Shape(384, 256, is_decode=False) and not graphs.is_due
+    graphs.advance(Shape(80, 80, is_decode=True))
+    assert graphs.next_shape() == Shape(80, 80, is_decode=True) and not graphs.is_due
     graphs.shape_for(step(300, 200))
-    assert graphs.next_shape(1.0) == Shape(384, 256, is_decode=False), "padding has cost as much as the capture"
+    assert graphs.next_shape() == Shape(384, 256, is_decode=False) and graphs.is_due, "padding has cost as much as the capture"
     graphs.capture(Shape(384, 256, is_decode=False))
     assert graphs.shape_for(step(300, 200)) == Shape(384, 256, is_decode=False)
-    assert graphs.next_shape(1.0) is None and graphs.next_shape() == Shape(80, 80, is_decode=True)
+    assert graphs.next_shape() == Shape(80, 80, is_decode=True) and not graphs.is_due
 
 
 @pytest.fixture
@@ -188,6 +195,36 @@ def test_a_shape_that_steps_need_often_is_captured_between_them(driven: Driven) 
         driven.turn()
         assert graphs.parts == [shape] * min(number, PARTS), "at most one part for each step"
     driven.finish()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_time_of_a_capture_is_not_that_of_a_step(driven: Driven, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    """With overlap (2), the step in flight ends before the capture, and its tokens are sent."""
+    graphs, executor, skipped_s = graphs_of(driven), driven.executor, 0.0
+    monotonic = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + skipped_s)
+    recorded: list[float] = []
+    monkeypatch.setattr(executor.scheduler, "record_time", lambda plan, duration_s: recorded.append(duration_s))
+    num_outputs: list[int] = []
+
+    def on_part() -> None:
+        nonlocal skipped_s
+        skipped_s += 1000.0
+        num_outputs.append(len(driven.mailbox.outputs))
+
+    graphs.on_part, executor._depth = on_part, depth
+    runner = executor.runner
+    assert isinstance(runner, ModelRunner)
+    if depth > 1:  # on a CPU only a tracker resolves ids that the step in flight samples
+        runner.tracker = RowTracker(runner.inputs.num_rows, runner.max_seq_len, runner.inputs.block_size, runner.device, looks_up=False)
+    driven.submit(request([5, 6, 7], max_tokens=8, ignore_eos=True))
+    driven.turn()
+    graphs._pending[graphs.shapes.later()[-1]] = 1.0
+    driven.finish()
+    assert len(graphs.parts) == PARTS and num_outputs == [depth - 1] * PARTS
+    assert len(recorded) == 8 and max(recorded) < 1000.0
+    assert [each.duration_s for each in executor.step_history.steps()] == recorded
+    assert driven.stats.busy_time_s == pytest.approx(sum(recorded))
 
 
 def test_a_capture_that_fails_is_the_last(driven: Driven, caplog: pytest.LogCaptureFixture) -> None:

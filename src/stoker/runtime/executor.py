@@ -43,6 +43,10 @@ class Runner(SequenceHooks, Protocol):
     def zero_blocks(self, blocks: list[int]) -> None:
         """Fill the keys and values of KV cache blocks with zeros."""
 
+    @property
+    def capture_is_due(self) -> bool:
+        """Whether steps have lost as much without a graph of their size as its capture costs."""
+
     def capture_next(self) -> bool:
         """Perform a part of the capture of a further step as a CUDA graph, which takes less than 0.1 s. False if none is left.
 
@@ -172,7 +176,7 @@ class Executor:
 
     def capture_next(self) -> bool:
         """Perform a part of the capture of a further step, between two turns. False if all steps are captured. Raises RankError."""
-        with self.watchdog.step(lambda: "a step is captured as a CUDA graph while no request is running"):
+        with self.watchdog.step(lambda: "a step is captured as a CUDA graph"):
             return self.runner.capture_next()
 
     def capture_all(self) -> None:
@@ -200,6 +204,8 @@ class Executor:
         idle_s = min(timeout_s, _PREPARING_POLL_S) if self._is_preparing else timeout_s
         for message in self.mailbox.poll(0.0 if busy else idle_s):
             self._receive(message)
+        if self.runner.capture_is_due and self.scheduler.has_work:
+            self._capture_between_steps()
         now = time.monotonic()
         if self._transfers is not None:
             self._transfers.advance(self._zero_poisoned_blocks)
@@ -211,12 +217,16 @@ class Executor:
         self._launch(now)
         if self._in_flight and (len(self._in_flight) >= self._depth or not self._launched):
             self._commit()
-        if self._outputs:
-            self.mailbox.send(self._outputs)
-            self._outputs = []
+        self._send()
         if self._events is not None and (changes := self.scheduler.event_log) is not None:
             self._events.publish(changes.pop())
         self.stats.heartbeat_s = time.monotonic()
+
+    def _send(self) -> None:
+        """Send the outputs that are queued."""
+        if self._outputs:
+            self.mailbox.send(self._outputs)
+            self._outputs = []
 
     # Messages.
 
@@ -296,6 +306,17 @@ class Executor:
     # Steps.
 
     _launched = False
+
+    def _capture_between_steps(self) -> None:
+        """Perform a part of a capture while no step is in flight, so that no step's time contains it. Raises RankError."""
+        while self._in_flight:
+            self._commit()
+        self._send()
+        try:
+            self.capture_next()
+        except Exception as error:
+            self._raise_rank_error(error)
+            raise
 
     def _launch(self, now: float) -> None:
         """Plan a step, and launch it if it has rows."""

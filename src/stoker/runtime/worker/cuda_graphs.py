@@ -124,13 +124,18 @@ class Graphs:
             self._pending[shape] += _COST_OF_PADDING
         return found
 
-    def next_shape(self, min_cost: float = 0.0) -> Shape | None:
-        """The shape to capture next: one that is begun, or the one without which steps have lost most, or else the most likely one.
+    @property
+    def is_due(self) -> bool:
+        """Whether steps have lost as much without a shape as its capture costs."""
+        return max(self._pending.values(), default=0.0) >= 1.0
 
-        None: for no shape that is left they have lost at least `min_cost` times the duration of its capture.
+    def next_shape(self) -> Shape | None:
+        """The shape to capture next, None if none is left.
+
+        One that is due goes first, then one that is begun, then the one without which steps have lost most, or else the most likely one.
         """
-        pending = [shape for shape, cost in self._pending.items() if cost >= min_cost]
-        return max(pending, key=lambda shape: (shape in self._launched, self._pending[shape]), default=None)
+        pending = self._pending
+        return max(pending, key=lambda shape: (pending[shape] >= 1.0, shape in self._launched, pending[shape]), default=None)
 
     def give_up(self) -> None:
         """Capture no further shapes."""

@@ -150,12 +150,14 @@ class ModelRunner:
         """An estimate of the bytes that all graphs will allocate; 0 without graphs."""
         return 0 if self.graphs is None else self.graphs.footprint()
 
-    def capture_next(self, min_cost: float = 0.0) -> bool:
-        """Perform a part of the capture of a further step, on all ranks. Returns whether there was one to capture.
+    @property
+    def capture_is_due(self) -> bool:
+        """Whether steps have lost as much without a graph of their shape as its capture costs."""
+        return self.graphs is not None and self.graphs.is_due
 
-        `min_cost`: only of a step without which others have lost as many times the duration of a capture. Raises RankError.
-        """
-        shape = self.graphs.next_shape(min_cost) if self.graphs is not None else None
+    def capture_next(self) -> bool:
+        """Perform a part of the capture of a further step, on all ranks. Returns whether there was one to capture. Raises RankError."""
+        shape = self.graphs.next_shape() if self.graphs is not None else None
         if shape is None:
             return False
         if self.publisher is not None:
@@ -191,7 +193,6 @@ class ModelRunner:
         table.update(plan.sequences)
         if self.tracker is not None:
             self.tracker.update(plan.sequences)
-        self.capture_next(min_cost=1.0)
         is_plain = self.graphs is not None and plan.adapters is None and self.sampler.is_plain(plan.sequences)
         shape = self.graphs.shape_for(plan) if self.graphs is not None and is_plain else None
         parts = pack_parts(self.inputs, plan, shape) if plan.parts else [self.inputs.pack(plan, shape)]
