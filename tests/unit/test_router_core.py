@@ -1,4 +1,4 @@
-"""The routing decision: indexes, loads and policies against slow references, and fairness, breakers and leases."""
+"""The routing decision: indexes, loads and policies against slow references, and breakers and leases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from stoker.base.errors import ConfigError, QueueFullError, UnavailableError
 from stoker.router.core.block_index import BlockIndex, Level, PredictedIndex, match_levels
 from stoker.router.core.breaker import Breaker
 from stoker.router.core.consistent_hash import ConsistentHash, hash64
-from stoker.router.core.fair_queue import FairQueue
 from stoker.router.core.load_table import LoadTable
 from stoker.router.core.policy import Route
 from stoker.router.core.prefix import PromptPrefix, text_prefix, token_prefix
@@ -217,52 +216,7 @@ def test_requests_go_to_replicas_that_serve_their_model() -> None:
         assert found == expected
 
 
-# Fairness.
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xy"), st.integers(1, 50)), min_size=1, max_size=60), st.integers())
-def test_flows_receive_equal_service_while_they_wait(pushes: list[tuple[str, str, int]], seed: int) -> None:
-    queue: FairQueue[tuple[str, str, int]] = FairQueue()
-    numbers = [queue.push(push, (push[0], push[1]), push[2]) for push in pushes]
-    dice = random.Random(seed)
-    for number, push in zip(numbers, pushes, strict=True):
-        if dice.random() < 0.2:
-            queue.discard(number)
-            pushes = [p for p in pushes if p is not push]
-    served: Counter[str] = Counter()
-    left = list(pushes)
-    while len(queue):
-        waiting = {push[0] for push in left}
-        item = queue.pop()
-        first = next(push for push in left if push[:2] == item[:2])
-        assert first is item, "the requests of a flow are in order"
-        left.pop(next(i for i, push in enumerate(left) if push is item))
-        served[item[0]] += item[2]
-        among = [served[tenant] for tenant in waiting]
-        assert max(among) - min(among) <= 2 * 50, "tenants that wait receive equal service"
-    assert not left
-    with pytest.raises(IndexError):
-        queue.pop()
-
-
-async def test_a_tenant_with_many_requests_delays_others_little() -> None:
-    made = router(1, max_in_flight=1)
-    running = await made.acquire(Route(tenant="busy"))
-    order: list[str] = []
-
-    async def send(tenant: str) -> None:
-        lease = await made.acquire(Route(tenant=tenant))
-        order.append(tenant)
-        lease.succeed()
-
-    async with asyncio.TaskGroup() as group:
-        for tenant in ["busy"] * 20 + ["quiet"]:
-            group.create_task(send(tenant))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert made.num_waiting == 21
-        running.succeed()
-    assert order.index("quiet") <= 1 and made.num_waiting == 0
+# Requests that wait.
 
 
 async def test_a_full_router_refuses_requests() -> None:

@@ -58,15 +58,18 @@ class Forwarder:
         """
         tried: list[Replica] = []
         refusal: Upstream | None = None  # the response of a replica that is busy or draining
+        failure = ""  # of the last replica that did not answer
         num_retries = self._router.settings.max_retries if repeatable and only is None else 0
         while True:
             try:
                 lease = await self._acquire(forwarded.route, tried, only, wait_for_available=refusal is None or refusal.status != BUSY)
             except UnavailableError:
-                if refusal is None:
-                    raise
-                await self._respond(forwarded, refusal)
-                return
+                if refusal is not None:
+                    await self._respond(forwarded, refusal)
+                    return
+                if failure:
+                    raise UnavailableError(f"{failure}, and no other replica is available.", cure="Send the request again.") from None
+                raise
             if not forwarded.num_attempts:
                 self._metrics.choice.observe(time.monotonic() - forwarded.started_s)
                 self._metrics.cached_tokens.inc(lease.num_cached)
@@ -81,11 +84,9 @@ class Forwarder:
                 upstream = await self._client.send(lease.replica, forwarded.http, forwarded.target, forwarded.body, ticket)
             except (aiohttp.ClientError, TimeoutError) as error:
                 self._fail(lease)
-                was_sent = not isinstance(error, aiohttp.ClientConnectorError)
-                if len(tried) > num_retries or (was_sent and not repeatable):
-                    raise UnavailableError(
-                        f"the replica {lease.replica.name} failed: {_reason(error)}.", cure="Send the request again."
-                    ) from None
+                failure = f"the replica {lease.replica.name} failed: {_reason(error)}"
+                if len(tried) > num_retries:
+                    raise UnavailableError(f"{failure}.", cure="Send the request again.") from None
                 log.warning("%s failed, the request is repeated: %s", lease.replica.name, _reason(error))
                 continue
             except BaseException:
