@@ -1,7 +1,8 @@
 """Measures decoding next to busy processes: CPU time and speed of SmolLM2-135M-Instruct as stored (Q4_1), compared with a quiet machine.
 
 The fair share of the speed is that of a process whose threads get as much of the cores as each busy process:
-speed on the quiet machine × cores ÷ (busy processes + threads).
+speed on the quiet machine × cores ÷ (busy processes + threads). A team that becomes one thread gets cores ÷ (busy processes + 1) of
+the speed of one thread at most, which is `limit_of_one_thread` in the same unit.
 
 PYTHONPATH=src python benchmarks/cpu_contention.py --json benchmarks/results/cpu_contention.json
 """
@@ -42,6 +43,10 @@ def timed(llm: LLM) -> list[float]:
     return [time.perf_counter() - wall, time.process_time() - cpu]
 
 
+def quiet_runs(llm: LLM) -> list[list[float]]:
+    return [timed(llm) for _ in range(16)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=num_threads())
@@ -50,8 +55,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     engine = build_cached(default_checkpoint(), BuildConfig(device="cpu", quantization="AS_STORED"), verify="files").path
-    with LLM(engine, kv_cache_tokens=4096, num_threads=args.threads, prefix_reuse=False) as llm, ExitStack() as stack:
-        quiet = [timed(llm) for _ in range(16)]
+    settings: dict[str, Any] = {"kv_cache_tokens": 4096, "prefix_reuse": False}
+    with LLM(engine, num_threads=1, **settings) as llm:
+        one_thread_wall = min(wall for wall, _ in quiet_runs(llm))
+    with LLM(engine, num_threads=args.threads, **settings) as llm, ExitStack() as stack:
+        quiet = quiet_runs(llm)
         for _ in range(args.busy):
             stack.callback(stack.enter_context(subprocess.Popen([sys.executable, "-c", BUSY])).kill)
         time.sleep(1)  # until all are busy
@@ -65,10 +73,11 @@ def main() -> None:
         "threads": args.threads,
         "busy_processes": args.busy,
         "torch": torch.__version__,
-        "quiet_s": {"wall": best_wall, "cpu": best_cpu},
+        "quiet_s": {"wall": best_wall, "cpu": best_cpu, "wall_with_one_thread": one_thread_wall},
         "busy_s": [{"wall": wall, "cpu": cpu} for wall, cpu in busy],
         "cpu_ratio": [cpu / best_cpu for _, cpu in busy],
         "share_of_fair_speed": [best_wall / wall / fair for wall, _ in busy],
+        "limit_of_one_thread": best_wall / one_thread_wall * (args.busy + args.threads) / (args.busy + 1),
         "targets": TARGETS,
         "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(),
     }

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
 from stoker.kernels.native import build, library, linear
 
-pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C compiler is installed")
+COMPILER = next(filter(None, map(shutil.which, build.COMPILERS)), None)
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler is installed")
 
 FORK = ctypes.CFUNCTYPE(None, ctypes.CFUNCTYPE(None, ctypes.c_void_p), ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-DEADLINE_S = 60.0
 DELAY_S = 0.005
 MOST_DELAYS = 5  # of DELAY_S, after which a team is smaller
+WEIGHT = torch.ones(1024, 512)
 
 
 class Teams:
@@ -26,7 +30,6 @@ class Teams:
 
     def __init__(self) -> None:
         self.sizes: list[int] = []  # of the teams
-        self.is_delayed = True
         self.fork = FORK(self._run)
 
     def _run(self, function: ctypes._FuncPointer, data: int, threads: int, flags: int) -> None:
@@ -34,11 +37,8 @@ class Teams:
         function(data)
         self.sizes.append(threads)
         end = time.perf_counter() + max(DELAY_S, 3 * (time.perf_counter() - started))
-        while self.is_delayed and time.perf_counter() < end:
+        while time.perf_counter() < end:
             pass
-
-
-WEIGHT = torch.ones(1024, 512)
 
 
 @pytest.fixture
@@ -57,54 +57,97 @@ def in_new_thread(work: Callable[[], None]) -> None:
         pool.submit(work).result()
 
 
-def multiply() -> torch.Tensor:
-    return linear.linear(torch.ones(1, 512), WEIGHT)
-
-
-def limited(threads: int) -> int:
-    """The threads of a step that may have `threads`."""
-    library.limit_threads(threads)
-    return torch.get_num_threads()
-
-
-def shrink(threads: int) -> int:
-    """Delay teams of `threads` until they are smaller. Returns their new size."""
-    for _ in range(MOST_DELAYS):
-        assert torch.equal(multiply(), torch.full((1, 1024), 512.0))
-        if (size := limited(threads)) < threads:
-            return size
-    pytest.fail("the team did not become smaller")
-
-
 @pytest.mark.parametrize(("threads", "fewer"), [(2, 1), (4, 3), (8, 6)])
-def test_teams_that_wait_become_smaller(threads: int, fewer: int, teams: Teams) -> None:
+def test_steps_get_fewer_threads(threads: int, fewer: int, teams: Teams) -> None:
     def work() -> None:
         torch.set_num_threads(threads)
-        assert shrink(threads) == fewer  # also if other work delays the first team
+        for _ in range(MOST_DELAYS):
+            assert torch.equal(linear.linear(torch.ones(1, 512), WEIGHT), torch.full((1, 1024), 512.0))
+            library.limit_threads(threads)
+            if torch.get_num_threads() < threads:
+                break
+        assert torch.get_num_threads() == fewer  # also if other work delays the first team
         assert set(teams.sizes) == {threads}
 
     in_new_thread(work)
 
 
-def test_teams_grow_again(teams: Teams) -> None:
-    def work() -> None:
-        torch.set_num_threads(2)
-        for _ in range(2):
-            shrink(2)
-            deadline = time.perf_counter() + DEADLINE_S
-            while limited(2) == 1:
-                assert time.perf_counter() < deadline, "the team did not grow"
+class Region(ctypes.Structure):
+    """What the calling thread does in a region, in nanoseconds."""
 
-    in_new_thread(work)
+    _fields_ = [(name, ctypes.c_int64) for name in ("before", "work", "suspended", "after")]
 
 
-def test_teams_without_delays_keep_their_threads(teams: Teams) -> None:
-    teams.is_delayed = False
+@pytest.fixture(scope="module")
+def team_clock(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """parallel.c with clocks that only regions move."""
+    path, source = tmp_path_factory.mktemp("team") / "team.so", Path(__file__).with_name("team_clock.c")
+    subprocess.run([COMPILER or "", *build.FLAGS, f"-I{build._SOURCES}", "-o", str(path), str(source)], check=True, timeout=60)
+    loaded = ctypes.CDLL(str(path))
+    loaded.run_region.argtypes, loaded.run_region.restype = [ctypes.c_int64, ctypes.POINTER(Region)], ctypes.c_int64
+    return loaded
 
-    def work() -> None:
-        torch.set_num_threads(2)
-        for _ in range(20):
-            multiply()
-            assert limited(2) == 2
 
-    in_new_thread(work)
+class Simulation:
+    """Regions of the given times in milliseconds, of teams that may have `threads`."""
+
+    def __init__(self, team_clock: ctypes.CDLL, threads: int = 2) -> None:
+        team_clock.forget_contention()
+        self._library, self._threads = team_clock, threads
+
+    def sizes(self, duration: float, *, before: float = 0, work: float = 0, suspended: float = 0, after: float = 0) -> list[int]:
+        """The sizes of the teams of `duration` milliseconds. A team of one thread does not wait for others."""
+        region, found, passed = Region(*(round(ms * 1e6) for ms in (before, work, suspended, after))), [], 0.0
+        while passed < duration:
+            found.append(self._library.run_region(self._threads, ctypes.byref(region)))
+            passed += work + suspended + (before + after if found[-1] > 1 else 0)
+        return found
+
+
+@pytest.mark.parametrize("wait", ["before", "after"])
+@pytest.mark.parametrize(("threads", "sizes"), [(2, [2, 1]), (4, [4, 3]), (8, [8, 6])])
+def test_teams_that_wait_become_smaller(threads: int, sizes: list[int], wait: str, team_clock: ctypes.CDLL) -> None:
+    found = Simulation(team_clock, threads).sizes(30, work=0.1, **{wait: 3.9})
+    assert list(dict.fromkeys(found)) == sizes
+    assert found[:6] == [threads] * 5 + [sizes[1]]  # 20 ms
+
+
+def test_short_waits_are_no_contention(team_clock: ctypes.CDLL) -> None:
+    assert set(Simulation(team_clock).sizes(200, before=0.05, work=0.01, after=0.05)) == {2}
+
+
+def test_a_suspended_thread_does_not_blame_the_others(team_clock: ctypes.CDLL) -> None:
+    """With one thread it would be suspended as well."""
+    assert set(Simulation(team_clock).sizes(1000, work=1, suspended=11)) == {2}
+
+
+@pytest.mark.parametrize(("after", "fewer"), [(5, 2), (8, 1)])
+def test_waits_are_compared_with_the_time_without_suspensions(after: float, fewer: int, team_clock: ctypes.CDLL) -> None:
+    """24 ms, of which the thread runs 12: 5 ms of them are less than half, 8 are more, though less than half of 24."""
+    assert Simulation(team_clock).sizes(48, work=12 - after, suspended=12, after=after)[-1] == fewer
+
+
+def test_teams_grow_again(team_clock: ctypes.CDLL) -> None:
+    simulation = Simulation(team_clock, 8)
+    assert simulation.sizes(500, work=0.1, after=3.9)[-1] == 1
+    assert simulation.sizes(60, work=1)[-1] == 1
+    assert list(dict.fromkeys(simulation.sizes(400, work=1))) == [1, 2, 3, 4, 5, 7, 8]
+    assert set(simulation.sizes(100, work=1)) == {8}
+
+
+def test_larger_teams_are_tried_less_often_when_they_fail(team_clock: ctypes.CDLL) -> None:
+    """The calling thread is not suspended, but the other one of a team is."""
+    found = Simulation(team_clock).sizes(10_000, work=4, after=12)
+    trials = [at for at, (last, size) in enumerate(itertools.pairwise(found)) if size > last]
+    pauses = [4 * (end - begin) for begin, end in itertools.pairwise(trials)]
+    assert pauses[:4] == pytest.approx([200, 400, 800, 1600], abs=60)
+    assert pauses[4:] == pytest.approx([1600] * len(pauses[4:]), abs=60)
+    assert len(trials) == 9
+
+
+def test_no_larger_team_is_tried_while_the_thread_is_suspended(team_clock: ctypes.CDLL) -> None:
+    simulation = Simulation(team_clock)
+    assert simulation.sizes(40, work=1, after=4)[-1] == 1
+    assert set(simulation.sizes(10_000, work=4, suspended=16)) == {1}
+    assert simulation.sizes(60, work=4)[-1] == 1  # of the pause, which began with the last suspension
+    assert simulation.sizes(100, work=4)[-1] == 2

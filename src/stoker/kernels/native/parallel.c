@@ -8,7 +8,12 @@
  *     thread 1   | item 3 | item 4 | item 5 |          wait              | next stage ...
  *
  * A thread that the system suspends, because other processes use the cores, delays all others. `struct contention` notices that and makes
- * the team smaller. See docs/performance.md for what it saves.
+ * the team smaller. For how long a thread is suspended, and waits for suspended threads, follows from two clocks of the calling thread:
+ *
+ *     time of a region     | before its work |          work          | after its work |     outside of the work and in waits: lost
+ *     CPU time                    |######          ####       ######        |                the rest, without sleep: suspended
+ *
+ * See docs/performance.md for what it saves.
  */
 
 #include <stdlib.h>
@@ -26,17 +31,23 @@
 
 #define MAX_SPINS 4096           /* polls before a waiting thread sleeps: about 50 µs */
 #define MIN_LOST_NS 100000       /* a shorter wait is no sign of a suspended thread */
-#define WINDOW_NS 20000000       /* of work, after which the part that was lost is judged */
+#define WINDOW_NS 20000000       /* of regions, which are then judged together */
 #define FIRST_PAUSE_NS 100000000 /* the time after which a larger team is tried; doubled whenever that fails */
 #define LAST_PAUSE_NS 1600000000
 
-/* Whether the teams of a calling thread have to share their cores with other work. */
+/* Whether the teams of a calling thread have to share their cores with other work. Times are in nanoseconds. */
 struct contention {
     int64_t limit;        /* threads of a team; 0: all */
-    int64_t until, pause; /* when a larger team is tried; the length of that wait */
+    int64_t all;          /* threads of the team that was made smaller */
+    int64_t until, pause; /* when a larger team may be tried; the length of that wait */
     int64_t grown;        /* when the team was made larger */
-    int64_t lost;         /* nanoseconds of the current region in which the calling thread waited, after its spins */
-    int64_t sum, total;   /* of the regions of a window: nanoseconds lost, and in all */
+    int64_t lost;         /* of the current region: how long the calling thread waited for others, after its spins */
+    int64_t slept;        /* the part of it in which the calling thread slept */
+    struct window {
+        int64_t threads;            /* of the largest team */
+        int64_t total, lost, slept; /* sums over the regions */
+        int64_t cpu;                /* CPU time of the calling thread when the window began */
+    } window;
 };
 
 static _Thread_local struct contention contention;
@@ -50,11 +61,16 @@ struct team {
     struct contention *caller;
 };
 
-static int64_t now_ns(void) {
+static int64_t read_clock(clockid_t clock) {
     struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
+    clock_gettime(clock, &now);
     return now.tv_sec * 1000000000ll + now.tv_nsec;
 }
+
+static int64_t now_ns(void) { return read_clock(CLOCK_MONOTONIC); }
+
+/* A system call, which takes 20 times as long as now_ns. */
+static int64_t thread_cpu_ns(void) { return read_clock(CLOCK_THREAD_CPUTIME_ID); }
 
 static inline void pause_core(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -97,7 +113,10 @@ static void wait_until_done(struct stage *stage, const struct team *team) {
     int64_t started = now_ns();
     __atomic_add_fetch(&stage->sleepers, 1, __ATOMIC_SEQ_CST);
     for (int32_t done; (done = __atomic_load_n(&stage->done, __ATOMIC_SEQ_CST)) < stage->count;) sleep_while(&stage->done, done);
-    if (team->caller == &contention) contention.lost += now_ns() - started;
+    if (team->caller != &contention) return;
+    int64_t slept = now_ns() - started;
+    contention.lost += slept;
+    contention.slept += slept;
 }
 
 /* Do the items of range `range` of stage number `s` that no thread has taken. */
@@ -122,43 +141,64 @@ static void run_team_member(void *data) {
     }
 }
 
-/* The same with the wait for the end of the others, which begins here and ends in run_team. */
+/* The same. The calling thread leaves in `lost` the time that passes in the OpenMP runtime before and after its work, which is long if the
+ * other threads have not yet left the last region or not yet ended this one. */
 static void run_forked_member(void *data) {
+    int is_caller = ((struct team *)data)->caller == &contention;
+    if (is_caller) contention.lost += now_ns();
     run_team_member(data);
-    if (((struct team *)data)->caller == &contention) contention.lost -= now_ns();
+    if (is_caller) contention.lost -= now_ns();
 }
 
-/* Run a team of `threads` > 1. Make the next ones smaller if more time is lost in waits for suspended threads than by having fewer. */
+static void make_smaller(struct contention *c, int64_t threads, int64_t fewer, int64_t now) {
+    int has_grown = c->grown && now - c->grown < c->pause;
+    c->pause = !has_grown ? FIRST_PAUSE_NS : c->pause < LAST_PAUSE_NS ? 2 * c->pause : c->pause;
+    if (!c->limit) c->all = threads;
+    c->limit = fewer;
+    c->until = now + c->pause;
+}
+
+static void make_larger(struct contention *c, int64_t larger, int64_t now) {
+    c->grown = now;
+    c->limit = larger < c->all ? larger : 0;
+}
+
+/* Teams become smaller if more of the time in which the calling thread is not suspended is lost than fewer threads would cost. After a
+ * pause, they become larger, but not while the calling thread itself is suspended for so long that other threads would not help. */
+static void judge_window(struct contention *c, int64_t now) {
+    const struct window *w = &c->window;
+    int64_t fewer = w->threads * 3 / 4, larger = c->limit + (c->limit + 3) / 4;
+    int64_t suspended = w->total - w->slept - (thread_cpu_ns() - w->cpu); /* or less: CPU time between the regions counts, too */
+    if (suspended < 0) suspended = 0;
+    if (w->threads > 1 && w->lost * w->threads > (w->total - suspended) * (w->threads - fewer)) make_smaller(c, w->threads, fewer, now);
+    else if (!c->limit) return;
+    else if (suspended * larger > w->total * (larger - c->limit)) c->until = now + c->pause;
+    else if (now >= c->until) make_larger(c, larger, now);
+}
+
+/* Run a team and measure it. */
 static void run_team(fork_function *fork, int64_t threads, struct team *team) {
     struct contention *c = &contention;
+    struct window *w = &c->window;
     int64_t started = now_ns();
-    c->lost = 0;
-    fork(run_forked_member, team, threads, 0);
-    int64_t ended = now_ns(), fewer = threads * 3 / 4;
-    c->lost += ended;
-    c->total += ended - started;
-    if (c->lost > MIN_LOST_NS) c->sum += c->lost;
-    int has_grown = c->grown && ended - c->grown < c->pause;
-    if (c->total < WINDOW_NS) return;
-    if (c->sum * threads > c->total * (threads - fewer)) {
-        c->pause = !has_grown ? FIRST_PAUSE_NS : c->pause < LAST_PAUSE_NS ? 2 * c->pause : c->pause;
-        c->limit = fewer;
-        c->until = ended + c->pause;
-    }
-    c->sum = c->total = 0;
+    if (!w->total) *w = (struct window){.cpu = thread_cpu_ns()};
+    c->lost = c->slept = 0;
+    if (threads > 1) fork(run_forked_member, team, threads, 0);
+    else run_team_member(team);
+    int64_t taken = now_ns() - started;
+    if (threads > 1) c->lost += taken;
+    if (c->lost > MIN_LOST_NS) w->lost += c->lost;
+    if (w->threads < threads) w->threads = threads;
+    w->slept += c->slept;
+    w->total += taken;
+    if (w->total < WINDOW_NS) return;
+    judge_window(c, started + taken);
+    w->total = 0;
 }
 
 int64_t team_size(int64_t threads) {
-    struct contention *c = &contention;
-    if (!c->limit || threads <= c->limit) return threads;
-    int64_t now = now_ns();
-    if (now < c->until) return c->limit;
-    c->grown = now;
-    c->sum = c->total = 0;
-    c->until = now + c->pause;
-    c->limit += (c->limit + 3) / 4;
-    if (c->limit >= threads) c->limit = 0;
-    return c->limit ? c->limit : threads;
+    int64_t limit = contention.limit;
+    return limit && limit < threads ? limit : threads;
 }
 
 int stoker_team_size(const int64_t *threads) { return team_size(*threads); }
@@ -170,7 +210,7 @@ void run_stages(fork_function *fork, int64_t threads, struct stage *stages, int6
     if (threads > most) threads = most;
     struct team team = {stages, count, threads, single, 0, &contention};
     if (count * team.ranges > 64 && !(team.next = calloc(count * team.ranges, sizeof *team.next))) team.ranges = 1, team.next = single;
-    if (threads > 1) run_team(fork, threads, &team);
+    if (threads > 1 || contention.limit) run_team(fork, threads, &team);
     else run_team_member(&team);
     if (team.next != single) free(team.next);
 }
