@@ -2,15 +2,16 @@
 
     PYTHONPATH=src python benchmarks/throughput_floor.py --config benchmarks/models/llama-3.1-8b --run 2048/128:640 --run 1000/1000:640
 
-The steps are those that the scheduler plans for requests that arrive together, so the script needs no device. For a dense model with one
-kind of attention and gated linears it adds up, without overlap:
+The steps are those that the scheduler plans for requests that arrive together, so the script needs no device. For a model with one kind
+of attention and gated linears or experts it adds up, without overlap:
 
 linears            multiply-adds of every token at `--linear-tflops`, or the bytes of the weights, whichever takes longer in a step
 head               the same for the rows of a step that sample
 prompt attention   multiply-adds of the causal half at `--attention-tflops`
 decode attention   bytes of the keys and values that decode rows read
 
-Nothing else is included: norms, quantization, rotation, sampling, the loop. The defaults are of one H200 with FP8 weights.
+Nothing else is included: norms, quantization, rotation, sampling, the loop. Tensor-parallel ranks (`--ranks`) divide all of it; their
+communication takes no time. The defaults are of one H200 with FP8 weights.
 """
 
 from __future__ import annotations
@@ -40,21 +41,37 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes in a config.json that determine the work of a token."""
+    """The sizes in a config.json that determine the work of a token. A dense model has one expert."""
 
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
-    head_dim: int
     vocab_size: int
+    head_dim: int = 128
+    num_local_experts: int = 1
+    num_experts_per_tok: int = 1
 
     @property
-    def linear_weights(self) -> int:
-        """Weights of the linears of all layers."""
+    def attention_weights(self) -> int:
+        """Weights of the linears of attention of all layers."""
         heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
-        return self.num_hidden_layers * self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
+        return self.num_hidden_layers * self.hidden_size * heads * self.head_dim
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of one expert of each layer."""
+        return 3 * self.num_hidden_layers * self.hidden_size * self.intermediate_size
+
+    @property
+    def multiplied_weights(self) -> int:
+        """Weights of the layers that a token is multiplied by."""
+        return self.attention_weights + self.num_experts_per_tok * self.expert_weights
+
+    def experts_read(self, tokens: int) -> float:
+        """The mean number of experts of a layer that at least one of `tokens` tokens chooses, if they choose evenly."""
+        return self.num_local_experts * (1 - (1 - self.num_experts_per_tok / self.num_local_experts) ** tokens)
 
     @property
     def head_weights(self) -> int:
@@ -101,17 +118,19 @@ class Floor(msgspec.Struct, kw_only=True):
             self.decode_rows_beside_prompts += plan.num_decodes
         else:
             self.decode_steps += count
-        self.linears_s += count * _product_s(tokens, model.linear_weights, rates)
-        self.head_s += count * _product_s(plan.num_decodes + sum(plan.samples[-len(plan.sequences) :]), model.head_weights, rates)
+        read = model.attention_weights + model.experts_read(tokens) * model.expert_weights
+        self.linears_s += count * _product_s(tokens, model.multiplied_weights, read, rates)
+        sampled, head = plan.num_decodes + sum(plan.samples[-len(plan.sequences) :]), model.head_weights
+        self.head_s += count * _product_s(sampled, head, head, rates)
         pairs = sum(new * start + new * (new + 1) // 2 for start, new in zip(plan.starts, plan.num_new, strict=True))
         self.prompt_attention_s += pairs * model.pair_operations / (1e12 * rates.attention_tflops)
         keys = count * (plan.num_context_tokens - sum(plan.starts)) + plan.num_decodes * count * (count - 1) // 2
         self.decode_attention_s += keys * model.cached_values * rates.cache_bytes / (1e12 * rates.memory_tbs)
 
 
-def _product_s(rows: int, weights: int, rates: Rates) -> float:
-    """Seconds of `rows` tokens times `weights` weights."""
-    return max(2 * rows * weights / (1e12 * rates.linear_tflops), weights * rates.weight_bytes / (1e12 * rates.memory_tbs)) if rows else 0.0
+def _product_s(rows: int, weights: int, read: float, rates: Rates) -> float:
+    """Seconds of `rows` tokens times `weights` weights each, where `read` weights are read."""
+    return max(2 * rows * weights / (1e12 * rates.linear_tflops), read * rates.weight_bytes / (1e12 * rates.memory_tbs)) if rows else 0.0
 
 
 def floor_of(isl: int, osl: int, count: int, model: Model, rates: Rates, kv_cache_tokens: int, max_num_tokens: int) -> Floor:
@@ -147,12 +166,18 @@ def main() -> None:
     parser.add_argument("--memory-tbs", type=float, default=4.3)
     parser.add_argument("--weight-bytes", type=float, default=1.0, help="bytes per weight")
     parser.add_argument("--cache-bytes", type=float, default=2.0, help="bytes per key or value")
-    parser.add_argument("--kv-cache-gb", type=float, default=125.0, help="an H200 with FP8 weights; 118 with 16 bits")
+    parser.add_argument(
+        "--kv-cache-gb", type=float, default=125.0, help="of all ranks; an H200 with 8B FP8 weights: 125, with 16 bits: 118"
+    )
+    parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--max-num-tokens", type=int, default=8192)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     model = msgspec.json.decode((args.config / "config.json").read_bytes(), type=Model)
     rates = msgspec.convert({name: getattr(args, name) for name in Rates.__struct_fields__}, Rates)
+    rates = msgspec.structs.replace(
+        rates, **{name: args.ranks * getattr(rates, name) for name in ("linear_tflops", "attention_tflops", "memory_tbs")}
+    )
     kv_cache_tokens = int(1e9 * args.kv_cache_gb / (model.cached_values * rates.cache_bytes))
     rows = []
     for run in args.run:

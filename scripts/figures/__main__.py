@@ -11,6 +11,7 @@ from fused_layer import fused_layer
 from kv_cache import kv_cache
 from placement import placement
 from plots import fused_layer_time, step_time, throughput
+from reached import reached_floors
 from request import request
 from routing import routing
 from scaling import scaling
@@ -25,7 +26,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 def generated_files() -> dict[str, str]:
     """Path below docs/ → content."""
     drawings = (
-        request, routing, engine, kv_cache, fused_layer, placement, step_time, throughput, fused_layer_time, scaling, speculation,
+        request, routing, engine, kv_cache, fused_layer, placement, step_time, throughput, reached_floors, fused_layer_time, scaling,
+        speculation,
     )  # fmt: skip
     figures = {f"images/{draw.__name__}.svg": draw().svg() for draw in drawings}
     return figures | {"stylesheets/figures.css": stylesheet()}
