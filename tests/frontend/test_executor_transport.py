@@ -19,7 +19,7 @@ from fake_executor import FakeExecutor, info
 
 from stoker.base.errors import ConfigError, RequestError, UnavailableError
 from stoker.base.types import FinishReason, SamplingParams
-from stoker.runtime.client import ExecutorClient, Mailbox
+from stoker.runtime.client import ExecutorClient, Mailbox, Message
 from stoker.runtime.request import TokenRequest
 from stoker.runtime.transport.in_process import InProcessClient, InProcessMailbox
 from stoker.runtime.transport.zmq_client import ZmqExecutorClient
@@ -70,6 +70,22 @@ async def collect(client: ExecutorClient, request: TokenRequest) -> dict[int, li
 
 
 both = pytest.mark.parametrize("kind", ["inprocess", "zmq"])
+
+
+@both
+def test_another_thread_ends_the_wait_for_a_message(kind: str) -> None:
+    mailbox = make_mailbox(kind)
+    found: list[list[Message]] = []
+    for num_wakes in (1, 100_000):  # more than fit into the buffer of a socket
+        thread = threading.Thread(target=lambda: found.append(mailbox.poll(3600.0)), daemon=True)
+        thread.start()
+        for _ in range(num_wakes):
+            mailbox.wake()
+        thread.join(30.0)
+        assert not thread.is_alive()
+    assert found == [[], []]
+    mailbox.close()
+    mailbox.wake()  # has no effect
 
 
 @both

@@ -24,6 +24,9 @@ class SynchronousMailbox(Mailbox):
         self.messages.clear()
         return messages
 
+    def wake(self) -> None:
+        """Does nothing, because `poll` never waits."""
+
     def send(self, outputs: list[SequenceOutput]) -> None:
         """Collect outputs for `pop_outputs`."""
         self.outputs += outputs

@@ -50,6 +50,7 @@ class Admission:
         self.prepare_timeout_s = QUEUE_TIMEOUT_S + guide_timeout_s
         self.waits_for_ids = waits_for_ids  # set Sequence.waits_for_ids of every sequence
         self.on_begin: Callable[[Sequence], None] = lambda seq: None  # called before a sequence is queued
+        self.on_prepared: Callable[[], None] = lambda: None  # called, from any thread, when a grammar is compiled or was refused
         self._seq_ids = itertools.count()
         # By request: the grammar, if it has a guide, the import of its prompt, if there is one, the start time, and its sequences.
         self._preparing: dict[str, tuple[Future[Any] | None, Future[None] | None, float, list[Sequence]]] = {}
@@ -90,6 +91,8 @@ class Admission:
             self._begin(sequences)
         else:
             self._preparing[request.request_id] = (future, imported, now, sequences)
+            if future is not None:
+                future.add_done_callback(lambda future: self.on_prepared())
 
     def advance(self) -> list[tuple[Sequence, Exception]]:
         """Queue the sequences whose preparation is complete.

@@ -84,6 +84,10 @@ class Mailbox(ABC):
         """Messages in order of arrival. Waits at most `timeout_s` seconds for the first one; 0 does not wait."""
 
     @abstractmethod
+    def wake(self) -> None:
+        """End the wait of `poll`, or else the next one, also without a message. May be called from any thread."""
+
+    @abstractmethod
     def send(self, outputs: list[SequenceOutput]) -> None:
         """Send the outputs of a step, in one message per client. Outputs for clients that have left are dropped."""
 

@@ -31,7 +31,7 @@ log = get_logger(__name__)
 
 _NO_TOKEN = ErrorInfo("bad_logits", "no token can be sampled: the logits are not finite, or every token is banned.")
 _IDLE_POLL_S = 0.5  # an idle loop wakes at this interval for heartbeats and deadlines
-_PREPARING_POLL_S = 0.002  # interval at which an idle loop checks for compiled grammars
+_PREPARING_POLL_S = 0.05  # the same while other threads work for it, which wake it: for deadlines, and leases of blocks
 
 
 class Runner(SequenceHooks, Protocol):
@@ -113,8 +113,10 @@ class Executor:
         self.admission = Admission(
             runner, scheduler, config.max_queue_size, guide_timeout_s=config.guide_timeout_s, waits_for_ids=self._num_stages > 1
         )
+        self.admission.on_prepared = mailbox.wake
         if transfers is not None:
             self.admission.on_begin = transfers.begin_export
+            transfers.wake_with(mailbox.wake)
         self.watchdog = Watchdog(info.step_timeout_s)
         self.step_history = StepHistory()
         self.ended = EndedSequences()

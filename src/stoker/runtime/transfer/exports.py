@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
@@ -65,6 +66,7 @@ class Exports:
         self._by_seq: dict[int, Export] = {}
         self._refused: deque[str] = deque(maxlen=1024)
         self._changed = threading.Condition()
+        self.on_change: Callable[[], None] = lambda: None  # called from threads when the step loop has to release blocks
         self.num_completed = 0  # that were read
         self.num_failed = 0
 
@@ -163,9 +165,11 @@ class Exports:
             link.send(SEGMENTS, msgspec.msgpack.encode(Segments(segments)))
         elif kind == DONE:
             self._finish(self._export_of(link))
+            self.on_change()
             link.send(OK)
         elif kind == DECLINE:
             self._open(link, decode(body, Open).transfer_id).is_done = True
+            self.on_change()
             link.send(OK)
         else:
             return False
@@ -177,6 +181,7 @@ class Exports:
             for export in self._by_id.values():
                 if export.link is link and not export.is_done:
                     export.failure = export.failure or "is not read any more: the connection was closed"
+        self.on_change()
 
     def _open(self, link: Link, transfer_id: str) -> Export:
         """The export with this id, which may be added a little later. Each can be opened once."""

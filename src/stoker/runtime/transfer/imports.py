@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
@@ -103,6 +104,7 @@ class Imports:
         self._kv_cache, self._layout, self._rank, self._others = kv_cache, layout, rank, others
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="kv import")
         self.held = HeldPrompts(kv_cache)
+        self.on_change: Callable[[], None] = lambda: None  # called from threads when the step loop has to allocate or adopt blocks
         self._imports: list[Import] = []
         self._ended: queue.SimpleQueue[Import] = queue.SimpleQueue()
         self._unaborted: list[ImportTargets] = []  # of failed imports, to which copies of this rank may still write
@@ -231,6 +233,7 @@ class Imports:
             log.exception("the transfer %s failed", each.ticket.transfer_id)
             each.failure = repr(error)
         self._ended.put(each)
+        self.on_change()
 
     def _read(self, each: Import, link: Link) -> None:
         """Read all blocks that are not here, and confirm it to the exporting engine, which has held them until then."""
@@ -244,6 +247,7 @@ class Imports:
         # Both engines compare the same two layouts, so that of two engines that wait for each other (at least) one gives way.
         each.may_give_way = msgspec.msgpack.encode(self._layout) <= msgspec.msgpack.encode(opened.layout)
         each.wants_blocks = True
+        self.on_change()
         deadline = time.monotonic() + timeout_s
         while not each.has_blocks.wait(0.05):
             each.check()

@@ -131,6 +131,10 @@ class Transfers:
         """Whether blocks are held for another engine, or are being written."""
         return bool(self.exports.num_held or self.imports.num_running)
 
+    def wake_with(self, wake: Callable[[], None]) -> None:
+        """Call `wake` from now on, in other threads, when `advance` has something to do."""
+        self.exports.on_change = self.imports.on_change = wake
+
     def begin_import(self, request: TokenRequest) -> Future[None] | None:
         """Start to read the prompt of a request with a ticket to import. None if there is nothing to read."""
         ticket = request.transfer

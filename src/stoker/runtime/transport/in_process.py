@@ -24,19 +24,22 @@ class InProcessMailbox(Mailbox):
         self.info = info
         self.last_poll_s = time.monotonic()
         self.closed_reason: str | None = None
-        self._queue: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: a call of `wake`
         self._clients: dict[str, InProcessClient] = {}
 
     def poll(self, timeout_s: float) -> list[Message]:
         self.last_poll_s = time.monotonic()
-        messages: list[Message] = []
+        messages: list[Message | None] = []
         with contextlib.suppress(queue.Empty):
             if timeout_s > 0:
                 messages.append(self._queue.get(timeout=timeout_s))
             while True:
                 messages.append(self._queue.get_nowait())
         self.last_poll_s = time.monotonic()
-        return messages
+        return [message for message in messages if message is not None]
+
+    def wake(self) -> None:
+        self._queue.put(None)
 
     def send(self, outputs: list[SequenceOutput]) -> None:
         """Post the outputs to the event loops of their clients. Those of unknown clients are dropped."""

@@ -6,7 +6,9 @@ is detected by its closed connection, a stopped process by ZeroMQ's heartbeats, 
 
 from __future__ import annotations
 
+import contextlib
 import math
+import socket
 import time
 
 import msgspec
@@ -26,6 +28,7 @@ log = get_logger(__name__)
 MAX_MESSAGE_BYTES = 1 << 28
 MAX_MESSAGES_PER_POLL = 256  # limits the delay of the next step when many requests arrive
 MAX_QUEUED_STEPS = 10_000  # messages for a frontend that does not read; with more, its requests are cancelled
+MAX_WAKEUPS = 4096  # that end one wait together
 HEARTBEAT_S = 1.0
 CLIENT_TIMEOUT_S = 15.0  # requests of a frontend that sends nothing for this time are cancelled
 
@@ -114,6 +117,8 @@ class ZmqMailbox(Mailbox):
         self._next_check_s = 0.0
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(list[ToExecutor]).decode
+        self._waker, self._wakeups = socket.socketpair()  # a socket of ZeroMQ may be used by one thread only
+        self._waker.setblocking(False)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # raise if the frontend of a message is not connected
@@ -121,6 +126,9 @@ class ZmqMailbox(Mailbox):
         configure(self._socket, client_timeout_s)
         self._socket.bind(address)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wakeups, zmq.POLLIN)
 
     def poll(self, timeout_s: float) -> list[Message]:
         # Reading EVENTS takes a third of the time of a zmq.Poller, and a busy loop does it once per step.
@@ -129,6 +137,10 @@ class ZmqMailbox(Mailbox):
         self._check_clients()
         messages, self._messages = self._messages, []
         return messages
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):  # if the mailbox is closed, or as many wake-ups are pending as fit
+            self._waker.send(b"\0")
 
     def send(self, outputs: list[SequenceOutput]) -> None:
         """Send the outputs to their clients. Those of unknown clients are dropped."""
@@ -155,14 +167,18 @@ class ZmqMailbox(Mailbox):
         for name in list(self._peers):
             self._send(name, Closed(reason))
         self._context.destroy(linger=500)
+        self._waker.close()
+        self._wakeups.close()
 
-    def _wait(self, timeout_s: float) -> int:
-        """Wait for a message for at most `timeout_s` seconds, and check for clients that are gone meanwhile. True if one has arrived."""
+    def _wait(self, timeout_s: float) -> bool:
+        """Wait for a message, for `wake`, or `timeout_s` seconds, and check for clients that are gone. True if a message has arrived."""
         # In intervals, so that an idle loop also detects frontends that do not answer.
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0 and not self._messages:
-            if self._socket.poll(math.ceil(min(left, HEARTBEAT_S) * 1000)):
-                return True
+            if ready := dict(self._poller.poll(math.ceil(min(left, HEARTBEAT_S) * 1000))):
+                if self._wakeups.fileno() in ready:
+                    self._wakeups.recv(MAX_WAKEUPS)
+                return self._socket in ready
             self._check_clients()
         return False
 
