@@ -37,6 +37,7 @@ from stoker.builder.build import build
 from stoker.builder.checkpoint.checkpoint import open_checkpoint
 from stoker.builder.config import BuildConfig
 from stoker.builder.tokenizers.tokenizer_files import write_tokenizer
+from stoker.cli.benchmark.results import provenance
 from stoker.cli.default_model import default_checkpoint
 from stoker.engine.layerwise import LayerwiseModel, Scores, split_windows
 from stoker.engine.reader import Engine
@@ -184,7 +185,6 @@ def main() -> None:
         "text_bytes": len(raw),
         "calibration_size": args.calibration_size,
         "window": args.window,
-        "torch": torch.__version__,
     }
     rows, table = earlier(args.json, about), {name: ROWS[name] for name in UNTIED} if args.untied else ROWS
     plain: Measured | None = None
@@ -205,6 +205,7 @@ def main() -> None:
                 "greedy_agreement": plain.total.agreement(scores),
                 "standard_error": increase_of(plain.scores, row.scores)["standard_error"],
                 "build_s": seconds,
+                **provenance(),
                 "commit": args.commit,
             }
             if args.untied and row is not plain:

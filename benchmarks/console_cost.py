@@ -28,6 +28,7 @@ from tokenizers import Tokenizer as CoreTokenizer
 from tokenizers import models, pre_tokenizers
 
 from stoker.base.config import Limits, RuntimeConfig
+from stoker.cli.benchmark.results import provenance
 from stoker.frontend.generation import GenerationService
 from stoker.frontend.repository import ModelRepository
 from stoker.frontend.service import Service
@@ -234,7 +235,13 @@ def main() -> None:
     torch.set_num_threads(1)
     with_record, step = measure_record(args.rows, TimedHistory())
     alone, _ = measure_record(args.rows, EmptyTimedHistory())
-    result = {"rows": args.rows, "record_us": with_record - alone, "step_us": step, "record_part": (with_record - alone) / step}
+    result = {
+        **provenance(),
+        "rows": args.rows,
+        "record_us": with_record - alone,
+        "step_us": step,
+        "record_part": (with_record - alone) / step,
+    }
     print(result, flush=True)
     result |= measure_view(args.rows, args.rounds)
     print(result)

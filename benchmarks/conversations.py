@@ -23,7 +23,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import uvloop
 
@@ -209,11 +208,13 @@ def main() -> None:
     if sys.argv[1:2] == ["--serve-router"]:
         serve_router(*sys.argv[2:])
         return
+    from stoker.cli.benchmark.results import provenance
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--conversations", type=int, default=NUM_CONVERSATIONS)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rows: dict[str, Any] = {}
+    rows = provenance()
     for name, num_replicas, policy in (("prefix", 4, "prefix"), ("round_robin", 4, "round_robin"), ("single", 1, "prefix")):
         rows[name] = uvloop.run(measure(num_replicas, policy, args.conversations))
         print(name, json.dumps(rows[name], indent=1), flush=True)

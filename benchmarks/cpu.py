@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -27,7 +26,7 @@ from stoker.builder.build import build_cached
 from stoker.builder.checkpoint.checkpoint import open_checkpoint
 from stoker.builder.config import BuildConfig
 from stoker.builder.verification.reference_model import load_reference_model
-from stoker.cli.benchmark.machine import cpu_name
+from stoker.cli.benchmark.results import provenance
 from stoker.cli.default_model import default_checkpoint
 
 STREAMS = 16
@@ -132,12 +131,7 @@ def main() -> None:
     checkpoint = default_checkpoint()
     stored = build_cached(checkpoint, BuildConfig(device="cpu"), verify="files").path
     engine = build_cached(checkpoint, BuildConfig(device="cpu", quantization="NO_QUANT"), verify="files").path
-    results: dict[str, Any] = {
-        "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "torch": torch.__version__,
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(),
-    }
+    results = provenance()
     results["import_s"] = command_s(sys.executable, "-c", "import stoker") - command_s(sys.executable, "-c", "pass")
     results["help_s"] = command_s(str(Path(sys.executable).with_name("stoker")), "--help")
     print(f"import stoker {results['import_s']:.2f} s, stoker --help {results['help_s']:.2f} s", flush=True)

@@ -20,13 +20,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from stoker import LLM, SamplingParams
 from stoker.base.env import num_threads
 from stoker.builder.build import build_cached
 from stoker.builder.config import BuildConfig
-from stoker.cli.benchmark.machine import cpu_name
+from stoker.cli.benchmark.results import provenance
 from stoker.cli.default_model import default_checkpoint
 
 PROMPT, NEW = 16, 48
@@ -68,18 +66,16 @@ def main() -> None:
     best_wall, best_cpu = (min(column) for column in zip(*quiet, strict=True))
     fair = cores / (args.busy + args.threads)
     results: dict[str, Any] = {
-        "cpu": cpu_name(),
+        **provenance(),
         "cores": cores,
         "threads": args.threads,
         "busy_processes": args.busy,
-        "torch": torch.__version__,
         "quiet_s": {"wall": best_wall, "cpu": best_cpu, "wall_with_one_thread": one_thread_wall},
         "busy_s": [{"wall": wall, "cpu": cpu} for wall, cpu in busy],
         "cpu_ratio": [cpu / best_cpu for _, cpu in busy],
         "share_of_fair_speed": [best_wall / wall / fair for wall, _ in busy],
         "limit_of_one_thread": best_wall / one_thread_wall * (args.busy + args.threads) / (args.busy + 1),
         "targets": TARGETS,
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(),
     }
     print(json.dumps(results))
     if args.json:

@@ -140,7 +140,7 @@ def compare(paths: dict[str, Path], pythons: dict[str, str], threads: int, round
 def main() -> None:
     from stoker.builder.build import build_cached
     from stoker.builder.config import BuildConfig
-    from stoker.cli.benchmark.machine import cpu_name
+    from stoker.cli.benchmark.results import provenance
     from stoker.cli.default_model import default_checkpoint
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -153,15 +153,13 @@ def main() -> None:
     engine = build_cached(gguf, BuildConfig(device="cpu", quantization="AS_STORED"), verify="files").path
     paths, pythons = {"llama.cpp": gguf, "stoker": engine}, {"llama.cpp": args.llama_python, "stoker": sys.executable}
     results = {
-        "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
+        **provenance(),
         "load_average": os.getloadavg()[0],
         "bytes": {
             name: sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
             for name, path in paths.items()
         },
         "rows": [compare(paths, pythons, threads, args.rounds) for threads in args.threads],
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(),
     }
     for row in results["rows"]:
         print(json.dumps({name: row[name] for name in ("threads", *TARGETS)}))

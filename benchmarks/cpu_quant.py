@@ -19,14 +19,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from isolated_process import IsolatedProcess, copy_engine
 
 from stoker import LLM, SamplingParams
 from stoker.base.env import num_threads
 from stoker.builder.build import build_cached
 from stoker.builder.config import BuildConfig
-from stoker.cli.benchmark.machine import cpu_name
+from stoker.cli.benchmark.results import provenance
 from stoker.cli.default_model import default_checkpoint
 
 # name: (quantization, target of tokens per second ÷ those of float32, target of file bytes ÷ those of float32)
@@ -120,13 +119,10 @@ def main() -> None:
         row |= {"target_one_stream_ratio": speed_target, "target_bytes_ratio": size_target}
         print(f"{name:10}", json.dumps(row), flush=True)
     results = {
-        "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
+        **provenance(),
         "threads": args.threads or num_threads(),
-        "torch": torch.__version__,
         "load_average": os.getloadavg()[0],
         "rows": rows,
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(),
     }
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")

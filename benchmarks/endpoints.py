@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import re
 import selectors
 import socket
@@ -37,6 +36,7 @@ import triton_compare  # noqa: E402
 
 from stoker.api.llm import LLM  # noqa: E402
 from stoker.base.types import GenerationRequest, SamplingParams  # noqa: E402
+from stoker.cli.benchmark.results import provenance  # noqa: E402
 from stoker.cli.server_process import running_server  # noqa: E402
 from stoker.frontend.generation import GenerationService  # noqa: E402
 from stoker.frontend.tokenizer import Tokenizer  # noqa: E402
@@ -270,10 +270,7 @@ def main() -> None:
     if args.drain:
         drain(args.drain)
         return
-    found: dict[str, Any] = {
-        "machine": {"python": platform.python_version(), "cpus": len(os.sched_getaffinity(0)), "machine": platform.machine()},
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip(),
-    }
+    found = provenance()
     if args.only != "throughput":
         found["first_token"] = first_token()
     if args.only != "ttft":

@@ -19,6 +19,7 @@ import time
 import torch
 
 from stoker.base.config import Limits, RuntimeConfig
+from stoker.cli.benchmark.results import provenance
 from stoker.profiling.batch_run import random_requests
 from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.client import ExecutorInfo
@@ -185,7 +186,7 @@ def main() -> None:
         print(f"{row['rows']:5} rows: {row['median_ms']:.3f} ms per step (p95 {row['p95_ms']:.3f}){ranks}")
     if args.json:
         with open(args.json, "w") as file:
-            json.dump(results, file, indent=1)
+            json.dump({**provenance(), "results": results}, file, indent=1)
 
 
 if __name__ == "__main__":

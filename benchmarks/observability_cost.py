@@ -15,8 +15,6 @@ import contextlib
 import json
 import multiprocessing
 import multiprocessing.connection
-import os
-import platform
 import random
 import socket
 import statistics
@@ -36,6 +34,7 @@ from sse_stub import InstantService, read_all, request_bytes
 
 from stoker.base import logging
 from stoker.base.types import Delta, GenerationRequest, Timings
+from stoker.cli.benchmark.results import provenance
 from stoker.frontend.repository import ModelRepository
 from stoker.frontend.service import Service
 from stoker.runtime.request import SequenceOutput, TokenRequest
@@ -198,8 +197,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    machine = {"python": platform.python_version(), "cpus": len(os.sched_getaffinity(0)), "machine": platform.machine()}
-    report = {"machine": machine, "streams": STREAMS, "rounds": arguments.rounds, "results": measure(arguments.rounds)}
+    report = {**provenance(), "streams": STREAMS, "rounds": arguments.rounds, "results": measure(arguments.rounds)}
     text = json.dumps(report, indent=1) + "\n"
     if arguments.output is not None:
         arguments.output.write_text(text)

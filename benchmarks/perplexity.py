@@ -29,7 +29,8 @@ from stoker.builder.build import build_cached
 from stoker.builder.checkpoint.checkpoint import open_checkpoint
 from stoker.builder.config import BuildConfig
 from stoker.builder.verification.reference_model import load_reference_model
-from stoker.cli.benchmark.machine import cpu_flags, cpu_name
+from stoker.cli.benchmark.machine import cpu_flags
+from stoker.cli.benchmark.results import provenance
 from stoker.cli.default_model import default_checkpoint
 from stoker.engine.layerwise import split_windows
 
@@ -94,10 +95,8 @@ def main() -> None:
     transformers = summary(runs["transformers"])
     found = {name: summary(runs[name]) for name in engines}
     results = {
-        "cpu": cpu_name(),
+        **provenance(),
         "avx512_bf16": "avx512_bf16" in cpu_flags(),
-        "torch": torch.__version__,
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(),
         "text_sha256": hashlib.sha256(args.text.read_bytes()).hexdigest(),
         "tokens": sum(len(window) - 1 for window in windows),
         "window": args.window,

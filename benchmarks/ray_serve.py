@@ -1,11 +1,12 @@
 """Measures the Ray Serve application with stub replicas, whose steps take 20 ms and have up to 4 sequences, on a cluster of this machine.
 
-    PYTHONPATH=src python benchmarks/ray_serve.py [scale] [latency] [kill] [zero] [--json benchmarks/results/ray_serve.json]
+    PYTHONPATH=src python benchmarks/ray_serve.py [scale] [latency] [kill] [zero] [zero_engine] [--json benchmarks/results/ray_serve.json]
 
 scale: output tokens per second of one and of four replicas, each with as many requests as they have rows.
 latency: time to the first token of streamed requests through Ray Serve and directly to the replica, alternately.
 kill: one of two replicas is killed under load; lost requests, and seconds until two replicas are ready again.
 zero: seconds from a request to its answer when no replica runs.
+zero_engine: the same with SmolLM2-135M on the CPU instead of a stub: its engine is in the cache, and its files were read before.
 
 HAProxy is in front of the ingress, as with `stoker serve --ray`. RAY_SERVE_ENABLE_HA_PROXY=0 in the environment measures with Ray
 Serve's own HTTP proxy; the names of these results end with _own_proxy.
@@ -29,6 +30,7 @@ from typing import Any
 import httpx
 
 from stoker.base import env
+from stoker.cli.benchmark.results import provenance
 from stoker.ray.haproxy import haproxy_variables
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / "cluster")]
@@ -45,9 +47,9 @@ class Client:
         limits = httpx.Limits(max_connections=64, max_keepalive_connections=64)
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, limits=limits, trust_env=False)
 
-    def complete(self, max_tokens: int) -> bool:
+    def complete(self, max_tokens: int, model: str = "stub") -> bool:
         """Whether a request gets all its tokens."""
-        answer = self._client.post("/v1/completions", json={"model": "stub", "prompt": "hi", "max_tokens": max_tokens})
+        answer = self._client.post("/v1/completions", json={"model": model, "prompt": "hi", "max_tokens": max_tokens})
         return answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == max_tokens
 
     def ready(self) -> list[str]:
@@ -68,18 +70,23 @@ class Client:
         return elapsed
 
 
-def deploy_stubs(client: Client, num_replicas: int, **settings: Any) -> None:
+def deploy_engine(client: Client, num_replicas: int, engine: dict[str, Any]) -> None:
     """Deploy this many replicas, and wait until the ingress uses them."""
-    counts = {"min_replicas": num_replicas, "max_replicas": num_replicas, **settings}
-    deploy({"engines": [stub_engine(**counts)], "ingress": {"host": "127.0.0.1", "access_log": False}}, 180)
+    counts = {"min_replicas": num_replicas, "max_replicas": num_replicas}
+    deploy({"engines": [counts | engine], "ingress": {"host": "127.0.0.1", "access_log": False}}, 180)
     wait_for(lambda: len(client.ready()) == num_replicas, 120)
 
 
-def num_replicas() -> int:
+def deploy_stubs(client: Client, num_replicas: int) -> None:
+    """The same with stubs."""
+    deploy_engine(client, num_replicas, stub_engine())
+
+
+def num_replicas(engine: str) -> int:
     """The replicas of the engine in any state, as Ray Serve counts them."""
     from ray import serve
 
-    return sum(serve.status().applications["stoker"].deployments["engine-stub"].replica_states.values())
+    return sum(serve.status().applications["stoker"].deployments[f"engine-{engine}"].replica_states.values())
 
 
 def measure_scale(client: Client) -> dict[str, Any]:
@@ -128,20 +135,37 @@ def measure_kill(client: Client) -> dict[str, Any]:
     return {"requests": 16, "lost": lost, "recovered_s": recovered_s, "target_s": 10.0}
 
 
-def measure_zero(client: Client) -> dict[str, Any]:
-    """The first request to an engine without replicas."""
+def measure_first_answers(client: Client, engine: dict[str, Any]) -> dict[str, Any]:
+    """The first request to an engine without replicas, three times."""
     found = []
     for revision in range(3):
-        deploy_stubs(client, 0, max_replicas=1, downscale_delay_s=2, revision=str(revision))
-        wait_for(lambda: not num_replicas(), 120)
+        deploy_engine(client, 0, engine | {"max_replicas": 1, "downscale_delay_s": 2, "revision": str(revision)})
+        wait_for(lambda: not num_replicas(engine["name"]), 120)
         started = time.perf_counter()
-        assert client.complete(2)
+        assert client.complete(2, engine["name"])
         found.append(time.perf_counter() - started)
     return {"seconds": found, "median_s": statistics.median(found), "target_s": 12.0}
 
 
+def measure_zero(client: Client) -> dict[str, Any]:
+    """An engine that is a stub."""
+    return measure_first_answers(client, stub_engine())
+
+
+def measure_zero_engine(client: Client) -> dict[str, Any]:
+    """The engine of SmolLM2-135M with the weights of its checkpoint, which is built before if the cache lacks it."""
+    from stoker.builder.build import build_cached
+    from stoker.builder.config import BuildConfig
+    from stoker.cli.default_model import default_checkpoint
+
+    path = build_cached(default_checkpoint(), BuildConfig(device="cpu", quantization="AS_STORED"), verify="files").path
+    size = sum(len(file.read_bytes()) for file in path.iterdir() if file.is_file())
+    found = measure_first_answers(client, {"model": str(path), "name": "smollm2", "cpus": 1, "gpus": 0})
+    return {"model": "SmolLM2-135M-Instruct", "engine_bytes": size, **found}
+
+
 KINDS: dict[str, Callable[[Client], dict[str, Any]]] = {
-    "scale": measure_scale, "latency": measure_latency, "kill": measure_kill, "zero": measure_zero
+    "scale": measure_scale, "latency": measure_latency, "kill": measure_kill, "zero": measure_zero, "zero_engine": measure_zero_engine
 }  # fmt: skip
 
 
@@ -160,6 +184,7 @@ def main() -> None:
             load = os.getloadavg()[0]
             name = kind + suffix
             results[name] = {**KINDS[kind](client), "load_average_before": round(load, 1), "cores": os.cpu_count()}
+            results.setdefault("provenance", {})[name] = provenance()
             print(name, json.dumps(results[name], indent=1), flush=True)
             if args.json is not None:
                 args.json.write_text(json.dumps(results, indent=1) + "\n")

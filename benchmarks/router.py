@@ -16,13 +16,13 @@ import contextlib
 import json
 import os
 import random
-import resource
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from stoker.cli.benchmark.results import provenance
 from stoker.router.core.policy import Route
 from stoker.router.core.prefix import token_prefix
 from stoker.router.core.replica import ReplicaState
@@ -220,8 +220,8 @@ def main() -> None:
     results = json.loads(args.json.read_text()) if args.json is not None and args.json.exists() else {}
     for kind in args.kinds:
         results[kind] = kinds[kind]()
+        results.setdefault("provenance", {})[kind] = provenance()
         print(kind, json.dumps(results[kind], indent=1))
-    results["cpu_s"] = resource.getrusage(resource.RUSAGE_SELF).ru_utime
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -32,7 +30,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.cli.benchmark.machine import cpu_name
+from stoker.cli.benchmark.results import provenance
 from stoker.router.core.settings import RoutingSettings
 from stoker.simulation.fleet import FleetSettings, TraceSettings, simulate_fleet
 from stoker.simulation.replica import ReplicaSettings
@@ -146,12 +144,6 @@ def agreement() -> Row:
     return {"measured_s": run["total_s"], "simulated_s": simulated_s, "error_percent": 100 * (simulated_s / run["total_s"] - 1)}
 
 
-def machine() -> Row:
-    """The processor and versions that simulated."""
-    commit = subprocess.run(("git", "rev-parse", "--short", "HEAD"), capture_output=True, text=True, cwd=RESULTS).stdout.strip()
-    return {"cpu": cpu_name(), "python": platform.python_version(), "commit": commit, "date": time.strftime("%Y-%m-%d", time.gmtime())}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     kinds: dict[str, Callable[[], Any]] = {
@@ -169,10 +161,11 @@ def main() -> None:
             write_trace(args.file, args.rate, args.seconds)
             continue
         found[kind] = kinds[kind]()
+        found.setdefault("provenance", {})[kind] = provenance()
         for row in found[kind] if isinstance(found[kind], list) else [found[kind]]:
             print(kind, json.dumps(row), flush=True)
         if args.json is not None:
-            args.json.write_text(json.dumps(found | {"machine": machine()}, indent=1) + "\n")
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ import msgspec
 from goodput import BETWEEN_S, FIRST_S, GENERATED, PROMPT, arrivals
 
 from stoker.base.cpus import num_cpus
+from stoker.cli.benchmark.results import provenance
 from stoker.router.core.settings import RoutingSettings
 from stoker.runtime.request import Sequence
 from stoker.simulation.fleet import FleetSettings, TraceSettings, simulate_fleet
@@ -268,6 +269,7 @@ def main() -> None:
     found = json.loads(args.json.read_text()) if args.json is not None and args.json.exists() else {}
     for kind in args.kinds:
         found[kind] = kinds[kind]()
+        found.setdefault("provenance", {})[kind] = provenance()
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 

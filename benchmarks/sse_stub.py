@@ -13,8 +13,6 @@ import asyncio
 import json
 import multiprocessing
 import multiprocessing.connection
-import os
-import platform
 import selectors
 import socket
 import time
@@ -26,6 +24,7 @@ import uvloop
 from stoker.base.config import Limits
 from stoker.base.profile_query import ProfileResult
 from stoker.base.types import Delta, FinishReason, GenerationRequest, Usage
+from stoker.cli.benchmark.results import provenance
 from stoker.frontend.repository import ModelRepository
 from stoker.frontend.service import Completion, Service
 from stoker.runtime.client import ExecutorInfo
@@ -210,11 +209,9 @@ def main() -> None:
     args = parser.parse_args()
     protocols = list(PATHS) if args.protocol == "all" else [args.protocol]
     results = [measure(protocol, args.streams, args.tokens, args.group) for protocol in protocols]
-    machine = {"python": platform.python_version(), "cpus": len(os.sched_getaffinity(0)), "machine": platform.machine()}
     if args.json:
-        print(json.dumps({"machine": machine, "results": results}, indent=1))
+        print(json.dumps({**provenance(), "results": results}, indent=1))
     else:
-        print(machine)
         for result in results:
             print("  ".join(f"{key}={value}" for key, value in result.items()))
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from stoker.cli.benchmark.results import provenance
 from stoker.profiling.batch_run import random_requests
 from stoker.runtime.kv.events.log import BlockEventLog
 from stoker.runtime.request import Sequence
@@ -189,7 +190,13 @@ def main() -> None:
         )  # fmt: skip
         print({name: round(value, 2) for name, value in rows[-1].items()})
     if args.json:
-        result = {"config": str(args.config), "rates": msgspec.to_builtins(rates), "kv_cache_gb": args.kv_cache_gb, "runs": rows}
+        result = {
+            **provenance(),
+            "config": str(args.config),
+            "rates": msgspec.to_builtins(rates),
+            "kv_cache_gb": args.kv_cache_gb,
+            "runs": rows,
+        }
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -16,7 +16,6 @@ import contextlib
 import importlib.metadata
 import json
 import os
-import platform
 import selectors
 import shutil
 import signal
@@ -42,6 +41,7 @@ sys.path.insert(0, str(HERE.parent / "scripts"))
 
 from real_triton import RealTriton  # noqa: E402
 
+from stoker.cli.benchmark.results import provenance  # noqa: E402
 from stoker.server.processes.child import Child  # noqa: E402
 from stoker.server.processes.listeners import bind  # noqa: E402
 from stoker.server.processes.tasks import ExecutorPlace, FrontendTask  # noqa: E402
@@ -242,15 +242,11 @@ def main() -> None:
     with real() as triton_ports, stoker() as stoker_ports:
         rounds = measure({"triton": triton_ports, "stoker": stoker_ports}, args.streams, args.tokens, args.rounds)
     found = {
-        "machine": {
-            "python": platform.python_version(),
-            "cpus": len(os.sched_getaffinity(0)),
-            "machine": platform.machine(),
-            "stoker": importlib.metadata.version("stoker"),
+        **provenance(),
+        "clients": {
             "tritonclient": importlib.metadata.version("tritonclient"),
             "triton": "2.51.0",
         },
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip(),
         "load": round(os.getloadavg()[0], 1),
         "streams": args.streams,
         "tokens": args.tokens,

@@ -14,9 +14,7 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -33,6 +31,8 @@ from chaos.requests_by_protocol import make_cases  # noqa: E402
 from chaos.scene import Scene, faults_of  # noqa: E402
 from chaos.server import Server  # noqa: E402
 from chaos.world import FAULTS, Skipped, World  # noqa: E402
+
+from stoker.cli.benchmark.results import provenance  # noqa: E402
 
 SHARES = {"1-rank": 3, "2-ranks": 2, "stub": 1}  # of the time, by executor
 NUM_CASES = 12
@@ -59,9 +59,8 @@ async def main() -> int:
             results[engine] = await one(Path(folder), args, engine, args.minutes * SHARES[engine] / shares)
     found = {
         "seed": args.seed,
-        "device": args.device,
-        "machine": {"python": platform.python_version(), "cpus": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 1)},
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip(),
+        **provenance(device=args.device),
+        "load": round(os.getloadavg()[0], 1),
         "runs": results,
         "faults_found": [f"{name}: {text}" for name, result in results.items() for text in faults_of(result)],
     }
