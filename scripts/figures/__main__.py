@@ -11,10 +11,12 @@ from fused_layer import fused_layer
 from kv_cache import kv_cache
 from placement import placement
 from plots import fused_layer_time, step_time, throughput
+from ray_application import ray_application
 from reached import reached_floors
 from request import request
 from routing import routing
 from scaling import scaling
+from slurm_job import slurm_job
 from speculation import speculation
 from svg import stylesheet
 
@@ -27,7 +29,7 @@ def generated_files() -> dict[str, str]:
     """Path below docs/ → content."""
     drawings = (
         request, routing, engine, kv_cache, fused_layer, placement, step_time, throughput, reached_floors, fused_layer_time, scaling,
-        speculation,
+        speculation, ray_application, slurm_job,
     )  # fmt: skip
     figures = {f"images/{draw.__name__}.svg": draw().svg() for draw in drawings}
     return figures | {"stylesheets/figures.css": stylesheet()}
