@@ -89,7 +89,7 @@ def test_shown_commands_and_options_exist(page: Path) -> None:
 
 # Pages of reference, which no command introduces.
 WITHOUT_COMMAND = ("architectures", "compatibility", "environment", "log", "matrix", "metrics", "observability", "operations", "python")
-READ = ("checkpoint", "model", "models", "trace", "tokenizer", "step_times")  # parameters that name something that exists
+READ = ("checkpoint", "model", "models", "trace", "tokenizer", "step_times", "api_keys")  # parameters that name something that exists
 WRITTEN = ("output", "folder", "repository")  # parameters that name what the command writes
 CHECKPOINT = f"~/.cache/stoker/checkpoints/{Path(default_model.MEMBER).name}"
 
@@ -101,7 +101,7 @@ def check_first_commands(lines: list[str]) -> None:
         if " demo --engine" in line:
             existing |= {CHECKPOINT}
         existing |= {f"${name}" for name in re.findall(r"^(\w+)=\$\(", line)}
-        existing |= set(re.findall(r"--file (\S+)", line))
+        existing |= set(re.findall(r" > (\S+)", line))
         for shown in shown_commands([line]):
             command, words = find_command(shown)
             values = command.make_context("stoker", list(words)).params
@@ -139,6 +139,7 @@ def test_a_page_begins_with_commands_that_run(page: Path) -> None:
         [f"stoker build {CHECKPOINT} -o engine"],
         ["engine=$(stoker demo --engine)", "stoker serve $engin &"],
         ["stoker route http://127.0.0.1:8001 --tokenizer engine"],
+        ["echo > other.csv", "stoker simulate trace.csv --format azure --step-times other.csv"],
         ["python benchmarks/no_such_file.py"],
         ["make no-such-target"],
     ],
