@@ -24,11 +24,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> C
 
     def call(*args: str) -> tuple[int, str]:
         monkeypatch.setattr("sys.argv", ["stoker", "build", *args])
-        try:
-            code = main()
-        except SystemExit as problem:
-            code = int(problem.code or 0)
-        return code, " ".join("".join(capfd.readouterr()).split())
+        return main(), " ".join("".join(capfd.readouterr()).split())
 
     return call
 

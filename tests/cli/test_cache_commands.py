@@ -35,11 +35,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
     def call(*args: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["stoker", *args])
         capfd.readouterr()
-        try:
-            status = main()
-        except SystemExit as end:
-            assert isinstance(end.code, int)
-            status = end.code
+        status = main()
         printed = capfd.readouterr()
         return status, printed.out, printed.err
 

@@ -61,10 +61,9 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arg
     """What a command, which must succeed, prints in this process: standard output, standard error."""
     monkeypatch.setattr(sys, "argv", ["stoker", *map(str, args)])
     capfd.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main()
+    status = main()
     printed = capfd.readouterr()
-    assert end.value.code == 0, printed.err
+    assert status == 0, printed.err
     return printed.out, printed.err
 
 

@@ -95,6 +95,16 @@ def test_the_address_of_the_rendezvous_is_checked_on_node_0() -> None:
         assert read_nodes(NodeOptions(nnodes=2, node_rank=1, rendezvous=rendezvous)).node_rank == 1
     with pytest.raises(ConfigError, match=r"rendezvous=no\.host\.invalid:1 is refused"):
         read_nodes(NodeOptions(nnodes=2, node_rank=0, rendezvous="no.host.invalid:1"))
+    with pytest.raises(ConfigError, match=r"rendezvous=203\.0\.113\.7:29400 is refused: 203\.0\.113\.7 is no address of this host"):
+        read_nodes(NodeOptions(nnodes=2, node_rank=0, rendezvous="203.0.113.7:29400"))
+    assert read_nodes(NodeOptions(nnodes=2, node_rank=1, rendezvous="203.0.113.7:29400")).node_rank == 1
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "localhost", socket.gethostname()])
+def test_any_address_of_the_host_is_accepted_on_node_0(host: str) -> None:
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    assert read_nodes(NodeOptions(nnodes=2, node_rank=0, rendezvous=f"{host}:{port}")).address == (host, port)
 
 
 def test_a_shared_secret_is_required(monkeypatch: pytest.MonkeyPatch) -> None:

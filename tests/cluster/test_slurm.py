@@ -159,6 +159,15 @@ def test_the_scripts_have_the_options_of_the_job(tmp_path: Path) -> None:
         ({"nodes": 3}, "nnodes=3 is refused: the engine has 8 ranks"),
         ({"nodes": 0}, "nodes=0 is refused"),
         ({"partition": "a b"}, "partition='a b' is refused"),
+        ({"time": "tomorrow"}, "time='tomorrow' is refused. Use MINUTES, MINUTES:SECONDS,"),
+        ({"time": "1-"}, "time='1-' is refused"),
+        ({"time": "1-2:3:4:5"}, "time='1-2:3:4:5' is refused"),
+        ({"gpus_per_node": "abc"}, "gpus_per_node='abc' is refused. Use a number from 1 to 9999, or TYPE:NUMBER"),
+        ({"gpus_per_node": "0"}, "gpus_per_node='0' is refused"),
+        ({"gpus_per_node": "h100:4,"}, "gpus_per_node='h100:4,' is refused"),
+        ({"gpus_per_node": "a100:1,h100:2"}, "gpus_per_node=a100:1,h100:2 is refused: 4 ranks of the engine run on each host."),
+        ({"host": "a b"}, "host='a b' is refused. Use an address or a host name"),
+        ({"host": "10.0.0.256"}, "host='10.0.0.256' is refused"),
         ({"time": "1\n#SBATCH --uid=0"}, "time='1\\n#SBATCH --uid=0' is refused"),
         ({"command": "stoker\nreboot"}, "command='stoker\\nreboot' is refused"),
         ({"serve_options": "--name 'a"}, "is refused: No closing quotation"),
@@ -170,3 +179,14 @@ def test_settings_are_checked_before_anything_is_written(settings: dict[str, obj
     with pytest.raises(ConfigError) as caught:
         export_slurm(INFO, tmp_path / "job", SlurmJob(**settings))  # type: ignore[arg-type]
     assert message in str(caught.value) and not (tmp_path / "job").exists()
+
+
+@pytest.mark.parametrize("field", ["time", "gpus_per_node", "host"])
+def test_forms_that_slurm_and_the_server_accept(field: str) -> None:
+    accepted = {
+        "time": ("0", "90", "90:30", "8:00:00", "2-12", "2-12:30", "1-00:00:00"),
+        "gpus_per_node": ("1", "4", "h100:4", "3g.40gb:2", "volta:3,kepler:5"),
+        "host": ("0.0.0.0", "::", "fe80::1%eth0", "localhost", "gpu-01.cluster.example"),
+    }
+    for value in accepted[field]:
+        assert getattr(SlurmJob(**{field: value}), field) == value  # type: ignore[arg-type]

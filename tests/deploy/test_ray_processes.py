@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import shlex
+import socket
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,9 @@ from stoker.base.errors import ConfigError
 from stoker.ray import application
 from stoker.ray.engine_replica import EngineReplica, HostActor
 from stoker.ray.ingress import Ingress
+from stoker.ray.serve import RayAddress, serve
 from stoker.ray.server_process import ServerProcess
+from stoker.ray.settings import ApplicationSettings, EngineSettings
 
 # Output as of CUDA errors and tracebacks: blank lines, bytes that are no UTF-8, a line over the limit, and more than a pipe holds.
 NOISY = r"""
@@ -116,3 +119,40 @@ def test_keys_are_arguments_that_no_message_shows(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("STOKER_API_KEY")
     with pytest.raises(ConfigError, match=r"api_keys=/shared/keys.txt is refused without STOKER_API_KEY: health checks"):
         application(settings)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:1", "ray_address=127.0.0.1:1 cannot be reached: Connection refused. Start a cluster with: ray start --head."),
+        ("ray://127.0.0.1:1", "ray_address=ray://127.0.0.1:1 cannot be reached: Connection refused."),
+        ("127.0.0.1:port", "ray_address='127.0.0.1:port' is refused. Write HOST:PORT"),
+    ],
+)
+def test_an_address_without_a_cluster_is_refused_before_ray_tries_it(address: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.init", lambda **options: pytest.fail("Ray was called"))
+    settings = ApplicationSettings(engines=(EngineSettings(model="org/model"),))
+    with pytest.raises(ConfigError) as given:
+        serve(settings, RayAddress(address=address), pytest.fail)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError) as from_environment:
+        serve(settings, RayAddress(), pytest.fail)
+    assert str(given.value).startswith(message) and str(from_environment.value) == str(given.value)
+
+
+def test_an_address_that_accepts_connections_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ApplicationSettings(engines=(EngineSettings(model="org/model"),))
+    tried: list[str] = []
+
+    def init(address: str, **options: object) -> None:
+        tried.append(address)
+        raise ConnectionError("no cluster")
+
+    monkeypatch.setattr("ray.init", init)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+        addresses = [f"{host}:{port}", f"ray://{host}:{port}", "auto"]
+        for address in addresses:
+            with pytest.raises(ConfigError, match="no cluster"):
+                serve(settings, RayAddress(address=address), pytest.fail)
+    assert tried == addresses

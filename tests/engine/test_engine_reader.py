@@ -92,7 +92,7 @@ def test_files_outside_the_directory_are_refused(engine: Path) -> None:
 def test_another_world_size_or_device_is_refused(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Engine.open(engine)
     opened.check_world(1)
-    with pytest.raises(EngineError, match=r"built for 1 ranks .*, and 2 are running.*--tensor-parallel 2"):
+    with pytest.raises(EngineError, match=r"built for 1 rank .*, and 2 are running.*--tensor-parallel 2"):
         opened.check_world(2)
     with pytest.raises(EngineError, match=r"built for cpu, and cuda was requested.*--device cuda"):
         opened.check_device(torch.device("cuda"))

@@ -249,7 +249,9 @@ def test_hostile_clients_do_not_stop_the_rendezvous(caplog: pytest.LogCaptureFix
         connection.close()
 
 
-def test_missing_nodes_are_named_with_the_reason() -> None:
+def test_missing_nodes_are_named_with_the_reason(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("stoker"), "propagate", True)
+    caplog.set_level(logging.INFO, "stoker")
     settings = settings_of(rendezvous_timeout_s=1.0)
     rendezvous = Rendezvous(settings, FACTS)
     caught: list[RankError] = []
@@ -266,6 +268,8 @@ def test_missing_nodes_are_named_with_the_reason() -> None:
     thread.join(10)
     text = "nodes 1, 2 did not join (node 2 (h2, 127.0.0.1) is rejected: the engine is def there, and abc on node 0) within 1 s."
     assert text in str(caught[0])
+    first = next(record.getMessage() for record in caplog.records if "rendezvous" in record.name)
+    assert first == f"waiting at {settings.rendezvous} for nodes 1, 2."
 
 
 def test_a_node_reports_its_failed_rank_once() -> None:
@@ -376,9 +380,10 @@ def test_the_leader_is_on_node_0(mapping: Mapping, num_nodes: int, places: tuple
 
 
 def test_ranks_that_cannot_be_divided_are_rejected() -> None:
-    with pytest.raises(ConfigError) as caught:
-        place_ranks(Mapping(tensor_parallel=4), 3)
-    assert "nnodes=3 is refused: the engine has 4 ranks (tensor 4 × pipeline 1)" in str(caught.value)
+    for size, ranks in ((1, "1 rank (tensor 1 × pipeline 1)"), (4, "4 ranks (tensor 4 × pipeline 1)")):
+        with pytest.raises(ConfigError) as caught:
+            place_ranks(Mapping(tensor_parallel=size), 3)
+        assert f"nnodes=3 is refused: the engine has {ranks}, which" in str(caught.value)
     assert "Use one of: 1, 2, 4" in str(caught.value)
 
 

@@ -46,8 +46,6 @@ def stoker(*args: object) -> int:
     before, sys.argv = sys.argv, ["stoker", *map(str, args)]
     try:
         return main()
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else 0
     finally:
         sys.argv = before
 

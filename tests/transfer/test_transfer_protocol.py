@@ -18,7 +18,8 @@ from pairs import SECRET, Pair, Side, request, run
 from test_transfers import BYTES_PER_TOKEN, prompt
 
 from stoker.base.config import Mapping, RuntimeConfig
-from stoker.base.errors import ConfigError, RequestError
+from stoker.base.errors import ConfigError, DependencyError, RequestError
+from stoker.cli.prepare_server import read_deployment
 from stoker.core.model_config import ModelConfig
 from stoker.engine.reader import Engine
 from stoker.router.core.policy import Decision, Route
@@ -35,6 +36,7 @@ from stoker.runtime.transfer.rank_server import RankServer, listen
 from stoker.runtime.transfer.ticket import Ticket, make_tickets, read_ticket, sign, transfer_key
 from stoker.runtime.transfer.transfers import check_transfers
 from stoker.runtime.worker_group.hosts.link import LinkError
+from stoker.server.settings import ServerSettings
 
 KEY = b"k" * 32
 
@@ -268,10 +270,24 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, object], mess
         check_transfers(RuntimeConfig(**settings), False, 1)  # type: ignore[arg-type]
 
 
-def test_a_server_without_the_secret_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STOKER_CLUSTER_TOKEN", "short")
-    with pytest.raises(ConfigError, match="transfer requires a shared secret"):
+@pytest.mark.parametrize(("token", "state"), [("", "is not set"), ("short", "has fewer than 16 bytes")])
+def test_a_server_without_the_secret_does_not_start(token: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_CLUSTER_TOKEN", token)
+    with pytest.raises(ConfigError, match=f"transfer requires a shared secret, and STOKER_CLUSTER_TOKEN {state}"):
         check_transfers(RuntimeConfig(transfer="127.0.0.1:0"), False, 1)
+
+
+def test_a_backend_that_is_not_installed_is_refused_before_anything_is_loaded(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.runtime.transfer.nixl_library.has_nixl", lambda: False)
+    runtime = RuntimeConfig(transfer="127.0.0.1:0", transfer_backend="nixl")
+    message = "transfer_backend=nixl needs the package nixl, which is not installed. Run: pip install 'stoker[nixl]'."
+    for check in (
+        lambda: read_deployment(tiny_engine, ServerSettings(), runtime),
+        lambda: check_transfers(runtime, False, 1),
+    ):
+        with pytest.raises(DependencyError) as caught:
+            check()
+        assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
 
     def call(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["stoker", *map(str, args)])
-        try:
-            status = main()
-        except SystemExit as error:
-            status = int(error.code or 0)
+        status = main()
         output = capfd.readouterr()
         return status, output.out, output.err
 

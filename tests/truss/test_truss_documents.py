@@ -58,10 +58,7 @@ def dry_run(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def stoker(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """The exit status and the output of a `stoker` command."""
     monkeypatch.setattr(sys, "argv", ["stoker", *arguments])
-    try:
-        status: Any = main()
-    except SystemExit as error:
-        status = error.code or 0
+    status = main()
     output = capsys.readouterr()
     return status, output.out + output.err
 

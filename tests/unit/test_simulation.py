@@ -194,7 +194,10 @@ def test_the_blocks_of_a_traced_request_are_those_of_its_token_ids(name: str, si
     ("name", "text", "message"),
     [
         ("azure", "a,b\n1,2\n", "has no column TIMESTAMP"),
-        ("azure", "TIMESTAMP,ContextTokens,GeneratedTokens\nx,1,1\n", r"trace:2: .*isoformat"),
+        ("azure", "TIMESTAMP,ContextTokens,GeneratedTokens\nx,1,1\n", r"trace:2: TIMESTAMP='x' is not a time\."),
+        ("azure", "TIMESTAMP,ContextTokens,GeneratedTokens\n1,abc,1\n", r"trace:2: ContextTokens='abc' is not a whole number\."),
+        ("burstgpt", "Timestamp,Request tokens,Response tokens\n1,5,\n", r"trace:2: Response tokens='' is not a whole number\."),
+        ("burstgpt", "Timestamp,Request tokens,Response tokens\n1,5\n", "trace:2: the column Response tokens is missing"),
         ("burstgpt", "Timestamp,Request tokens,Response tokens\n1,-5,1\n", "trace:2: .* out of range"),
         ("mooncake", '{"timestamp": 0}\n', "trace:1: .*input_length"),
         ("mooncake", '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]}\n', "1 hash ids are too few for 600"),

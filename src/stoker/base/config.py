@@ -114,6 +114,11 @@ class Mapping(msgspec.Struct, frozen=True, kw_only=True):
         """The number of ranks."""
         return self.stage_size * self.pipeline_parallel
 
+    @property
+    def ranks(self) -> str:
+        """Such as `2 ranks (tensor 2 × pipeline 1)`, for messages."""
+        return f"{self.world_size} rank{'s' if self.world_size > 1 else ''} ({self})"
+
     def __str__(self) -> str:
         """Such as `tensor 2 × pipeline 1`, with the data-parallel ranks if there are several."""
         sizes = f"tensor {self.tensor_parallel} × pipeline {self.pipeline_parallel}"

@@ -7,6 +7,8 @@ the leader rank; the others only run ranks.
 from __future__ import annotations
 
 import hmac
+import ipaddress
+import re
 from pathlib import Path
 
 import msgspec
@@ -17,6 +19,8 @@ from stoker.base.errors import ConfigError
 
 MAX_NODES = 1024
 MIN_TOKEN_BYTES, MAX_TOKEN_BYTES = 16, 4096
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?)*\.?")
+_NUMBERS = re.compile(r"[0-9.]+")  # only of addresses, which 10.0.0.256 is not
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +110,15 @@ def split_address(text: str) -> tuple[str, int] | None:
     return host, int(port)
 
 
+def is_host(text: str) -> bool:
+    """Whether the text is an IP address or has the form of a host name."""
+    try:
+        ipaddress.ip_address(text)
+        return True
+    except ValueError:
+        return len(text) < 254 and _HOST_NAME.fullmatch(text) is not None and not _NUMBERS.fullmatch(text)
+
+
 def leader(mapping: Mapping) -> int:
     """The rank that plans steps and samples: the first rank of the last stage, which computes the logits."""
     return (mapping.pipeline_parallel - 1) * mapping.stage_size
@@ -115,10 +128,9 @@ def ranks_per_node(mapping: Mapping, num_nodes: int) -> int:
     """The number of ranks of each node. Raises ConfigError unless the ranks can be divided evenly."""
     size = mapping.world_size
     if size % num_nodes:
-        ranks = f"{size} ranks ({mapping})"
         divisors = [str(count) for count in range(1, size + 1) if size % count == 0]
         raise ConfigError(
-            f"nnodes={num_nodes} is refused: the engine has {ranks}, which cannot be divided evenly.",
+            f"nnodes={num_nodes} is refused: the engine has {mapping.ranks}, which cannot be divided evenly.",
             cure=f"Use one of: {', '.join(divisors)}, or build the engine for another number of ranks.",
         )
     return size // num_nodes

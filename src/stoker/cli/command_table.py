@@ -18,6 +18,7 @@ APP_SETTINGS: dict[str, Any] = {
     "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 110},
 }  # fmt: skip
 EXAMPLES_HEADING = "Examples:"
+USAGE_ERROR: type[Any] = typer.BadParameter.__bases__[0]  # of arguments that the parser refuses; Typer exports only this subclass
 
 
 class Command(NamedTuple):
@@ -37,6 +38,13 @@ class CommandGroup(TyperGroup):
     """A command whose sub-commands are the rows of a table."""
 
     rows: ClassVar[dict[str, Command]] = {}
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Print the help if there are no arguments."""
+        if not args and not ctx.resilient_parsing:
+            typer.echo(ctx.get_help(), err=True)
+            ctx.exit(2)
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.rows)
@@ -63,7 +71,7 @@ class CommandGroup(TyperGroup):
 def command_group(name: str, rows: tuple[Command, ...], summary: str, callback: Callable[..., None] | None = None) -> Any:
     """The click command of a table. `callback` declares the options that are given before the sub-command."""
     group_class = type("CommandGroup", (CommandGroup,), {"rows": {row.name: row for row in rows}})
-    app = typer.Typer(name=name, cls=group_class, help=summary, no_args_is_help=True, **APP_SETTINGS)
+    app = typer.Typer(name=name, cls=group_class, help=summary, **APP_SETTINGS)
     app.callback()(callback or (lambda: None))
     return typer.main.get_command(app)
 
@@ -77,6 +85,11 @@ def load_command(row: Command) -> Any:
     app = typer.Typer(**APP_SETTINGS)
     app.command(row.name, help=description, epilog=_epilog(examples))(target)
     return typer.main.get_command(app)
+
+
+def usage_problem(error: Any) -> str:
+    """What the parser says about wrong arguments, without the full stop."""
+    return str(error.format_message()).rstrip(".")
 
 
 def load_target(row: Command) -> Any:

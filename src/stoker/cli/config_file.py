@@ -37,7 +37,8 @@ def read_config_file(context: typer.Context, file: Path | None) -> Path | None:
         if parameter.name in defaults:
             raise ConfigError(f"{place}: {key} sets an option for the second time.", cure="Keep one of the two.")
         if (value := node.plain()) is not None:
-            defaults[parameter.name] = _checked(context, parameter, _as_given(parameter, value, f"{place}: {key}"), f"{place}: {key}")
+            defaults[parameter.name] = given = _as_given(parameter, value, f"{place}: {key}")
+            checked_value(context, parameter, given, f"{place}: {key}")
     context.default_map = defaults
     return file
 
@@ -65,10 +66,9 @@ def _as_given(parameter: Any, value: Any, place: str) -> Any:
     return texts if getattr(parameter, "multiple", False) else ",".join(texts)
 
 
-def _checked(context: typer.Context, parameter: Any, value: Any, place: str) -> Any:
-    """The value, if the parameter accepts it. Raises ConfigError with the place in the file otherwise."""
+def checked_value(context: typer.Context, parameter: Any, value: Any, place: str) -> Any:
+    """The value for a parameter that is given as `value`. Raises ConfigError, which begins with `place`, if it is not accepted."""
     try:
-        parameter.process_value(context, value)
+        return parameter.process_value(context, value)
     except typer.BadParameter as error:
         raise ConfigError(f"{place}: {error.message.rstrip('.')}.", cure="Correct the value.") from None
-    return value

@@ -15,7 +15,7 @@ from stoker.base import env, logging
 from stoker.base.config import check_choice
 from stoker.base.errors import ConfigError, NotFoundError, RequestError, StokerError
 from stoker.base.process import collect_rarely
-from stoker.cli.command_table import command_group
+from stoker.cli.command_table import USAGE_ERROR, command_group, usage_problem
 from stoker.cli.commands import COMMANDS
 
 SUMMARY = "Build LLM engines from Hugging Face checkpoints and serve them with in-flight batching."
@@ -44,8 +44,10 @@ def main() -> int:
     try:
         check_choice("STOKER_LOG", env.log_level(), LOG_LEVELS)
         logging.configure(None if env.text("STOKER_LOG") else "WARNING")
-        command_group("stoker", COMMANDS, SUMMARY, global_options)(prog_name="stoker")
-        return 0
+        return command_group("stoker", COMMANDS, SUMMARY, global_options)(prog_name="stoker", standalone_mode=False) or 0
+    except USAGE_ERROR as error:
+        command = error.ctx.command_path if error.ctx is not None else "stoker"
+        return _report(f"{usage_problem(error)}. See {command} --help.", error.exit_code)
     except StokerError as error:
         return _report(str(error), 2 if isinstance(error, USAGE_ERRORS) else 1)
     except KeyboardInterrupt:

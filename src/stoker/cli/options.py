@@ -117,15 +117,27 @@ def struct_options(struct: type[msgspec.Struct], name: str, helps: dict[str, str
         @functools.wraps(command)
         def run(**arguments: Any) -> Any:
             """Call the command with the struct."""
-            values = {option.name: _field_value(struct, option.name, arguments.pop(option.name)) for option in options}
-            return command(**arguments, **{name: struct(**values)})
+            values = {option.name: arguments.pop(option.name) for option in options}
+            return command(**arguments, **{name: _struct_of(struct, values)})
 
         own = [parameter for parameter in _parameters(command) if parameter.name != name]
         run.__signature__ = inspect.Signature(own + options)  # type: ignore[attr-defined]
+        run.structs = {**getattr(command, "structs", {}), name: (struct, set(helps))}  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in own + options}
         return run
 
     return decorate
+
+
+def structs_of(command: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """The structs that `struct_options` would pass to a command, by their keywords. Options that are not in `values` have their defaults.
+
+    Raises what the constructors of the structs raise.
+    """
+    return {
+        keyword: _struct_of(struct, {name: values[name] for name in names & values.keys()})
+        for keyword, (struct, names) in command.structs.items()
+    }
 
 
 def explicit_parameters(context: typer.Context) -> dict[str, str]:
@@ -181,6 +193,11 @@ def _flag(name: str, annotation: Any) -> str:
     if annotation == (bool | None):
         return flag
     return f"{flag}/--no-{flag}" if annotation is bool and "/" not in flag else flag
+
+
+def _struct_of(struct: type[msgspec.Struct], values: dict[str, Any]) -> msgspec.Struct:
+    """The struct with the values of its options, and defaults for other fields. Raises what its constructor raises."""
+    return struct(**{name: _field_value(struct, name, value) for name, value in values.items()})
 
 
 def _field_value(struct: type[msgspec.Struct], name: str, value: Any) -> Any:

@@ -14,6 +14,7 @@ from stoker.base.errors import ConfigError
 from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource
 from stoker.deploy.devices import visible_gpus
 from stoker.deploy.engine import read_config
+from stoker.runtime.transfer.nixl_library import check_backend
 
 DXG = Path("/dev/dxg")  # the GPU of the Windows Subsystem for Linux, which has no /dev/nvidia0
 
@@ -21,10 +22,11 @@ DXG = Path("/dev/dxg")  # the GPU of the Windows Subsystem for Linux, which has 
 def check_runtime(deployment: Deployment, environment: Environment[str, str]) -> None:
     """Raise ConfigError when runtime settings exceed the limits of the local engine, or name an absent device.
 
-    An engine that is not local yet is checked when it is loaded.
+    Raises DependencyError for transfers by a package that is not installed. An engine that is not local yet is checked when it is loaded.
     """
     runtime, source = deployment.runtime, deployment.source
     check_device(runtime.device, environment)
+    check_backend(runtime)
     config = read_config(Path(source.location).expanduser()) if isinstance(source, EngineSource) else {}
     try:
         limits = msgspec.convert(config["limits"], Limits)

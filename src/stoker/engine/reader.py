@@ -94,11 +94,9 @@ class Engine:
     def check_world(self, size: int) -> None:
         """Raise EngineError unless the engine was built for `size` ranks."""
         if size != self.world_size:
-            mapping = self.config.mapping
-            ranks = f"{self.world_size} ranks ({mapping})"
             raise EngineError(
-                f"{self.path} was built for {ranks}, and {size} are running.",
-                cure=f"Start {self.world_size} ranks, or build with --tensor-parallel {size}.",
+                f"{self.path} was built for {self.config.mapping.ranks}, and {size} are running.",
+                cure=f"Start {self.world_size}, or build with --tensor-parallel {size}.",
             )
 
     def check_device(self, device: torch.device) -> None:

@@ -7,6 +7,7 @@ import http.client
 import logging
 import math
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -20,8 +21,9 @@ from ray import serve as ray_serve
 
 from stoker.base import env
 from stoker.base.cpus import num_cpus
-from stoker.base.errors import ConfigError, UnavailableError
+from stoker.base.errors import ConfigError, UnavailableError, reason_of
 from stoker.base.logging import get_logger
+from stoker.base.nodes import split_address
 from stoker.deploy.devices import visible_gpus
 from stoker.ray.deployments import build_application
 from stoker.ray.grpc_service import SERVICER
@@ -34,6 +36,7 @@ log = get_logger(__name__)
 
 DEPLOY_FAILED, UNHEALTHY, RUNNING = "DEPLOY_FAILED", "UNHEALTHY", "RUNNING"
 _POLL_S = 0.2
+CONNECT_TIMEOUT_S = 5.0
 
 
 class RayAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +58,8 @@ def serve(settings: ApplicationSettings, where: RayAddress, announce: Callable[[
     address = where.address or env.text("RAY_ADDRESS") or None
     if address is None:
         settings = _on_one_host(settings)
+    else:
+        _check_reachable(address)
     application = build_application(settings)
     with _http_proxy(where) if address is None else contextlib.nullcontext():
         return _run(application, address, settings, where, announce, started)
@@ -117,6 +122,23 @@ def _on_one_host(settings: ApplicationSettings) -> ApplicationSettings:
         for engine in settings.engines
     )
     return msgspec.structs.replace(settings, engines=engines)
+
+
+def _check_reachable(address: str) -> None:
+    """Raise ConfigError unless the address of a cluster accepts a connection. Ray itself would try for minutes.
+
+    Names such as `auto` and addresses of other schemes than ray:// are left to Ray.
+    """
+    if ":" not in (place := address.removeprefix("ray://")) or "://" in place:
+        return
+    if (target := split_address(place)) is None:
+        raise ConfigError(f"ray_address={address!r} is refused.", cure="Write HOST:PORT, such as 10.0.0.1:6379, or auto.")
+    try:
+        socket.create_connection(target, timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"ray_address={address} cannot be reached: {reason_of(error)}.", cure="Start a cluster with: ray start --head."
+        ) from None
 
 
 def _connect(address: str | None, settings: ApplicationSettings) -> None:

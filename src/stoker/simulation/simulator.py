@@ -41,6 +41,7 @@ class Results(msgspec.Struct):
     transfer_s: array[float]  # from the end of a prompt to the arrival of its last block on another replica
     between_tokens_s: Latencies
     num_rejected: int = 0  # that exceed the KV cache of a replica
+    longest_rejected: int = 0  # tokens of the prompt and the answer
     num_prompt_tokens: int = 0
     num_reused_tokens: int = 0
     num_output_tokens: int = 0
@@ -55,6 +56,7 @@ class Results(msgspec.Struct):
         self.between_tokens_s.merge(other.between_tokens_s)
         for name in (name for name in self.__struct_fields__ if name.startswith("num_")):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.longest_rejected = max(self.longest_rejected, other.longest_rejected)
         self.end_s = max(self.end_s, other.end_s)
 
 
@@ -179,6 +181,7 @@ class Simulator:
             replica.scheduler.check(request)
         except RequestError:
             self.results.num_rejected += 1
+            self.results.longest_rejected = max(self.results.longest_rejected, len(arrival.prompt_ids) + arrival.max_tokens)
             return
         running = _Running(arrival, self.now_s, self.router.begin(route, decision))
         submission = _Submission(request, running, route, decision, PromptBlocks(blocks, digests))

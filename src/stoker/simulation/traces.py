@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from datetime import datetime
 from functools import lru_cache
@@ -173,10 +173,25 @@ def _rows(file: Path, lines: Iterator[str], columns: tuple[str, str, str], wante
             num_prompt, num_output = int(row[prompt]), int(row[output])
             _check(at_s, num_prompt, num_output)
         except (IndexError, ValueError) as error:
-            raise ConfigError(f"{file}:{reader.line_num}: {error}.", cure="Correct or remove the line.") from None
+            problem = _wrong_value(names, row, columns) or str(error)
+            raise ConfigError(f"{file}:{reader.line_num}: {problem}.", cure="Correct or remove the line.") from None
         if num_output:  # BurstGPT contains failed requests without an answer
             first = at_s if first is None else first
             yield TracedRequest(max(0.0, at_s - first), (number,), num_prompt, num_prompt, num_output) if next(turns) else None
+
+
+def _wrong_value(names: list[str], row: list[str], columns: tuple[str, str, str]) -> str | None:
+    """The first value of a line that is missing or malformed, with its column; None if each can be read."""
+    readers: tuple[Callable[[str], float], ...] = (_seconds, int, int)
+    for name, read, accepted in zip(columns, readers, ("a time", "a whole number", "a whole number"), strict=True):
+        place = names.index(name)
+        if place >= len(row):
+            return f"the column {name} is missing"
+        try:
+            read(row[place])
+        except ValueError:
+            return f"{name}={row[place][:60]!r} is not {accepted}"
+    return None
 
 
 def _mooncake(file: Path, lines: Iterator[str], wanted: Seq[bool]) -> Iterator[TracedRequest | None]:

@@ -105,9 +105,16 @@ def simulate(
         frontend=frontend,
     )
     requests = TraceSettings(file=trace, format=trace_format, rate=rate, max_requests=max_requests)
-    report = make_report(simulate_fleet(fleet, requests, workers), (replicas + prefill_replicas) * replica.num_gpus, gpu_hour_cost)
+    results = simulate_fleet(fleet, requests, workers)
+    report = make_report(results, (replicas + prefill_replicas) * replica.num_gpus, gpu_hour_cost)
     if not report.requests + report.rejected:
         raise ConfigError(f"trace={trace} contains no request.", cure="Name a file with one request a line.")
+    if not report.requests:
+        raise ConfigError(
+            f"kv_cache_tokens={replica.kv_cache_tokens} is refused: no request fits, and the longest one has {results.longest_rejected} "
+            "tokens with its answer.",
+            cure="Raise it.",
+        )
     typer.echo(msgspec.json.encode(report).decode() if as_json else _table(report))
 
 

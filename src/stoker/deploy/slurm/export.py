@@ -12,11 +12,19 @@ import msgspec
 
 from stoker.base.config import check_range
 from stoker.base.errors import ConfigError
-from stoker.base.nodes import MAX_NODES, ranks_per_node
+from stoker.base.nodes import MAX_NODES, is_host, ranks_per_node
 from stoker.deploy.deployment import EngineInfo
 
 FILES = ("stoker.sub", "stoker.sh")
 _DIRECTIVE = re.compile(r"[A-Za-z0-9_.,:@%/+=-]+")  # values in #SBATCH lines, which have no quoting that all releases of Slurm read
+# Values that sbatch would refuse, or read as something else. Field: (pattern, what it accepts).
+_PATTERNS = {
+    "time": (
+        r"(\d{1,8}-)?\d{1,8}(:\d{1,8}){0,2}",
+        "MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES or DAYS-HOURS:MINUTES:SECONDS",
+    ),
+    "gpus_per_node": (r"{0}(,{0})*".format(r"([\w.-]+:)?0*[1-9]\d{0,3}"), "a number from 1 to 9999, or TYPE:NUMBER such as h100:4"),
+}
 CPUS_PER_RANK, CPUS_OF_SERVER = 4, 4
 
 
@@ -31,7 +39,7 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
     account: str | None = None
     time: str | None = None
     gpus_per_node: str | None = None
-    """A number or TYPE:NUMBER. None: one GPU per rank."""
+    """A number or TYPE:NUMBER, or several with commas. None: one GPU per rank."""
 
     cpus_per_node: int | None = None
     """CPUs of each host. None: CPUS_PER_RANK for each rank, and CPUS_OF_SERVER."""
@@ -57,11 +65,17 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
             check_range("cpus_per_node", self.cpus_per_node, 1, 4096)
         check_range("port", self.port, 1, 65535)
         check_range("drain_timeout_s", self.drain_timeout_s, 0, 86400)
-        for name in ("job_name", "partition", "account", "time", "gpus_per_node"):
+        for name in ("job_name", "partition", "account"):
             value = getattr(self, name)
             if value is not None and not _DIRECTIVE.fullmatch(value):
                 raise ConfigError(f"{name}={value!r} is refused.", cure="Use letters, digits and the characters _ . , : @ % / + = -.")
-        for name in ("container_image", "container_mounts", "container_workdir", "command", "host", "serve_options"):
+        for name, (pattern, accepted) in _PATTERNS.items():
+            value = getattr(self, name)
+            if value is not None and re.fullmatch(pattern, value, re.ASCII) is None:
+                raise ConfigError(f"{name}={value!r} is refused.", cure=f"Use {accepted}.")
+        if not is_host(self.host):
+            raise ConfigError(f"host={self.host!r} is refused.", cure="Use an address or a host name, such as 0.0.0.0.")
+        for name in ("container_image", "container_mounts", "container_workdir", "command", "serve_options"):
             value = getattr(self, name)
             if value is not None and not value.isprintable():
                 raise ConfigError(f"{name}={value!r} is refused.", cure="Use printable characters, on one line.")
@@ -76,11 +90,16 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
 def export_slurm(engine: EngineInfo, folder: Path, job: SlurmJob = SlurmJob()) -> list[Path]:
     """Write the scripts into `folder`, and an empty folder `logs`. Returns the files.
 
-    Raises ConfigError if a file exists, and if the ranks of the engine cannot be divided among the hosts.
+    Raises ConfigError if a file exists, and if the ranks of the engine cannot be divided among the hosts or their GPUs.
     """
     folder = folder.resolve()
     nodes = job.nodes or engine.mapping.pipeline_parallel
     num_ranks = ranks_per_node(engine.mapping, nodes)
+    if engine.device == "cuda" and job.gpus_per_node is not None and _num_gpus(job.gpus_per_node) < num_ranks:
+        raise ConfigError(
+            f"gpus_per_node={job.gpus_per_node} is refused: {num_ranks} ranks of the engine run on each host.",
+            cure=f"Use {num_ranks} or more, or more nodes.",
+        )
     if not _DIRECTIVE.fullmatch(str(folder)):
         raise ConfigError(f"the folder {str(folder)!r} is refused in #SBATCH lines.", cure="Use a path of letters, digits and _ . - /.")
     values = {
@@ -106,6 +125,11 @@ def export_slurm(engine: EngineInfo, folder: Path, job: SlurmJob = SlurmJob()) -
         file.write_text(Template(template).substitute(values), encoding="utf-8")
         file.chmod(0o755)
     return files
+
+
+def _num_gpus(text: str) -> int:
+    """The GPUs of one host, of all types."""
+    return sum(int(part.rpartition(":")[2]) for part in text.split(","))
 
 
 def _hosts(count: int) -> str:

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from stoker.base.errors import DependencyError
 from stoker.base.logging import get_logger
 from stoker.core.forward_batch import KVCache
 from stoker.runtime.transfer.layout import LayerRead, RankLayout
-from stoker.runtime.transfer.nixl_library import create_agent, has_nixl
+from stoker.runtime.transfer.nixl_library import create_agent
 from stoker.runtime.worker_group.hosts.link import LinkError
 
 log = get_logger(__name__)
@@ -48,9 +47,7 @@ class NixlAgent:
     """
 
     def __init__(self, caches: list[KVCache], device: torch.device) -> None:
-        """Register the pages of all layers. Raises DependencyError without NIXL."""
-        if not has_nixl():
-            raise DependencyError("nixl", "transfer_backend=nixl", "nixl")
+        """Register the pages of all layers, with the package nixl installed (`check_backend`)."""
         self.caches = caches
         self.device = torch.cuda.current_device() if device.type == "cuda" else -1
         self._lock = threading.Lock()

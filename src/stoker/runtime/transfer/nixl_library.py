@@ -7,12 +7,21 @@ import functools
 import importlib.util
 from typing import Any
 
+from stoker.base.config import RuntimeConfig
+from stoker.base.errors import DependencyError
+
 PROGRESS_INTERVAL_MS = 10
 
 
 def has_nixl() -> bool:
     """Whether the package is installed."""
     return importlib.util.find_spec("nixl") is not None
+
+
+def check_backend(config: RuntimeConfig) -> None:
+    """Raise DependencyError for the backend nixl without its package."""
+    if config.transfer_backend == "nixl" and not has_nixl():
+        raise DependencyError("nixl", "transfer_backend=nixl", "nixl")
 
 
 def create_agent(name: str) -> Any:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
+from stoker.base import env
 from stoker.base.config import PROPOSERS, RuntimeConfig
 from stoker.base.draft_settings import uses_drafter
 from stoker.base.errors import ConfigError
@@ -24,7 +25,7 @@ from stoker.runtime.transfer.exports import Exports
 from stoker.runtime.transfer.imports import Imports
 from stoker.runtime.transfer.layout import EngineLayout, RankLayout, local_layers
 from stoker.runtime.transfer.nixl_agent import NixlAgent
-from stoker.runtime.transfer.nixl_library import has_nixl
+from stoker.runtime.transfer.nixl_library import check_backend, has_nixl
 from stoker.runtime.transfer.pages import RankPages
 from stoker.runtime.transfer.progress import StepProgress
 from stoker.runtime.transfer.puller import Rank
@@ -60,7 +61,7 @@ class RankTransfers:
         return dtype
 
     def attach(self, runner: ModelRunner) -> None:
-        """Use the caches of the rank's runner. Raises DependencyError for the backend nixl without its package."""
+        """Use the caches of the rank's runner."""
         caches, device = runner.caches, runner.device
         first, layers = local_layers(self._engine.model, self._engine.mapping, self._number)
         pages = RankPages(caches, self._engine.model, first, device)
@@ -218,10 +219,11 @@ class Transfers:
 
 
 def check_transfers(config: RuntimeConfig, requires_whole_prompt: bool, num_nodes: int) -> None:
-    """Raise ConfigError for settings of transfers that cannot be used with this engine."""
+    """Raise ConfigError for settings of transfers that cannot be used with this engine, and DependencyError without a chosen package."""
     if config.transfer is None:
         return
     parse_transfer(config.transfer)
+    check_backend(config)
     if requires_whole_prompt:
         raise ConfigError(
             f"transfer={config.transfer} is refused: this model reuses no prefixes, so its blocks are not transferred.",
@@ -238,8 +240,9 @@ def check_transfers(config: RuntimeConfig, requires_whole_prompt: bool, num_node
 def _required_key() -> bytes:
     """The key of transfers. Raises ConfigError without a shared secret."""
     if (key := transfer_key()) is None:
+        state = f"has fewer than {MIN_SECRET_BYTES} bytes" if env.cluster_token() else "is not set"
         raise ConfigError(
-            f"transfer requires a shared secret, and STOKER_CLUSTER_TOKEN has fewer than {MIN_SECRET_BYTES} bytes.",
+            f"transfer requires a shared secret, and STOKER_CLUSTER_TOKEN {state}.",
             cure="Set it to the same value for all replicas and routers, such as the output of: openssl rand -hex 32.",
         )
     return key

@@ -20,7 +20,7 @@ def rank_devices(engine: Engine, config: RuntimeConfig, nodes: NodeSettings) -> 
     per_node = ranks_per_node(mapping, nodes.num_nodes)
     ranks = [rank for rank, node in enumerate(place_ranks(mapping, nodes.num_nodes)) if node == nodes.node_rank]
     kind, size = config.device or engine.config.target.device, engine.world_size
-    built = f"{engine.path} is built for {size} ranks ({mapping})"
+    built = f"{engine.path} is built for {mapping.ranks}"
     if nodes.num_nodes > 1:
         built += f", {per_node} on each of {nodes.num_nodes} nodes"
     if kind == "cpu":

@@ -17,7 +17,7 @@ JOB_HELP = {
     "partition": "Partition of the job. Default: that of the cluster.",
     "account": "Account of the job. Default: that of the user.",
     "time": "Time limit of the job, such as 1-00:00:00. Default: that of the partition.",
-    "gpus_per_node": "GPUs of each host, a number or TYPE:NUMBER. Default: one per rank.",
+    "gpus_per_node": "GPUs of each host: a number or TYPE:NUMBER, such as h100:4. Default: one per rank.",
     "cpus_per_node": "CPUs of each host. Default: 4, and 4 for each rank.",
     "container_image": "Image for Slurm's container plugin (pyxis). Default: the hosts have Stoker installed.",
     "container_mounts": "Mounts of the container, such as /data:/data. The engine and the folder must be among them.",
@@ -47,7 +47,10 @@ def slurm(
 
       stoker export slurm engine job --nodes 2 --partition luna --time 8:00:00
     """
+    from stoker.cli.job_options import check_serve_options
     from stoker.cli.prepare_server import engine_info
 
-    for file in export_slurm(engine_info(prepare_engine(model, None)), folder, job):
+    engine = engine_info(prepare_engine(model, None))
+    check_serve_options(job.serve_options, engine)
+    for file in export_slurm(engine, folder, job):
         typer.echo(file)

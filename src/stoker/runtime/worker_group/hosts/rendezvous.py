@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import math
 import socket
 import threading
 import time
@@ -20,7 +21,7 @@ from stoker.runtime.worker_group.hosts.remote_node import RemoteNode
 log = get_logger(__name__)
 
 ACCEPT_INTERVAL_S = 0.2
-REPORT_INTERVAL_S = 30.0  # between messages about missing nodes
+REPORT_INTERVAL_S = 30.0  # between messages about missing nodes, of which the first one is logged at once
 
 
 class Rendezvous:
@@ -38,16 +39,17 @@ class Rendezvous:
 
     def gather(self, check: Callable[[], None] = lambda: None) -> list[RemoteNode]:
         """Wait until all nodes have joined. Raises RankError, which names the missing nodes, after the timeout of the settings."""
-        started = reported = time.monotonic()
+        started, reported = time.monotonic(), -math.inf
         with self._listener:
             while missing := self._missing():
                 now = time.monotonic()
                 if now - started > self._settings.rendezvous_timeout_s:
                     self.close()
-                    raise RankError(f"{self._describe_missing(missing)} within {self._settings.rendezvous_timeout_s:g} s.")
+                    within = f"within {self._settings.rendezvous_timeout_s:g} s"
+                    raise RankError(f"{_names(missing)} did not join{self._cause(missing)} {within}.")
                 if now - reported > REPORT_INTERVAL_S:
                     reported = now
-                    log.info("waiting at %s: %s.", self._settings.rendezvous, self._describe_missing(missing))
+                    log.info("waiting at %s for %s%s.", self._settings.rendezvous, _names(missing), self._cause(missing))
                 check()
                 for node in self._nodes.copy().values():  # which would otherwise end, because node 0 is silent
                     node.beat()
@@ -69,11 +71,10 @@ class Rendezvous:
                     del self._nodes[rank]
             return [rank for rank in range(1, self._settings.num_nodes) if rank not in self._nodes]
 
-    def _describe_missing(self, missing: list[int]) -> str:
-        """A sentence without its full stop about nodes that have not joined."""
-        names = ", ".join(map(str, missing))
+    def _cause(self, missing: list[int]) -> str:
+        """Why the first of the missing nodes was rejected, in parentheses after a space; empty if none was rejected."""
         causes = [self._rejected[rank] for rank in missing if rank in self._rejected]
-        return f"node{'s' if len(missing) > 1 else ''} {names} did not join{f' ({causes[0]})' if causes else ''}"
+        return f" ({causes[0]})" if causes else ""
 
     def _begin(self, connection: socket.socket) -> None:
         """Start a thread for a new connection, so that a slow client delays no other one."""
@@ -128,6 +129,11 @@ def node_addresses(nodes: list[RemoteNode]) -> list[str]:
     remote = [node for node in nodes if not _is_loopback(node.host)]
     own = remote[0].link.local_host if remote else "127.0.0.1"
     return [own, *(own if _is_loopback(node.host) else node.host for node in nodes)]
+
+
+def _names(ranks: list[int]) -> str:
+    """ "node 1", or "nodes 1, 2"."""
+    return f"node{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _is_loopback(host: str) -> bool:
