@@ -5,7 +5,8 @@
 
 `rows` sequences with contexts of 1,000 tokens decode in each step. In `apart`, a prompt is submitted after some steps without prompts; in
 `series`, each step computes one. `launch_ms` is the time in which the host launches such a step; with overlap, the device computes the step
-before in this time.
+before in this time. `before_ms` is the time of that step, which ends for the host after the launch. With `--vary`, consecutive prompts
+differ by one token, as the steps of a server do.
 """
 
 from __future__ import annotations
@@ -59,24 +60,27 @@ class Driver:
         self.executor.turn(0.0)
         self.mailbox.pop_outputs()
 
-    def steps(self, prompt: int, pause: int, num_prompts: int) -> dict[str, Any]:
+    def steps(self, prompt: int, pause: int, num_prompts: int, vary: bool = False) -> dict[str, Any]:
         """The median times of steps with one prompt and of those without, when a prompt follows each `pause` steps."""
         first, launches = self.executor.step_history.num_steps, []
-        for _ in range(num_prompts):
-            self.launches.pop(prompt, None)
-            self.submit(1, prompt, 1)
+        sizes = [prompt + i if vary else prompt for i in range(num_prompts)]
+        for size in sizes:
+            self.submit(1, size, 1)
             for _ in range(1 + pause):
+                self.launches.clear()
                 self.turn()
-                if (seconds := self.launches.pop(prompt, None)) is not None:
-                    launches.append(seconds)
+                launches += [seconds for tokens, seconds in self.launches.items() if tokens in sizes]
         for _ in range(4):
             self.turn()
         found = list(self.executor.step_history.steps(first))
-        mixed = [step.duration_s for step in found if step.tokens - step.num_decodes == prompt]
+        has_prompt = [step.tokens - step.num_decodes in sizes for step in found]
+        mixed = [step.duration_s for step, chosen in zip(found, has_prompt, strict=True) if chosen]
+        before = [step.duration_s for step, chosen in zip(found, has_prompt[1:], strict=False) if chosen]
         decodes = [step.duration_s for step in found if step.is_decode]
         return {
             "mixed_ms": round(1e3 * statistics.median(mixed), 3), "max_ms": round(1e3 * max(mixed), 3), "steps": len(mixed),
-            "decode_ms": round(1e3 * statistics.median(decodes), 3), "launch_ms": round(1e3 * statistics.median(launches), 3),
+            "before_ms": round(1e3 * statistics.median(before), 3), "decode_ms": round(1e3 * statistics.median(decodes), 3),
+            "launch_ms": round(1e3 * statistics.median(launches), 3),
         }  # fmt: skip
 
 
@@ -98,6 +102,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--prompts", default="16,128,256,512,768,1024,1536,2048,3072,4096")
     parser.add_argument("--count", type=int, default=16, help="prompts of each size")
+    parser.add_argument("--vary", action="store_true", help="each prompt has one token more than the one before")
     parser.add_argument("--breakdown", type=int, default=0, help="prompt tokens of steps whose kernels are listed")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -106,7 +111,8 @@ def main() -> None:
     rows = []
     for prompt in map(int, args.prompts.split(",")):
         driver.steps(prompt, 1, 3)  # kernels of this size run for the first time
-        row = {"prompt": prompt, "apart": driver.steps(prompt, PAUSE, args.count), "series": driver.steps(prompt, 0, args.count)}
+        kinds = {"apart": PAUSE, "series": 0}
+        row = {"prompt": prompt} | {name: driver.steps(prompt, pause, args.count, args.vary) for name, pause in kinds.items()}
         rows.append(row)
         print(json.dumps(row), flush=True)
     result = {**provenance(args.engine, args.device), "rows": args.rows, "context": CONTEXT, "steps": rows}

@@ -5,9 +5,10 @@
 agreement: the throughput runs of benchmarks/results/h200_llama8b_fp8.json, all requests of which arrive at once. The step times are of
 the same file (steps of 1, 8 and 64 rows); the time of a prompt token is calibrated with the run of 2048/128 only.
 Then the complete throughput runs of the 70B model on one and two H200s in h200x4_engines.json, with the step times of their files.
-goodput: the runs of h200_goodput.json with the server's default settings, whose arrivals are drawn again. The step times are lines through
-the steps of h200_mixed_steps.json, before and after a change of the attention in captured steps. Once
-without the time of the HTTP server, and once with that of conversations_host_times.json, which was measured on another machine.
+goodput: the runs of h200_goodput.json with the server's default settings, whose arrivals are drawn again. The step times are those of
+h200_mixed_steps.json, before (a line) and after (with padding, points and launches) a change of the attention in captured steps. Once
+without the time of the HTTP server, and once with that of conversations_host_times.json, which was measured on another machine; then the
+range of the latter when prompts take up to 3 % less or more time.
 conversations: 200 conversations of 8 turns (a system prompt of 200 tokens that all share, 300 tokens per turn, 100 generated) on four
 replicas of an 8B and of a 70B model, with the policies prefix and round_robin, and on one replica with four times the KV cache and a
 quarter of the step times. For the 70B model, once with the times of conversations_host_times.json: what the executor, the HTTP servers, the
@@ -25,7 +26,7 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,10 @@ MEASURED = RESULTS / "h200_llama8b_fp8.json"
 ENGINES = RESULTS / "h200x4_engines.json"
 MIXED_STEPS, GOODPUT = RESULTS / "h200_mixed_steps.json", RESULTS / "h200_goodput.json"
 HOST_TIMES = RESULTS / "conversations_host_times.json"
-MAX_CAPTURED = 1536  # prompt tokens beside 128 decodes
+CAPTURED = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 2048)  # sizes of captured steps with prompts
+CAPTURED_ROWS = 512
 PROCESSES, ARRIVALS_S = 6, 14.0  # of the clients of h200_goodput.json
+PREFILL_FACTORS = (0.97, 0.98, 0.985, 0.99, 0.995, 1.0, 1.005, 1.01, 1.015, 1.02, 1.03)
 GOODPUT_RUNS = {"before": [(30.0, 1), (36.0, 2), (43.2, 3)], "after": [(43.0 / 1.2, 2), (43.0, 1)]}  # (rate, seed)
 RATE = 10_000.0  # requests per second, of the measurement of the speed
 NUM_CONVERSATIONS, NUM_TURNS, SYSTEM_TOKENS, USER_TOKENS, ANSWER_TOKENS = 200, 8, 200, 300, 100
@@ -89,26 +92,59 @@ def fit_step_times(name: str) -> StepTimes:
     """The step times of an engine in h200_mixed_steps.json.
 
     fixed_s is that of h200_llama8b_fp8_step_times.json, and context_token_s the time of the decode attention kernel. The time of a row
-    is the mean of what remains of decode steps. What prompts add is a line through all sizes before the change, and through the captured
-    ones after it; without a fixed cost if that would be negative. For sizes that are not captured, only `series` counts: otherwise a
-    part of the launch is not in the time of the step.
+    is the mean of what remains of decode steps.
     """
     measured = json.loads(MIXED_STEPS.read_text())
     rows, steps, fixed_s = measured["rows"], measured[name]["steps"], read_step_times(STEP_TIMES).fixed_s
     attention = next(k for k in measured["after"]["breakdown"]["kernels"] if k["name"] == "decode_attention_kernel")
-    contexts = {key: _contexts(measured["context"], measured[key]["steps"]) for key in ("before", "after")}
-    context_token_s = 1e-6 * attention["step_us"] / (rows * contexts["after"][-1])
+    context_token_s = 1e-6 * attention["step_us"] / (rows * _contexts(measured["context"], measured["after"]["steps"])[-1])
     rest = [step["apart"]["decode_ms"] / 1e3 - fixed_s - context_token_s * rows * context
-            for step, context in zip(steps, contexts[name], strict=False)]  # fmt: skip
+            for step, context in zip(steps, _contexts(measured["context"], steps), strict=False)]  # fmt: skip
+    added = _fit_line(steps) if name == "before" else _fit_points(measured, name)
+    return StepTimes(fixed_s=fixed_s, row_s=statistics.mean(rest) / rows, context_token_s=context_token_s, **added)
+
+
+def _fit_line(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """What prompts add, as a line through all sizes.
+
+    Captured steps of this engine computed decodes as prompts, so that their time depends on the decodes in a way that no field describes.
+    For sizes that are not captured, only `series` counts: otherwise a part of the launch is not in the time of the step.
+    """
     series = [(step["prompt"], step["series"]) for step in steps]
-    apart = [(step["prompt"], step["apart"]) for step in steps if step["prompt"] <= MAX_CAPTURED]
-    points = [(prompt, (step["mixed_ms"] - step["decode_ms"]) / 1e3) for prompt, step in series + apart
-              if name == "before" or prompt <= MAX_CAPTURED]  # fmt: skip
-    prefill_token_s, prefill_fixed_s = statistics.linear_regression(*zip(*points, strict=True))
-    if prefill_fixed_s < 0:
-        (prefill_token_s, _), prefill_fixed_s = statistics.linear_regression(*zip(*points, strict=True), proportional=True), 0.0
-    return StepTimes(fixed_s=fixed_s, row_s=statistics.mean(rest) / rows, prefill_token_s=prefill_token_s, context_token_s=context_token_s,
-                     prefill_fixed_s=prefill_fixed_s)  # fmt: skip
+    apart = [(step["prompt"], step["apart"]) for step in steps if step["prompt"] <= 1536]
+    points = [(prompt, (step["mixed_ms"] - step["decode_ms"]) / 1e3) for prompt, step in series + apart]
+    return dict(zip(("prefill_token_s", "prefill_fixed_s"), statistics.linear_regression(*zip(*points, strict=True)), strict=True))
+
+
+def _fit_points(measured: dict[str, Any], name: str) -> dict[str, Any]:
+    """What prompts add, by the prompt tokens with padding.
+
+    From `series`, because the device is as busy under load. Steps that are not captured are the same in all engines of the file, and
+    their launch is measured in `apart`, where no step that is not captured runs meanwhile.
+    """
+    rows, largest = measured["rows"], CAPTURED[-1]
+    launched = [step for each in ("before", "after", "counted_on_device") for step in measured[each]["steps"]
+                if step["prompt"] + rows > largest]  # fmt: skip
+    captured = _points(
+        (next(size for size in CAPTURED if size >= step["prompt"] + rows) - rows, step["series"])
+        for step in measured[name]["steps"]
+        if step["prompt"] + rows <= largest
+    )
+    points = _points((step["prompt"], step["series"]) for step in launched)
+    (first, first_s), (last, last_s) = points[0], points[-1]
+    return {
+        "captured_tokens": CAPTURED, "captured_rows": CAPTURED_ROWS, "captured_points": captured, "prefill_points": points,
+        "prefill_token_s": (last_s - first_s) / (last - first),
+        "launch_s": round(statistics.mean(step["apart"]["launch_ms"] for step in launched) / 1e3, 5),
+    }  # fmt: skip
+
+
+def _points(steps: Iterable[tuple[int, dict[str, float]]]) -> tuple[tuple[int, float], ...]:
+    """(tokens, mean seconds by which steps with prompts are longer than those without), by tokens."""
+    by_tokens: dict[int, list[float]] = {}
+    for tokens, step in steps:
+        by_tokens.setdefault(tokens, []).append((step["mixed_ms"] - step["decode_ms"]) / 1e3)
+    return tuple((tokens, round(statistics.mean(by_tokens[tokens]), 5)) for tokens in sorted(by_tokens))
 
 
 def _contexts(context: int, steps: list[dict[str, Any]]) -> list[int]:
@@ -133,9 +169,24 @@ def goodput() -> dict[str, Any]:
             row = {"step_times": name, "requests_per_s": run["requests_per_s"]}
             for key, frontend in (("simulated", FrontendTimes()), ("simulated_with_frontend", FrontendTimes(**host))):
                 row[key] = _simulate_goodput(run, times, step_times[name], frontend)
+            varied = [_simulate_goodput(run, times, _scaled(step_times[name], factor), FrontendTimes(**host)) for factor in PREFILL_FACTORS]
+            row["range"] = {
+                key: {p: [pick(each[key][p] for each in varied) for pick in (min, max)] for p in varied[0][key]}
+                for key in ("first_token_ms", "inter_token_ms")
+            } | {"in_time": [pick(each["in_time"] for each in varied) for pick in (min, max)]}
             rows.append({**row, "measured": {key: run[key] for key in row["simulated"]}})
             print(json.dumps(rows[-1]))
     return {"step_times": {name: msgspec.structs.asdict(times) for name, times in step_times.items()}, "rows": rows}
+
+
+def _scaled(times: StepTimes, factor: float) -> StepTimes:
+    """Step times in which prompts take `factor` times as long."""
+    points = {
+        name: tuple((tokens, seconds * factor) for tokens, seconds in getattr(times, name))
+        for name in ("captured_points", "prefill_points")
+    }
+    seconds = {name: getattr(times, name) * factor for name in ("prefill_token_s", "prefill_fixed_s")}
+    return msgspec.structs.replace(times, **points, **seconds)
 
 
 def _simulate_goodput(run: dict[str, Any], times: list[float], step_times: StepTimes, frontend: FrontendTimes) -> dict[str, Any]:
@@ -165,7 +216,7 @@ def _compare(step_times: StepTimes, host: dict[str, float] | None = None, fronte
     """`host`: seconds by which steps take longer than on the device, by the field of StepTimes."""
     replica = ReplicaSettings(max_batch_size=64, max_num_tokens=2048, kv_cache_tokens=256_000, overlap=False)  # as `conversations.py`
     whole = msgspec.structs.replace(replica, max_batch_size=256, max_num_tokens=8192, kv_cache_tokens=4 * replica.kv_cache_tokens)
-    device = {name: value for name, value in msgspec.structs.asdict(step_times).items() if name != "source"}
+    device = {name: value for name, value in msgspec.structs.asdict(step_times).items() if isinstance(value, float)}
 
     def run(num_replicas: int, replica: ReplicaSettings, factor: int, policy: str) -> dict[str, float]:
         times = StepTimes(**{name: value / factor + (host or {}).get(name, 0.0) for name, value in device.items()})

@@ -33,15 +33,21 @@ class Frontend:
         self._request_s, self._first_token_s = times.frontend_request_ms / 1e3, times.frontend_first_token_ms / 1e3
         self._token_s = times.frontend_token_us / 1e6
         self._free_s = 0.0  # when everything until now is done, except tokens of the running steps
+        self._before_s = 0.0  # the same, except the newest tokens, which may be sent later than now
 
     def receive(self, now_s: float, steps: RunningSteps | None) -> float:
         """A request arrives while `steps` run. Returns when the executor receives it."""
+        if steps is not None and now_s < steps.launched_s:  # the tokens of the step before are not sent yet
+            self._before_s = max(self._before_s, now_s) + self._request_s
+            self._free_s = max(self._free_s, self._before_s)
+            return self._before_s
         if steps is not None and (num_ended := steps.num_ended(now_s)):
             self._free_s = max(self._free_s, steps.end_s(num_ended) + steps.plan.num_decodes * self._token_s)
-        self._free_s = max(self._free_s, now_s) + self._request_s
+        self._free_s = self._before_s = max(self._free_s, now_s) + self._request_s
         return self._free_s
 
     def send(self, now_s: float, num_tokens: int) -> tuple[float, float]:
-        """A step ends. Returns when a first token that it computed is with the client, and when all other tokens are."""
+        """The host has the tokens of a step at `now_s`. Returns when a first token of it is with the client, and when all others are."""
+        self._before_s = self._free_s
         self._free_s = max(self._free_s, now_s) + num_tokens * self._token_s
         return self._free_s + self._first_token_s, self._free_s

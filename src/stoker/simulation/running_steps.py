@@ -13,6 +13,13 @@ class RunningSteps:
     def __init__(self, plan: GroupPlan, start_s: float, first_s: float, growth_s: float) -> None:
         self.plan, self.start_s, self.first_s, self.growth_s = plan, start_s, first_s, growth_s
         self.count = plan.num_equal_steps
+        self.launched_s = start_s  # when the host has launched the first one
+
+    def launch(self, until_s: float, overlap: bool) -> None:
+        """The host launches the only step until this time, which is not before its end. With overlap, it plans the next one then."""
+        self.first_s = max(self.first_s, until_s - self.start_s)
+        if overlap:
+            self.launched_s = max(self.start_s, until_s)
 
     def end_s(self, count: int) -> float:
         """When the first `count` steps end."""
@@ -20,8 +27,8 @@ class RunningSteps:
 
     @property
     def last_start_s(self) -> float:
-        """When the last of the steps begins."""
-        return self.end_s(self.count - 1)
+        """When the last of the steps begins and is launched. With overlap, the host plans the step after it then."""
+        return self.end_s(self.count - 1) if self.count > 1 else self.launched_s
 
     def stop(self, now_s: float, num_further: int = 0) -> bool:
         """Run `num_further` steps that begin at or after `now_s`, at most. False if there are no more."""

@@ -25,9 +25,12 @@ from stoker.runtime.transfer.address import TransferAddress
 from stoker.simulation.frontend import Frontend, FrontendTimes
 from stoker.simulation.latencies import Latencies
 from stoker.simulation.replica import ReplicaSettings, SimulatedReplica
+from stoker.simulation.running_steps import RunningSteps
 from stoker.simulation.step_times import StepTimes
 from stoker.simulation.traces import Arrival, PromptBlocks
 from stoker.simulation.transfers import SimulatedTransfer, TransferLinks, TransferSettings
+
+MIN_GAP_S = 1e-6  # between the tokens of a step and those of the next one, which has ended when the host has launched it
 
 Follow = Callable[[Arrival, Sequence, float], Arrival | None]  # the request that follows an ended one, with the time of the end
 
@@ -251,12 +254,15 @@ class Simulator:
             for at_s, transfer in self._links.end_step(replica, steps.plan, now):
                 transfer.lease.succeed()
                 self._push(at_s, transfer)
-        if num_decodes := steps.plan.num_decodes:
-            results.between_tokens_s.add_series(steps.first_s, steps.growth_s, steps.count, num_decodes)
+        num_decodes = steps.plan.num_decodes  # before the next plan, which may be the same object
+        started = replica.start(now)
+        sent_s = replica.sent_s
+        if num_decodes:
+            _add_gaps(results.between_tokens_s, steps, sent_s - now, num_decodes)
             results.num_output_tokens += num_decodes * steps.count
-        first_s = received_s = now  # when the client has first tokens, and the others
+        first_s = received_s = sent_s  # when the client has first tokens, and the others
         if self._frontends is not None:
-            first_s, received_s = self._frontends[replica.replica.name].send(now, num_decodes + len(outcome.sequences))
+            first_s, received_s = self._frontends[replica.replica.name].send(sent_s, num_decodes + len(outcome.sequences))
         for seq in outcome.sequences:
             if (running := self._running.get(seq.seq_id)) is None:
                 continue  # a prompt for another replica
@@ -275,8 +281,20 @@ class Simulator:
             results.duration_s.append(duration_s)
             if follow is not None and (following := follow(running.arrival, seq, received_s)) is not None:
                 self._push(following.at_s, following)
-        if replica.start(now):
+        if started:
             self._expect(replica)
+
+
+def _add_gaps(gaps: Latencies, steps: RunningSteps, delay_s: float, num_decodes: int) -> None:
+    """Add the times between the tokens of ended steps. Those of the last step are sent `delay_s` after its end."""
+    waited_s = steps.launched_s - steps.start_s  # of the tokens before, for the launch of these steps
+    if not waited_s and not delay_s:
+        gaps.add_series(steps.first_s, steps.growth_s, steps.count, num_decodes)
+        return
+    if steps.count > 1:
+        gaps.add_series(steps.first_s, steps.growth_s, steps.count - 1, num_decodes)
+    last_s = steps.first_s + (steps.count - 1) * steps.growth_s - waited_s + delay_s
+    gaps.add(max(last_s, MIN_GAP_S), num_decodes)
 
 
 @lru_cache(1 << 16)
