@@ -14,7 +14,8 @@ tensor_parallel: Llama-3.1-70B on eight GPUs, as eight replicas or as one of eig
 agreement: a measured run of eight ranks, simulated.
 trace: write a trace in the format burstgpt to `--file`.
 
-All kinds are simulated without overlap: with it, a first token comes about one step later.
+The times of the HTTP server are those of conversations_host_times.json, which were measured on another machine; the router's are not
+counted.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import msgspec
 from stoker.cli.benchmark.results import provenance
 from stoker.router.core.settings import RoutingSettings
 from stoker.simulation.fleet import FleetSettings, TraceSettings, simulate_fleet
+from stoker.simulation.frontend import FrontendTimes
 from stoker.simulation.replica import ReplicaSettings
 from stoker.simulation.report import make_report
 from stoker.simulation.simulator import Simulator
@@ -41,7 +43,7 @@ from stoker.simulation.traces import Arrival
 from stoker.simulation.transfers import TransferSettings
 
 RESULTS = Path(__file__).parent / "results"
-LLAMA_8B = RESULTS / "h200_llama8b_fp8_step_times.json"
+LLAMA_8B = RESULTS / "h200_llama8b_fp8kv_step_times.json"
 LLAMA_70B = {1: RESULTS / "h200_llama70b_fp8_step_times.json", 8: RESULTS / "h200x8_llama70b_fp8_tp8_step_times.json"}
 KV_TOKENS_70B = {1: 200_000, 8: 4_000_000}  # of a replica
 KV_BYTES_8B = 65_536  # per token, in FP8
@@ -71,11 +73,14 @@ def write_trace(file: Path, rate: float, seconds: float, shared_blocks: int | No
             number += 1
 
 
-def simulate(rate: float, seconds: float, shared_blocks: int | None = None, step_times: Path = LLAMA_8B, **fleet: Any) -> Row:
-    """Simulate one fleet. `fleet`: fields of FleetSettings; the default is one replica."""
-    settings = FleetSettings(
-        **{"replica": ReplicaSettings(overlap=False, max_num_tokens=2048), **fleet}, step_times=read_step_times(step_times)
-    )
+def simulate(
+    rate: float, seconds: float, shared_blocks: int | None = None, step_times: Path = LLAMA_8B, num_frontends: int = 1, **fleet: Any
+) -> Row:
+    """Simulate one fleet. `num_frontends`: processes of the HTTP server of each replica; `fleet`: fields of FleetSettings."""
+    host = json.loads((RESULTS / "conversations_host_times.json").read_text())["frontend_without_router"]
+    frontend = FrontendTimes(**{name: value / num_frontends for name, value in host.items()})
+    replica = ReplicaSettings(max_num_tokens=2048)
+    settings = FleetSettings(**{"replica": replica, **fleet}, step_times=read_step_times(step_times), frontend=frontend)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace")
         write_trace(file, rate, seconds, shared_blocks)
@@ -96,7 +101,7 @@ def load() -> list[Row]:
 
 def memory() -> list[Row]:
     tokens = (25_600, 51_200, 76_800, 102_400, 204_800, 409_600)
-    replicas = [ReplicaSettings(overlap=False, max_num_tokens=2048, kv_cache_tokens=count) for count in tokens]
+    replicas = [ReplicaSettings(max_num_tokens=2048, kv_cache_tokens=count) for count in tokens]
     return [{"kv_cache_tokens": each.kv_cache_tokens} | simulate(40, 60, replica=each) for each in replicas]
 
 
@@ -105,11 +110,12 @@ def reuse() -> list[Row]:
 
 
 def split() -> list[Row]:
-    rows = []
+    rows, replica = [], ReplicaSettings(max_num_tokens=2048, max_batch_size=512)  # few decode replicas need more than 256 rows
     for num_prefill in (0, 6, 10, 14, 16):
-        fleet: Row = {"num_replicas": 25 - num_prefill, "num_prefill": num_prefill}
+        fleet: Row = {"num_replicas": 25 - num_prefill, "num_prefill": num_prefill, "replica": replica}
         transfers = TransferSettings(kv_bytes_per_token=KV_BYTES_8B)
         routing = RoutingSettings(disaggregate_tokens=256, max_prefill_load=MAX_PREFILL_LOAD)
+        fleet["num_frontends"] = 3  # one sends at most 78 answers per second, and a decode replica of the last row has 111
         rows.append({"prefill": num_prefill} | simulate(RATE / 10, 15, transfers=transfers, routing=routing, **fleet))
     return rows
 
@@ -127,7 +133,7 @@ def routers() -> list[Row]:
 def tensor_parallel() -> list[Row]:
     rows = []
     for ranks, num_replicas in ((1, 8), (8, 1)):
-        replica = ReplicaSettings(overlap=False, max_num_tokens=2048, kv_cache_tokens=KV_TOKENS_70B[ranks], num_gpus=ranks)
+        replica = ReplicaSettings(max_num_tokens=2048, kv_cache_tokens=KV_TOKENS_70B[ranks], num_gpus=ranks)
         for rate in (5, 10, 15, 20, 30, 40, 50):
             found = simulate(rate, 60, step_times=LLAMA_70B[ranks], num_replicas=num_replicas, replica=replica)
             rows.append({"tensor_parallel": ranks} | found)
@@ -139,7 +145,7 @@ def agreement() -> Row:
     rows = json.loads((RESULTS / "h200x8_engines.json").read_text())["rows"]
     run = next(row for row in rows if "total_s" in row)
     arrivals = [Arrival(0.0, [number] + [0] * (run["isl"] - 1), run["osl"]) for number in range(run["requests"])]
-    replica = ReplicaSettings(overlap=False, max_batch_size=768, kv_cache_tokens=KV_TOKENS_70B[8])
+    replica = ReplicaSettings(max_batch_size=768, kv_cache_tokens=KV_TOKENS_70B[8])
     simulated_s = Simulator(1, replica, read_step_times(LLAMA_70B[8]), prefix_reuse=False).run(arrivals).end_s
     return {"measured_s": run["total_s"], "simulated_s": simulated_s, "error_percent": 100 * (simulated_s / run["total_s"] - 1)}
 
