@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -23,6 +26,19 @@ from stoker.kernels.types import AttentionParams
 needs_compiler = pytest.mark.skipif(isinstance(library.kernels(), str), reason="no C kernels")
 SIZE, BLOCK = 32, 4
 WIDE = GROUPED | {"hidden_size": 96, "intermediate_size": 128, "head_dim": SIZE}  # sizes that the C kernels support
+
+
+RECORDS = """
+import sys
+from stoker import LLM, SamplingParams
+from stoker.kernels.native import recording
+
+calls, record = [], recording.record
+recording.record = lambda *args: calls.append(args) or record(*args)
+with LLM(sys.argv[1]) as llm:
+    llm.generate("abc", SamplingParams(max_tokens=6, ignore_eos=True))
+assert calls and "torch._dynamo" not in sys.modules
+"""
 
 
 @pytest.fixture
@@ -213,3 +229,10 @@ def test_calls_of_other_threads_are_not_recorded() -> None:
         linear.linear(x, weight)
     linear.linear(x, weight)
     assert len(calls) == 1
+
+
+@needs_compiler
+def test_the_first_recording_does_not_import_the_compiler_of_torch(tiny_engine: Path) -> None:
+    """The import takes a second, in which no step runs."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    subprocess.run([sys.executable, "-c", RECORDS, str(tiny_engine)], env=environment, check=True)

@@ -130,6 +130,11 @@ class _OnlyKernels(TorchDispatchMode):
         self.buffers: list[Tensor] = []
         self._free: dict[int, list[np.ndarray]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch does not import its compiler, which is not used, for the first recording. That takes a second."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run an operation, or replace it by `_allocate`."""
         if func is _aten.empty.memory_format:
