@@ -120,8 +120,8 @@ def test_replicas_are_added_and_removed_with_the_load(client: httpx.Client, two_
     """
     assert not replicas_of(client, "two")
     with load(client, "one", 4), load(client, "two", 8):
-        wait_for(lambda: len(replicas_of(client, "one")) == 2 and len(replicas_of(client, "two")) == 2, 60)
-    wait_for(lambda: len(replicas_of(client, "one")) == 1 and not replicas_of(client, "two"), 60)
+        wait_for(lambda: len(replicas_of(client, "one")) == 2 and len(replicas_of(client, "two")) == 2, 100)
+    wait_for(lambda: len(replicas_of(client, "one")) == 1 and not replicas_of(client, "two"), 100)
     assert complete(client, "two")["usage"]["completion_tokens"] == 8  # starts a replica again
 
 

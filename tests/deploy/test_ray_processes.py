@@ -99,6 +99,14 @@ def test_requests_do_not_change_the_thread_in_the_ingress() -> None:
     assert engine._deployment_config.logging_config["enable_access_log"] is False
 
 
+@pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field")
+def test_loads_are_reported_every_second() -> None:
+    """A start from zero replicas waits for the next report of the ingress. By default, Ray Serve sends one every ten seconds."""
+    ingress = application({"engines": [{"model": "org/model", "min_replicas": 0}]})._bound_deployment
+    engine = ingress.init_args[2]._bound_deployment
+    assert engine._deployment_config.autoscaling_config.metrics_interval_s == 1.0
+
+
 def test_keys_are_arguments_that_no_message_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray prints runtime_env, and the representation of arguments can be in messages."""
     monkeypatch.setenv("STOKER_API_KEY", "api-key-0123456789")

@@ -14,10 +14,10 @@ from stoker.ray.placement import place_replica
 from stoker.ray.settings import ApplicationSettings, EngineSettings
 
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 10.0
-METRICS_S = 1.0  # how often replicas report to the autoscaler
+METRICS_S = 1.0  # how often replicas and the ingress report to the autoscaler; a start from zero waits for such a report
 INGRESS_REQUESTS = 4096  # that an ingress has at the same time
 INGRESS = "ingress"
-ENVIRONMENT = {  # of the actors. Ray prints it
+ENVIRONMENT = {  # of the actors. Ray prints it. Ray Serve 2.60 announces these variables, but reads metrics_interval_s only
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": f"{METRICS_S:g}",
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": f"{METRICS_S:g}",
 }
@@ -54,6 +54,7 @@ def _bind_engine(engine: EngineSettings, keys: Keys) -> Any:
             "autoscaling_config": AutoscalingConfig(
                 min_replicas=engine.min_replicas, max_replicas=engine.max_replicas, initial_replicas=engine.initial_replicas,
                 upscale_delay_s=engine.upscale_delay_s, downscale_delay_s=engine.downscale_delay_s, look_back_period_s=10.5,
+                metrics_interval_s=METRICS_S,
                 policy=AutoscalingPolicy(policy_function="stoker.ray.autoscaling.EnginePolicy", policy_kwargs=targets),
             )
         }  # fmt: skip
