@@ -1,6 +1,8 @@
 """Compares `stoker simulate` with runs on an H200, simulates conversations behind the router, and measures the simulator.
 
-    PYTHONPATH=src python benchmarks/simulate.py [agreement] [goodput] [conversations] [speed] [--json benchmarks/results/simulate.json]
+    PYTHONPATH=src python benchmarks/simulate.py [agreement] [goodput] [conversations] [speed] [ten_minutes] [--json FILE]
+
+The results are those in benchmarks/results/simulate.json.
 
 agreement: the throughput runs of benchmarks/results/h200_llama8b_fp8.json, all requests of which arrive at once. The step times are of
 the same file (steps of 1, 8 and 64 rows); the time of a prompt token is calibrated with the run of 2048/128 only.
@@ -13,8 +15,9 @@ conversations: 200 conversations of 8 turns (a system prompt of 200 tokens that 
 replicas of an 8B and of a 70B model, with the policies prefix and round_robin, and on one replica with four times the KV cache and a
 quarter of the step times. For the 70B model, once with the times of conversations_host_times.json: what the executor, the HTTP servers, the
 router and the client of `conversations.py` take in addition to the steps of the model.
-speed: 10,000 requests/s (500 prompt and 120 new tokens on average) on 200 replicas with 20 routers, for `--seconds` of simulated time: once
+speed: 10,000 requests/s (500 prompt and 120 new tokens on average) on 200 replicas with 20 routers, for 20 s of simulated time: once
 without common prompts (the format burstgpt) and once with common prefixes (the format mooncake).
+ten_minutes: the same for 600 s with common prefixes, which take longer.
 """
 
 from __future__ import annotations
@@ -31,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from goodput import BETWEEN_S, FIRST_S, GENERATED, PROMPT, arrivals
 
 from stoker.base.cpus import num_cpus
 from stoker.cli.benchmark.results import provenance
@@ -158,6 +160,8 @@ def _contexts(context: int, steps: list[dict[str, Any]]) -> list[int]:
 
 
 def goodput() -> dict[str, Any]:
+    from goodput import arrivals  # imports torch, which each process of `speed` would import, too
+
     runs, rows = json.loads(GOODPUT.read_text())["runs"], []
     step_times = {name: fit_step_times(name) for name in GOODPUT_RUNS}
     host = json.loads(HOST_TIMES.read_text())["frontend_without_router"]
@@ -191,6 +195,8 @@ def _scaled(times: StepTimes, factor: float) -> StepTimes:
 
 def _simulate_goodput(run: dict[str, Any], times: list[float], step_times: StepTimes, frontend: FrontendTimes) -> dict[str, Any]:
     """The keys of a measured run, simulated."""
+    from goodput import BETWEEN_S, FIRST_S, GENERATED, PROMPT
+
     dice = random.Random(0)
     replica = ReplicaSettings(max_batch_size=512, max_num_tokens=8192, kv_cache_tokens=1_700_000)
     requests = [Arrival(at_s, [dice.randrange(100_000) for _ in range(PROMPT)], GENERATED) for at_s in times]
@@ -266,12 +272,12 @@ def _summary(results: Results) -> dict[str, float]:
     }
 
 
-def speed(seconds: float) -> dict[str, Any]:
+def speed(seconds: float, formats: tuple[str, ...]) -> dict[str, Any]:
     replica = ReplicaSettings(max_batch_size=256, max_num_tokens=8192, kv_cache_tokens=400_000)
     fleet = FleetSettings(num_replicas=200, num_routers=20, replica=replica, step_times=read_step_times(STEP_TIMES))
     rows: dict[str, Any] = {"seconds": seconds, "replicas": 200, "routers": 20, "workers": num_cpus()}
     with tempfile.TemporaryDirectory() as folder:
-        for trace_format in ("burstgpt", "mooncake"):
+        for trace_format in formats:
             file = Path(folder, trace_format)
             _write_trace(file, trace_format, round(seconds * RATE))
             before, started = _cpu_s(), time.perf_counter()
@@ -312,8 +318,13 @@ def _cpu_s() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=600.0)
-    kinds = {"agreement": agreement, "goodput": goodput, "conversations": conversations, "speed": lambda: speed(args.seconds)}
+    kinds = {
+        "agreement": agreement,
+        "goodput": goodput,
+        "conversations": conversations,
+        "speed": lambda: speed(20.0, ("burstgpt", "mooncake")),
+        "ten_minutes": lambda: speed(600.0, ("mooncake",)),
+    }
     parser.add_argument("kinds", nargs="*", default=list(kinds))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

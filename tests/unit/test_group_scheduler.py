@@ -195,7 +195,7 @@ def test_a_simulation_does_not_depend_on_the_number_of_steps_that_are_planned_to
 @pytest.mark.parametrize("num_prefill", [0, 1])
 def test_without_equal_prompts_it_does_not_matter_whether_answers_are_indexed(num_prefill: int) -> None:
     """Blocks of answers that are not indexed take room in the cache all the same, so that the same blocks of prompts are evicted."""
-    arrivals = [arrival._replace(prompt_ids=[*arrival.prompt_ids, 100 + i]) for i, arrival in enumerate(trace(400, 40))]
+    arrivals = [msgspec.structs.replace(arrival, prompt_ids=[*arrival.prompt_ids, 100 + i]) for i, arrival in enumerate(trace(400, 40))]
     routing = RoutingSettings(disaggregate_tokens=64 if num_prefill else 0)
     small = msgspec.structs.replace(SMALL, kv_cache_tokens=2048)
     indexed, not_indexed = (Simulator(3, small, TIMES, routing, num_prefill, index_answers=index).run(arrivals) for index in (True, False))

@@ -13,7 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.base.errors import ConfigError
+from stoker.base.types import SamplingParams
 from stoker.router.core.settings import POLICIES, RoutingSettings
+from stoker.runtime.kv.events.log import BlockEventLog
+from stoker.runtime.kv.partial_index import PartialIndexManager
+from stoker.runtime.kv.prefix_index import pack_blocks
+from stoker.runtime.request import Sequence, TokenRequest
 from stoker.simulation.fleet import FleetSettings, TraceSettings, simulate_fleet
 from stoker.simulation.replica import ReplicaSettings
 from stoker.simulation.simulator import Results, Simulator
@@ -94,6 +99,51 @@ def test_blocks_that_occur_once_need_not_be_indexed(
         max_batch_size=8, max_num_tokens=512, kv_cache_tokens=cache, tokens_per_block=size, target_itl_ms=target
     )  # fmt: skip
     assert record(trace, replica, policy, repeated_blocks(trace)) == record(trace, replica, policy, None)
+
+
+def admitted(cache: PartialIndexManager, dice: random.Random, number: int) -> Sequence | None:
+    """A sequence whose prompt is computed, with 0 to 3 common blocks and others; None if there is no room."""
+    prefix = [dice.randrange(3)] * 4 * dice.randrange(4)
+    ids = prefix + [100 + number] * dice.randrange(1, 24)
+    request = TokenRequest(request_id=str(number), prompt_ids=ids, params=SamplingParams(max_tokens=dice.randrange(1, 30)))
+    seq = Sequence(number, request, 0, 0.0)
+    seq.max_computed = len(ids) + seq.max_tokens - 1
+    seq.packed_blocks = pack_blocks(prefix, 4)
+    match = cache.match(seq)
+    if match.num_blocks_now + match.num_blocks_later + cache.num_reserved > match.num_free:
+        return None
+    cache.admit(seq, match)
+    cache.register(seq, len(ids))
+    return seq
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 1 << 32), st.integers(12, 60))
+def test_evictions_of_indexed_blocks_are_foreseen(seed: int, num_blocks: int) -> None:
+    """`evicts_entries` agrees with the entries of the blocks that are evicted next, and every evicted block loses its entry."""
+    dice, log = random.Random(seed), BlockEventLog()
+    cache = PartialIndexManager(num_blocks, 4, prefix_reuse=True, event_log=log)
+    assert cache.index is not None
+    running, node_of = list[Sequence](), cache.index.node_of
+    for number in range(120):
+        choice = dice.random()
+        if choice < 0.4 and (seq := admitted(cache, dice, number)) is not None:
+            running.append(seq)
+        elif choice < 0.7 and running:
+            growing = [seq for seq in running if len(seq.blocks) < cache.num_blocks_for(seq.max_computed)]
+            cache.grow_all(growing)
+        elif running:
+            seq = running.pop(dice.randrange(len(running)))
+            cache.pool.mark_reusable(seq.blocks[seq.num_hashed :])
+            cache.retire(seq)
+            cache.release(seq)
+        count = dice.randrange(cache.pool.num_free + 1)
+        evicted = list(cache.pool._cached)[: max(count - cache.pool.num_empty, 0)]
+        assert cache.evicts_entries(count) == any(node_of(block) is not None for block in evicted)
+        assert all(cache.pool.refs[node.block] or cache.pool._is_reusable[node.block] for node in cache.index._entries.values())
+    for seq in running:
+        cache.release(seq)
+    assert not any(cache.pool.refs)
 
 
 def test_most_blocks_of_a_trace_are_not_indexed() -> None:

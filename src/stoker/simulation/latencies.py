@@ -18,31 +18,33 @@ class Latencies:
 
     def add(self, seconds: float, count: int) -> None:
         """Add a time `count` times."""
-        self._add(seconds, count, math.floor(math.log(seconds) * CLASSES))
+        self.add_series(seconds, 0.0, 1, count)
 
     def add_series(self, first_s: float, difference_s: float, num_times: int, count: int) -> None:
         """Add an arithmetic series of `num_times` times, each `count` times."""
-        if num_times == 1:
-            self.add(first_s, count)
-            return
-        last_s = first_s + (num_times - 1) * difference_s
-        key = math.floor(math.log(first_s) * CLASSES)
-        if key < math.floor(math.log(last_s) * CLASSES):
-            for i in range(num_times):
-                self.add(first_s + i * difference_s, count)
-        else:
-            self._add((first_s + last_s) / 2, num_times * count, key)
-            self.min_s, self.max_s = min(first_s, self.min_s), max(last_s, self.max_s)
+        key, last_s = math.floor(math.log(first_s) * CLASSES), first_s
+        if num_times > 1:
+            last_s += (num_times - 1) * difference_s
+            if key < math.floor(math.log(last_s) * CLASSES):
+                self._add_each([first_s + i * difference_s for i in range(num_times)], count)
+                return
+        self.count += num_times * count
+        self.total_s += (first_s + last_s) / 2 * (num_times * count)
+        if first_s < self.min_s:
+            self.min_s = first_s
+        if last_s > self.max_s:
+            self.max_s = last_s
+        self._counts[key] = self._counts.get(key, 0) + num_times * count
 
-    def _add(self, seconds: float, count: int, key: int) -> None:
-        """Add a time, which belongs to the class `key`, `count` times."""
-        self.count += count
-        self.total_s += seconds * count
-        if seconds < self.min_s:
-            self.min_s = seconds
-        if seconds > self.max_s:
-            self.max_s = seconds
-        self._counts[key] = self._counts.get(key, 0) + count
+    def _add_each(self, times: list[float], count: int) -> None:
+        """Add ascending times, each `count` times."""
+        counts = self._counts
+        for seconds in times:
+            key = math.floor(math.log(seconds) * CLASSES)
+            counts[key] = counts.get(key, 0) + count
+            self.total_s += seconds * count
+        self.count += len(times) * count
+        self.min_s, self.max_s = min(times[0], self.min_s), max(times[-1], self.max_s)
 
     def merge(self, other: Latencies) -> None:
         """Add all times of another distribution."""

@@ -10,6 +10,8 @@ from stoker.runtime.schedule.group_scheduler import GroupPlan
 class RunningSteps:
     """Steps that a replica computes one after the other, from `start_s` on. Each takes `growth_s` longer than the one before it."""
 
+    __slots__ = ("count", "first_s", "growth_s", "launched_s", "plan", "start_s")
+
     def __init__(self, plan: GroupPlan, start_s: float, first_s: float, growth_s: float) -> None:
         self.plan, self.start_s, self.first_s, self.growth_s = plan, start_s, first_s, growth_s
         self.count = plan.num_equal_steps

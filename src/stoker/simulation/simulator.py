@@ -7,6 +7,7 @@ import itertools
 import math
 from array import array
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,10 +16,11 @@ import msgspec
 from stoker.base.errors import RequestError
 from stoker.base.types import SamplingParams
 from stoker.router.core.policy import Decision, Route
-from stoker.router.core.prefix import digest_prefix
+from stoker.router.core.prefix import hash_prefix
 from stoker.router.core.replica import ReplicaState
 from stoker.router.core.router import Lease, Router
 from stoker.router.core.settings import RoutingSettings
+from stoker.runtime.kv.events.wire import hashes_of_digests
 from stoker.runtime.kv.prefix_index import block_digests, pack_blocks
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.transfer.address import TransferAddress
@@ -165,7 +167,7 @@ class Simulator:
             if isinstance(event, SimulatedTransfer):
                 self._end_transfer(event)
             elif isinstance(event, _Submission):
-                self._submit(event)
+                self._submit(*event)
             else:
                 self._arrive(event)
 
@@ -175,8 +177,8 @@ class Simulator:
     def _arrive(self, arrival: Arrival) -> None:
         """Send a request to the replica that the router chooses."""
         request = TokenRequest(request_id=str(next(self._numbers)), prompt_ids=arrival.prompt_ids, params=_sampling(arrival.max_tokens))
-        blocks, digests = arrival.blocks or self._blocks(arrival.prompt_ids)
-        route = Route(None, digest_prefix(digests, self._settings.tokens_per_block, len(arrival.prompt_ids)), arrival.session)
+        blocks = arrival.blocks or self._blocks(arrival.prompt_ids)
+        route = Route(None, hash_prefix(blocks.hashes, self._settings.tokens_per_block, len(arrival.prompt_ids)), arrival.session)
         decision = self.router.choose(route)
         assert decision is not None  # no replica is ever full
         replica = self._replicas[decision.replica.name]
@@ -187,34 +189,34 @@ class Simulator:
             self.results.longest_rejected = max(self.results.longest_rejected, len(arrival.prompt_ids) + arrival.max_tokens)
             return
         running = _Running(arrival, self.now_s, self.router.begin(route, decision))
-        submission = _Submission(request, running, route, decision, PromptBlocks(blocks, digests))
         if self._frontends is None:
-            self._submit(submission)
+            self._submit(request, running, route, decision, blocks)
         else:
-            self._push(self._frontends[replica.replica.name].receive(self.now_s, replica.steps), submission)
+            at_s = self._frontends[replica.replica.name].receive(self.now_s, replica.steps)
+            self._push(at_s, _Submission(request, running, route, decision, blocks))
 
-    def _submit(self, submission: _Submission) -> None:
+    def _submit(self, request: TokenRequest, running: _Running, route: Route, decision: Decision, blocks: PromptBlocks) -> None:
         """The executor of the chosen replica receives a request."""
-        running, route, decision = submission.running, submission.route, submission.decision
-        replica, digests = self._replicas[decision.replica.name], submission.blocks.digests
-        seq = Sequence(next(self._numbers), submission.request, 0, self.now_s)
-        seq.packed_blocks = submission.blocks.packed
+        replica = self._replicas[decision.replica.name]
+        seq = Sequence(next(self._numbers), request, 0, self.now_s)
+        seq.packed_blocks = list(blocks.packed)
         self._running[seq.seq_id] = running
         self.results.num_prompt_tokens += seq.num_prompt
         if self._links is None or (prefill := self.router.choose_prefill(route, decision)) is None:
-            replica.add(seq, digests, self.now_s)
+            replica.add(seq, blocks.digests, self.now_s)
             self._run(replica)
         else:
             running.lease.start_decode()
-            self._compute_elsewhere(route, prefill, seq, digests, replica)
+            self._compute_elsewhere(route, prefill, seq, blocks.digests, replica)
 
     def _blocks(self, prompt_ids: list[int]) -> PromptBlocks:
         """The full blocks of a prompt. Without reuse, only the first one, which decides between equal replicas."""
         size = self._settings.tokens_per_block
         blocks = pack_blocks(prompt_ids if self._prefix_reuse else prompt_ids[:size], size)
-        return PromptBlocks(blocks, block_digests(blocks, ""))
+        digests = block_digests(blocks, "")
+        return PromptBlocks(blocks, digests, hashes_of_digests(digests))
 
-    def _compute_elsewhere(self, route: Route, decision: Decision, seq: Sequence, digests: list[bytes], target: SimulatedReplica) -> None:
+    def _compute_elsewhere(self, route: Route, decision: Decision, seq: Sequence, digests: Seq[bytes], target: SimulatedReplica) -> None:
         """Let another replica compute the prompt of a sequence."""
         request = msgspec.structs.replace(seq.request, params=_sampling(1))
         prompt = Sequence(next(self._numbers), request, 0, self.now_s)

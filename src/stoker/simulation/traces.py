@@ -10,11 +10,11 @@ from collections.abc import Sequence as Seq
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from stoker.base.errors import ConfigError, reason_of
+from stoker.runtime.kv.events.wire import hashes_of_digests
 from stoker.runtime.kv.prefix_index import ID_BYTES, extend_digests, pack, root_digest
 
 FORMATS = ("azure", "mooncake", "burstgpt")
@@ -26,14 +26,15 @@ _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
 
 
-class PromptBlocks(NamedTuple):
+class PromptBlocks(msgspec.Struct, frozen=True):
     """Leading full blocks of a prompt, as `pack_blocks` and `block_digests` compute them from its token ids."""
 
-    packed: list[bytes]
-    digests: list[bytes]  # of these blocks; of the first one, if there is none
+    packed: Seq[bytes]
+    digests: Seq[bytes]  # of these blocks; of the first one, if there is none
+    hashes: tuple[int, ...]  # of the digests
 
 
-class Arrival(NamedTuple):
+class Arrival(msgspec.Struct, frozen=True):
     """One request of a trace. Prompts with the same beginning have equal token ids there."""
 
     at_s: float  # after the start of the trace
@@ -43,7 +44,7 @@ class Arrival(NamedTuple):
     blocks: PromptBlocks | None = None  # if they are known already
 
 
-class TracedRequest(NamedTuple):
+class TracedRequest(msgspec.Struct, frozen=True):
     """One request of a trace in little memory. Its prompt consists of blocks; texts of equal blocks at the same place are equal."""
 
     at_s: float
@@ -59,28 +60,25 @@ class TracedRequest(NamedTuple):
         `tokens_per_block`: of a KV cache, whose blocks the arrival then contains, up to the first one that is not among the `repeated`
         ones. A block of the trace that is not the last one of its prompt has a multiple of it.
         """
-        prompt_ids: list[int] = []
-        same = [0] * (self.tokens_per_block - 1)
-        for block_id in self.block_ids:
-            prompt_ids.append(block_id % VOCAB_SIZE)
-            prompt_ids += same
-        del prompt_ids[self.num_prompt :]
+        prompt_ids = [0] * self.num_prompt
+        for first, block_id in zip(range(0, self.num_prompt, self.tokens_per_block), self.block_ids, strict=False):
+            prompt_ids[first] = block_id % VOCAB_SIZE
         blocks = self._blocks(tokens_per_block, repeated) if tokens_per_block is not None else None
         return Arrival(self.at_s / rate, prompt_ids, self.max_tokens, "", blocks)
 
     def _blocks(self, tokens_per_block: int, repeated: RepeatedBlocks | None) -> PromptBlocks:
         """The leading full blocks of the KV cache that other prompts may have."""
-        blocks, digest, each = PromptBlocks([], []), root_digest(""), max(self.tokens_per_block // tokens_per_block, 1)
+        digest, each = root_digest(""), max(self.tokens_per_block // tokens_per_block, 1)
         num_blocks = self.num_prompt // tokens_per_block
         block_ids = self.block_ids if repeated is None else self.block_ids[: repeated.num_leading(self.block_ids)]
         if num_blocks and not block_ids:
-            return PromptBlocks([], extend_digests(digest, (_first_block(self.block_ids[0] % VOCAB_SIZE, tokens_per_block),)))
+            digests = extend_digests(digest, (_first_block(self.block_ids[0] % VOCAB_SIZE, tokens_per_block),))
+            return PromptBlocks((), digests, hashes_of_digests(digests))
+        parts = list[PromptBlocks]()
         for first, block_id in zip(range(0, num_blocks, each), block_ids, strict=False):
-            packed, digests = _kv_blocks(digest, block_id % VOCAB_SIZE, min(num_blocks - first, each), tokens_per_block)
-            blocks.packed.extend(packed)
-            blocks.digests.extend(digests)
-            digest = digests[-1]
-        return blocks
+            parts.append(_kv_blocks(digest, block_id % VOCAB_SIZE, min(num_blocks - first, each), tokens_per_block))
+            digest = parts[-1].digests[-1]
+        return parts[0] if len(parts) == 1 else _joined(parts)
 
 
 class RepeatedBlocks:
@@ -114,7 +112,17 @@ class RepeatedBlocks:
 def _kv_blocks(digest: bytes, first_id: int, count: int, tokens_per_block: int) -> PromptBlocks:
     """`count` blocks of the KV cache after the one with this digest. All their token ids are 0, except for the first one."""
     packed = [_first_block(first_id, tokens_per_block)] + [_zeros(tokens_per_block)] * (count - 1)
-    return PromptBlocks(packed, extend_digests(digest, packed))
+    digests = extend_digests(digest, packed)
+    return PromptBlocks(packed, digests, hashes_of_digests(digests))
+
+
+def _joined(parts: Seq[PromptBlocks]) -> PromptBlocks:
+    """The blocks of a prompt, from consecutive parts of them."""
+    return PromptBlocks(
+        [block for part in parts for block in part.packed],
+        [digest for part in parts for digest in part.digests],
+        tuple(value for part in parts for value in part.hashes),
+    )
 
 
 def _first_block(first_id: int, tokens_per_block: int) -> bytes:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+
+import msgspec
 
 from stoker.router.core.prefix import PromptPrefix
 
@@ -92,7 +93,7 @@ class PredictedIndex:
 NOTHING: dict[int, int] = {}
 
 
-class Level(NamedTuple):
+class Level(msgspec.Struct, frozen=True):
     """The replicas that hold exactly the first `num_blocks` blocks of a prompt."""
 
     mask: int

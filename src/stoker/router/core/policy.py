@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from stoker.router.core.block_index import Level, match_levels
 from stoker.router.core.consistent_hash import hash64
@@ -14,7 +16,7 @@ from stoker.router.core.replica import Replica
 MAX_ADAPTERS = 4096  # whose replicas are remembered
 
 
-class Route(NamedTuple):
+class Route(msgspec.Struct, frozen=True):
     """What the decision about a request depends on."""
 
     model: str | None = None  # None: any replica serves it
@@ -24,7 +26,7 @@ class Route(NamedTuple):
     tenant: str = ""
 
 
-class Decision(NamedTuple):
+class Decision(msgspec.Struct, frozen=True):
     """The chosen replica, and the number of leading tokens of the prompt that it holds."""
 
     replica: Replica
@@ -75,6 +77,9 @@ class PrefixPolicy:
         """(replicas, their cost) for the cheapest replicas of a level, of those with the adapter, and the home of the session."""
         settings, loads = self._fleet.settings, self._fleet.loads
         missing = prefix.num_tokens - level.num_blocks * prefix.tokens_per_block
+        if home < 0 and not warm:
+            load, least = loads.least(level.mask)
+            return [(least, load + missing)]
         found = []
         for mask, bonus in ((level.mask & ~warm, 0), (level.mask & warm, settings.adapter_bonus)):
             if mask:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+
+import msgspec
 
 from stoker.runtime.kv.events.wire import hashes_of_digests
 from stoker.runtime.kv.prefix_index import block_digests, pack_blocks
@@ -15,7 +16,7 @@ CHARS_PER_TOKEN = 4  # estimate for the cost of text, whose number of tokens is 
 MAX_BLOCKS = 1 << 14  # hashed blocks of one prompt; the rest of a longer one does not influence the decision
 
 
-class PromptPrefix(NamedTuple):
+class PromptPrefix(msgspec.Struct, frozen=True):
     """`hashes[i]` covers the first i + 1 blocks of a prompt. With `exact`, they equal the hashes in the block events of replicas."""
 
     hashes: Seq[int]
@@ -34,13 +35,12 @@ def token_prefix(token_ids: Seq[int], tokens_per_block: int, root: PrefixRoot = 
     """
     num_tokens = len(token_ids)
     blocks = pack_blocks(token_ids[: MAX_BLOCKS * tokens_per_block], tokens_per_block)
-    return digest_prefix(block_digests(blocks, root), tokens_per_block, num_tokens)
+    return hash_prefix(hashes_of_digests(block_digests(blocks, root)), tokens_per_block, num_tokens)
 
 
-def digest_prefix(digests: Seq[bytes], tokens_per_block: int, num_tokens: int) -> PromptPrefix:
-    """The prefix of a prompt of `num_tokens` tokens from the digests of its first blocks."""
-    num_blocks = min((num_tokens - 1) // tokens_per_block, MAX_BLOCKS)
-    return PromptPrefix(hashes_of_digests(digests[:num_blocks]), tokens_per_block, num_tokens, True)
+def hash_prefix(hashes: tuple[int, ...], tokens_per_block: int, num_tokens: int) -> PromptPrefix:
+    """The prefix of a prompt of `num_tokens` tokens from the hashes of its first blocks."""
+    return PromptPrefix(hashes[: min((num_tokens - 1) // tokens_per_block, MAX_BLOCKS)], tokens_per_block, num_tokens, True)
 
 
 def text_prefix(text: str, root: str = "") -> PromptPrefix:

@@ -182,7 +182,7 @@ class RouterApplication:
         """The route of a request with its prompt."""
         http = forwarded.http
         prefix = await self.prefix(http.method, forwarded.path, list(http.headers.items()), forwarded.body, body)
-        return self._named_route(forwarded, body)._replace(prefix=prefix)
+        return msgspec.structs.replace(self._named_route(forwarded, body), prefix=prefix)
 
     async def prefix(self, method: str, path: str, headers: list[tuple[bytes, bytes]], data: bytes, body: dict[str, Any]) -> PromptPrefix:
         """The prefix of the prompt in a request whose body is `data`, which contains the JSON object `body`."""

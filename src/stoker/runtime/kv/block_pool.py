@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -42,6 +43,10 @@ class BlockPool:
     def num_cached(self) -> int:
         """The number of unreferenced blocks whose contents can be reused."""
         return len(self._cached)
+
+    def next_evicted(self, count: int) -> list[int]:
+        """The `count` cached blocks that are evicted next, or all of them, in order."""
+        return list(itertools.islice(self._cached, count))
 
     def allocate(self) -> int:
         """Return a free block, now with one reference, or -1 if there is none."""

@@ -113,7 +113,7 @@ class KVCacheManager:
         match.num_free = self.pool.num_free
         if match.blocks:
             refs = self.pool.refs
-            match.num_free -= sum(not refs[block] for block in match.blocks)
+            match.num_free -= [refs[block] for block in match.blocks].count(0)
         num_blocks = self.num_blocks_for(len(seq.tokens))
         match.num_blocks_now = num_blocks - len(match.blocks)
         match.num_blocks_later = self.num_blocks_for(seq.max_computed) - num_blocks
@@ -172,6 +172,16 @@ class KVCacheManager:
         self.num_reserved -= 1
         return True
 
+    def grow_all(self, sequences: Seq[Sequence]) -> None:
+        """`grow` of each of the sequences, for which blocks are free."""
+        self.num_reserved -= len(sequences)
+        for seq, block in zip(sequences, self.pool.allocate_many(len(sequences)), strict=True):
+            seq.blocks.append(block)
+
+    def evicts_entries(self, count: int) -> bool:
+        """Whether to allocate `count` blocks evicts one that is in the prefix index. All cached blocks are."""
+        return count > self.pool.num_empty
+
     def trim(self, seq: Sequence, num_tokens: int) -> bool:
         """Release the blocks of `seq` that its first `num_tokens` tokens do not need. False if there are none."""
         num_blocks = self.num_blocks_for(num_tokens)
@@ -202,7 +212,8 @@ class KVCacheManager:
     def retire(self, seq: Sequence) -> None:
         """Cancel the reservation of `seq`, which has ended or is preempted and does not grow any more."""
         self.num_reserved -= self.num_blocks_for(seq.max_computed) - len(seq.blocks)
-        self._withdraw_announcement(seq)
+        if seq.announced_key is not None:
+            self._withdraw_announcement(seq)
 
     def release(self, seq: Sequence) -> None:
         """Release all blocks of `seq`."""
@@ -315,15 +326,16 @@ class KVCacheManager:
 
     def _announce_next_block(self, seq: Sequence) -> None:
         """Announce the block that `seq` adds to the index next, so that sequences with the same tokens wait instead of computing it."""
-        self._withdraw_announcement(seq)
+        if seq.announced_key is not None:
+            self._withdraw_announcement(seq)
         num_blocks = seq.num_hashed + 1
         if num_blocks * self.tokens_per_block <= seq.num_prefill and len(packed := self._packed_blocks(seq, num_blocks)) >= num_blocks:
             seq.announced_key = (seq.prefix, packed[seq.num_hashed])
             self._announced.setdefault(seq.announced_key, seq)
 
     def _withdraw_announcement(self, seq: Sequence) -> None:
-        """Remove the announcement of `seq`, if it has one."""
-        if seq.announced_key is not None and self._announced.get(seq.announced_key) is seq:
+        """Remove the announcement of `seq`."""
+        if self._announced.get(seq.announced_key) is seq:
             del self._announced[seq.announced_key]
         seq.announced_key = None
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from stoker.runtime.kv.manager import KVCacheManager
 from stoker.runtime.request import Sequence
+
+SCANNED = 256  # blocks, to find the next one that has an entry
 
 
 class PartialIndexManager(KVCacheManager):
@@ -14,11 +18,30 @@ class PartialIndexManager(KVCacheManager):
     KVCacheManager. Sequences are not preempted.
     """
 
+    _num_without_entry = 0  # of the blocks that are evicted next, at least; only an eviction removes them from the cache
+
     def _packed_blocks(self, seq: Sequence, num_blocks: int) -> list[bytes]:
         """The blocks that are indexed: perhaps fewer than `num_blocks`."""
         return seq.packed_blocks
 
+    def evicts_entries(self, count: int) -> bool:
+        count -= self.pool.num_empty
+        if count > self._num_without_entry:
+            assert self.index is not None
+            blocks, node_of = self.pool.next_evicted(max(count, SCANNED)), self.index.node_of
+            self._num_without_entry = next((i for i, block in enumerate(blocks) if node_of(block) is not None), len(blocks))
+        return count > self._num_without_entry
+
+    def _evict(self, blocks: Seq[int]) -> None:
+        self._num_without_entry -= len(blocks)
+        if self._num_without_entry < 0:
+            self._num_without_entry = 0
+            super()._evict(blocks)
+
     def register(self, seq: Sequence, num_tokens: int) -> None:
         first = max(seq.num_hashed, len(seq.packed_blocks))
-        super().register(seq, num_tokens)
+        if seq.num_hashed < len(seq.packed_blocks):
+            super().register(seq, num_tokens)
+        else:
+            seq.num_hashed = num_tokens // self.tokens_per_block
         self.pool.mark_reusable(seq.blocks[first : seq.num_hashed])

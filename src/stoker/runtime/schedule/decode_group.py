@@ -84,11 +84,11 @@ class DecodeGroup:
 
     def grow(self) -> None:
         """Allocate the blocks that the step after the newest one whose blocks are indexed writes to. Admission has reserved them."""
-        self.growing.sort()
-        for _, seq in self.growing:
-            if not self._running_set.grow(seq):
-                raise RuntimeError(f"sequence {seq.seq_id} has no block for its next token")
-        self.growing.clear()
+        if growing := self.growing:
+            if len(growing) > 1:
+                growing.sort()
+            self._running_set.kv_cache.grow_all([seq for _, seq in growing])
+            self.growing = []
 
     @property
     def num_equal_steps(self) -> int:
@@ -109,8 +109,7 @@ class DecodeGroup:
         """
         fills, size, last = self._fills, self._size, self._clock + num_steps
         while fills.steps and (step := fills.steps[0]) <= last:
-            if self.growing:
-                self.grow()
+            self.grow()
             for entry in fills.pop():
                 seq = entry[1]
                 num_computed = (seq.num_computed // size + 1) * size
@@ -127,11 +126,11 @@ class DecodeGroup:
     def commit(self, num_steps: int) -> list[Sequence]:
         """Commit at most `num_equal_steps` steps. Returns the sequences that end."""
         if self._fills.steps and self._fills.steps[0] <= self._clock + num_steps:
-            if num_steps > 1:
+            if num_steps > 1 and self._fills.steps[0] < self._clock + num_steps:
                 self.fill_blocks(num_steps - 1)
-                self.grow()
+            self.grow()
             self.fill_blocks(num_steps)
-        elif self.growing:
+        else:
             self.grow()
         self._clock += num_steps
         self.num_context_tokens += num_steps * self.num_rows

@@ -131,16 +131,13 @@ class GroupScheduler(Scheduler):
         A block is evicted when a step is planned that writes to a new one, and its eviction is reported when this step has ended.
         """
         if len(self._event_log):
-            count = 1
-        elif (num_to_fill := self._group.num_steps_to_fill) and not self._has_empty_blocks(num_steps):
-            count = num_to_fill + 1
-        else:
-            return 0
-        return count if count < num_steps else 0
+            return int(num_steps > 1)
+        count = self._group.num_steps_to_fill + 1
+        return count if 1 < count < num_steps and self.kv_cache.evicts_entries(self._max_growth(num_steps)) else 0
 
-    def _has_empty_blocks(self, num_steps: int) -> bool:
-        """Whether the blocks that `num_steps` steps fill can be followed by others without an eviction."""
-        return self.kv_cache.pool.num_empty >= self._group.num_rows * (1 + num_steps // self.tokens_per_block)
+    def _max_growth(self, num_steps: int) -> int:
+        """The blocks that follow those which `num_steps` steps fill, at most."""
+        return self._group.num_rows * (1 + num_steps // self.kv_cache.tokens_per_block)
 
     def pass_steps(self, num_steps: int) -> None:
         """The first `num_steps` of the planned steps have ended: index the blocks that were full when the last one of them was planned."""
