@@ -18,10 +18,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 # Older results that lack some of the fields, and that no run has replaced since. A run writes the fields, and its name leaves this list.
 WITHOUT_PROVENANCE = {
-    "parts that are measured again one by one": "simulate scaling router",
+    "parts that are measured again one by one": "simulate",
     "of CPUs, the machine or the commit was not recorded": """
         accuracy accuracy_long_context accuracy_untied_head chaos_cpu cpu_quant cpu_quant_one_thread endpoints observability_cost sse_stub
-        triton_compare executor_overhead executor_overhead_events executor_overhead_tp8""",
+        triton_compare executor_overhead_tp8""",
     "of GPUs": """
         h100_prompt_attention h200_before_and_after h200_chaos h200_fused_layer_small_batch h200_gpt2_bf16 h200_linear_tiles
         h200_llama1b_bf16 h200_llama70b_fp8 h200_llama8b_bf16 h200_step_mixtral_bf16 h200_step_tiles h200x4_allreduce h200x4_engines""",
