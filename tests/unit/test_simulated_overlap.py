@@ -96,8 +96,11 @@ def test_requests_join_the_steps_that_the_step_loop_would_give_them(
     replica = ReplicaSettings(max_batch_size=64, max_num_tokens=128, kv_cache_tokens=64_000, tokens_per_block=16, overlap=overlap)
     results = Simulator(1, replica, times).run(requests)
     expected, gaps = step_loop(times, requests, 2 if overlap else 1)
-    pairs = sorted(zip(results.first_token_s, results.duration_s, strict=True))
-    assert [value for pair in pairs for value in pair] == pytest.approx([value for pair in sorted(expected.values()) for value in pair])
+    pairs = zip(results.first_token_s, results.duration_s, strict=True)
+    # Requests whose first tokens differ by a rounding error only are in the order of their durations.
+    found, wanted = ([value for pair in sorted((round(first, 9), last) for first, last in each) for value in pair]
+                     for each in (pairs, expected.values()))  # fmt: skip
+    assert found == pytest.approx(wanted)
     between = results.between_tokens_s
     assert between.count == len(gaps) and between.total_s == pytest.approx(sum(gaps), abs=2e-6 * len(gaps))
     for percent in (50, 90) if gaps else ():

@@ -105,7 +105,7 @@ class SimulatedReplica:
         self._digests: dict[int, Seq[bytes]] = {}  # of the prompts of sequences without a token, by seq_id
         self._overlap = settings.overlap
         self._late: deque[tuple[float, Sequence]] = deque()  # (arrival, sequence) of those that the next planned step does not contain
-        self._planned_s: float | None = None  # when the host plans the next step, if that is before the running ones end
+        self._before: RunningSteps | None = None  # the steps before, if the host has planned the next one when it had launched them
         self.sent_s = 0.0  # when the host has the tokens of the ended steps; with overlap, it launches the next one before
         self.steps: RunningSteps | None = None
         self.imports: deque[Sequence] = deque()  # whose prompts have arrived from other replicas, and wait for blocks
@@ -147,7 +147,7 @@ class SimulatedReplica:
     def run(self, now_s: float) -> bool:
         """Start steps, or let the running ones end after the current one. Returns whether `end_s` has changed."""
         if self.steps is None:
-            self._planned_s = None
+            self._before = None
             return self.start(now_s)
         if self.steps.count == 1 or not self.steps.stop(now_s, int(self._overlap)):
             return False
@@ -163,14 +163,14 @@ class SimulatedReplica:
         if self._late:
             if not plan.num_tokens:
                 self._admit_late(now_s)
-                self._planned_s = None
+                self._before = None
                 plan = self.scheduler.plan_steps(now_s)
             else:
                 plan.num_equal_steps = 1
         if not plan.num_tokens and num_held:  # the first waiting sequence needs blocks that are held for later ones
             self._held.release_all()
             self.scheduler.on_free_blocks()
-            self._planned_s = None
+            self._before = None
             plan = self.scheduler.plan_steps(now_s)
         if not plan.num_tokens:
             return False
@@ -187,9 +187,9 @@ class SimulatedReplica:
 
     def _launch(self, steps: RunningSteps, launch_s: float) -> None:
         """The host launches a step that is not captured. With overlap, it began when it had launched the step before."""
-        planned_s = self._planned_s if self._overlap else None
-        steps.launch((steps.start_s if planned_s is None else planned_s) + launch_s, self._overlap)
-        if planned_s is not None:
+        before = self._before if self._overlap else None
+        steps.launch((steps.start_s if before is None else before.last_start_s) + launch_s, self._overlap)
+        if before is not None:
             self.sent_s = steps.launched_s
 
     def _admit_late(self, until_s: float) -> None:
@@ -215,7 +215,7 @@ class SimulatedReplica:
         assert steps is not None
         if self._has_target:
             self.scheduler.record_time(steps.plan, steps.first_s)
-        self._planned_s = steps.last_start_s
+        self._before = steps
         if self._late:
             self._admit_late(steps.last_start_s)
         outcome = self.scheduler.commit_steps(steps.plan, steps.count)

@@ -260,7 +260,10 @@ class Simulator:
         started = replica.start(now)
         sent_s = replica.sent_s
         if num_decodes:
-            _add_gaps(results.between_tokens_s, steps, sent_s - now, num_decodes)
+            if sent_s == now and steps.launched_s == steps.start_s:
+                results.between_tokens_s.add_series(steps.first_s, steps.growth_s, steps.count, num_decodes)
+            else:
+                _add_gaps(results.between_tokens_s, steps, sent_s - now, num_decodes)
             results.num_output_tokens += num_decodes * steps.count
         first_s = received_s = sent_s  # when the client has first tokens, and the others
         if self._frontends is not None:
@@ -290,9 +293,6 @@ class Simulator:
 def _add_gaps(gaps: Latencies, steps: RunningSteps, delay_s: float, num_decodes: int) -> None:
     """Add the times between the tokens of ended steps. Those of the last step are sent `delay_s` after its end."""
     waited_s = steps.launched_s - steps.start_s  # of the tokens before, for the launch of these steps
-    if not waited_s and not delay_s:
-        gaps.add_series(steps.first_s, steps.growth_s, steps.count, num_decodes)
-        return
     if steps.count > 1:
         gaps.add_series(steps.first_s, steps.growth_s, steps.count - 1, num_decodes)
     last_s = steps.first_s + (steps.count - 1) * steps.growth_s - waited_s + delay_s
