@@ -56,13 +56,12 @@ def settings(max_retries: int) -> dict[str, Any]:
 
 def attempts(caplog: pytest.LogCaptureFixture) -> list[int]:
     """The attempts of each request in the access log."""
-    return [json.loads(message)["attempts"] for message in caplog.messages]
+    return [json.loads(record.getMessage())["attempts"] for record in caplog.records if record.name == "stoker.router.access"]
 
 
 @pytest.fixture(autouse=True)
 def access_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "stoker.router.access")
-    caplog.handler.addFilter(lambda record: record.name == "stoker.router.access")
     logging.getLogger("stoker").propagate = True
 
 

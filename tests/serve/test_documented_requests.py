@@ -1,4 +1,4 @@
-"""Each curl command of README and docs/, unchanged except for its port, against one server with a real engine."""
+"""Each curl command of README and docs/, unchanged except for its port and a name that its page gives the model, against one server."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from stoker.cli.server_process import running_server
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+MODEL = "Qwen3-8B"
 ADDRESS = re.compile(r"(?:http://)?(?:127\.0\.0\.1|localhost):\d+")
 
 
@@ -25,13 +26,24 @@ def commands(page: Path) -> list[str]:
     return [line for line in text.replace("\\\n", " ").splitlines() if line.startswith("curl ") and "$" not in line]
 
 
-COMMANDS = [pytest.param(line, id=f"{page.stem}: {line.split('/', 3)[-1][:40]}") for page in PAGES for line in commands(page)]
+def with_served_name(line: str, page: Path) -> str:
+    """The line with the name of the test's model in place of those that commands of the page give their model with --model-name."""
+    for name in set(re.findall(r"--model-name (\S+)", page.read_text())):
+        line = line.replace(f'"{name}"', f'"{MODEL}"')
+    return line
+
+
+COMMANDS = [
+    pytest.param(with_served_name(line, page), id=f"{page.stem}: {line.split('/', 3)[-1][:40]}")
+    for page in PAGES
+    for line in commands(page)
+]
 
 
 @pytest.fixture(scope="module")
 def url(tiny_engine: Path) -> Iterator[str]:
     """A server with the name that the pages use."""
-    with running_server(tiny_engine, ["--kv-cache-tokens", "2048", "--num-threads", "1", "--model-name", "Qwen3-8B"]) as address:
+    with running_server(tiny_engine, ["--kv-cache-tokens", "2048", "--num-threads", "1", "--model-name", MODEL]) as address:
         yield address
 
 
