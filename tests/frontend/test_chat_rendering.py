@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import uvloop
 
 from stoker.base.errors import RequestError, UnavailableError
 from stoker.frontend.rendering.renderer import ChatRenderer
@@ -109,3 +110,30 @@ async def test_closing_fails_requests_in_progress() -> None:
         await asyncio.sleep(0)
     with pytest.raises(UnavailableError):
         await rendering
+
+
+def test_a_request_before_the_end_of_a_process_is_reported() -> None:
+    """The loop of the server, uvloop, refuses to write to a closed connection. The request is sent to the next process."""
+
+    async def run() -> str:
+        async with renderer("{{ messages[0].content }}") as chat:
+            await chat.render(CHAT, max_chars=100)
+            process = chat._process
+            assert process is not None and process._transport is not None
+            may_report, report = asyncio.Event(), process._report_end
+
+            async def report_late() -> None:
+                await may_report.wait()
+                await report()
+
+            process._report_end = report_late  # type: ignore[method-assign]
+            os.kill(process._process.pid, signal.SIGKILL)
+            while not hasattr(process, "_reporting"):
+                await asyncio.sleep(0.001)
+            rendering = asyncio.create_task(chat.render(CHAT, max_chars=100))
+            while not chat._waiting and not rendering.done():
+                await asyncio.sleep(0)
+            may_report.set()
+            return await rendering
+
+    assert uvloop.run(run()) == "Hi"

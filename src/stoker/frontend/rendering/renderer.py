@@ -143,10 +143,10 @@ class RenderingProcess(asyncio.Protocol):
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=connection)
 
     def send(self, data: bytes) -> None:
-        """Send frames."""
+        """Send frames. Nothing is sent after the process has ended: what waits then is sent to the next one."""
         if self._transport is None:
             self._unsent += data
-        else:
+        elif not self._transport.is_closing():  # uvloop's raises an error then
             self._transport.write(data)
 
     async def end(self) -> None:
