@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from throughput_floor import Model
@@ -45,12 +46,12 @@ class Case(msgspec.Struct, frozen=True):
         # Every second layer of gpt-oss has a window. Mixtral's config has none.
         keys = CONTEXT if window is None else (CONTEXT + window) / 2
         cache = rows * keys * model.cached_values * self.cache_bytes
-        found = {"weights_gb": weights / self.ranks / 1e9, "cache_gb": cache / self.ranks / 1e9}
-        return (
-            {"rows": rows}
-            | {name: round(value, 4) for name, value in found.items()}
-            | {"floor_ms": round((weights + cache) / self.ranks / BYTES_PER_S * 1000, 3)}
-        )
+        return {
+            "rows": rows,
+            "weights_gb": round(weights / self.ranks / 1e9, 4),
+            "cache_gb": round(cache / self.ranks / 1e9, 4),
+            "floor_ms": round((weights + cache) / self.ranks / BYTES_PER_S * 1000, 3),
+        }
 
 
 CASES = (
@@ -75,7 +76,7 @@ CASES = (
 )
 
 
-def results() -> dict[str, object]:
+def results() -> dict[str, Any]:
     """What the JSON file contains."""
     cases = [
         {"what": case.what, "config": case.config, "ranks": case.ranks, "steps": [case.floor(rows) for rows in case.rows]} for case in CASES
@@ -88,8 +89,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     found = results()
-    for case in CASES:
-        print(case.what, *(f"{step['rows']}: {step['floor_ms']} ms" for step in map(case.floor, case.rows)), sep="  ")
+    for case in found["cases"]:
+        print(case["what"], *(f"{step['rows']}: {step['floor_ms']} ms" for step in case["steps"]), sep="  ")
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -74,8 +74,9 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
         """The part of the fleet behind one router, for prompts that contain no answers."""
         shares = [count // self.num_routers + (router < count % self.num_routers) for count in (self.num_replicas, self.num_prefill)]
         return Simulator(
-            shares[0], self.replica, self.step_times, self.routing, shares[1], self.transfers, prefix_reuse, False, self.frontend
-        )
+            shares[0], self.replica, self.step_times, self.routing, shares[1], self.transfers,
+            prefix_reuse=prefix_reuse, index_answers=False, frontend=self.frontend,
+        )  # fmt: skip
 
 
 def simulate_fleet(fleet: FleetSettings, trace: TraceSettings, num_workers: int | None = None) -> Results:

@@ -18,7 +18,10 @@ class RunningSteps:
         self.launched_s = start_s  # when the host has launched the first one
 
     def launch(self, until_s: float, overlap: bool) -> None:
-        """The host launches the only step until this time, which is not before its end. With overlap, it plans the next one then."""
+        """The host has launched the only step at `until_s`, a simulated time in seconds, before which the step does not end.
+
+        With `overlap`, the host plans the next step then.
+        """
         self.first_s = max(self.first_s, until_s - self.start_s)
         if overlap:
             self.launched_s = max(self.start_s, until_s)
