@@ -95,6 +95,13 @@ class Pair:
         self.prefill = Side(prefill, **(settings if prefill_tokens is None else {**settings, "kv_cache_tokens": prefill_tokens}))
         self.decode = Side(decode or prefill, **settings)
 
+    @classmethod
+    def of(cls, prefill: Side, decode: Side) -> Pair:
+        """A pair of two executors that exist already."""
+        pair = cls.__new__(cls)
+        pair.prefill, pair.decode = prefill, decode
+        return pair
+
     @property
     def sides(self) -> list[Side]:
         return [self.prefill, self.decode]
