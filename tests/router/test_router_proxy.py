@@ -22,6 +22,7 @@ from stoker.base.errors import ConfigError, QueueFullError, UnavailableError
 from stoker.base.types import Delta, GenerationRequest
 from stoker.router.core.settings import RoutingSettings
 from stoker.router.proxy.failures import whole_parts
+from stoker.router.proxy.health import NUM_MISSED
 from stoker.router.proxy.paths import Kind, kind_of
 from stoker.router.proxy.replicas_file import ReplicasFile
 from stoker.router.proxy.serve import serve
@@ -220,6 +221,25 @@ async def test_keys_of_clients_replicas_and_administrators() -> None:
     async with replicas(ScriptedService("a")) as stubs, routed(stubs, host="0.0.0.0") as (_, client):
         closed = await client.get("/router/replicas")
         assert closed.status_code == 401 and "--admin-key" in closed.text
+
+
+async def test_a_replica_in_a_long_step_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its executor does not answer until the step ends. Load that it has not reported does not replace what is known."""
+    service = ScriptedService("a")
+    monkeypatch.setattr(service, "stats", asyncio.Event().wait)
+    async with replicas(service) as stubs, routed(stubs, health_interval_s=60.0) as (router, client):
+        (replica,) = router.router.fleet
+        assert (replica.health, replica.models, replica.max_in_flight) == ("ready", {"tiny"}, 2 * service.info.limits.max_batch_size)
+        replica.num_others = 5
+        for _ in range(NUM_MISSED + 1):
+            await router.checker.check(replica)
+        assert (replica.health, replica.num_others) == ("ready", 5)
+        assert (await send(client, "/v1/completions", {"prompt": "hi"})).status_code == 200
+        service.is_ready = False  # as after step_timeout_s
+        await router.checker.check(replica)
+        assert (replica.health, replica.reason) == ("not ready", "tiny: its executor does not answer")
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
 
 
 async def test_the_replicas_follow_a_file(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from stoker.base.errors import ConfigError, QueueFullError, UnavailableError
 from stoker.runtime.request import ExecutorStats
 from stoker.server.application import make_app
 from stoker.server.http.connection import MAX_HEAD_BYTES
+from stoker.server.replica_report import RECENT_S, ReplicaReport
 from stoker.server.settings import ServerSettings
 
 BODY = {"prompt": "hi", "max_tokens": 4}
@@ -370,4 +371,41 @@ async def test_a_server_reports_its_load_and_models_to_routers() -> None:
         assert (report["models"], report["max_batch_size"], report["grpc_port"]) == (["tiny"], 4, 8001)
         assert (report["add_special_tokens"], report["num_running"], report["info"]["vocab_size"]) == (False, 0, 256)
         service.is_ready = False
-        assert (await client.get("/health/replica", headers=headers)).json()["models"] == []
+        report = (await client.get("/health/replica", headers=headers)).json()
+        assert (report["models"], report["reason"]) == ([], "tiny: its executor does not answer")
+
+
+async def test_a_report_to_routers_waits_for_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An executor answers between two steps. During one, the report has its last known load and the age of it."""
+    service, step_ends = ScriptedService(), asyncio.Event()
+    current, num_queries = service.stats, 0
+
+    async def stats_after_the_step() -> ExecutorStats:
+        nonlocal num_queries
+        num_queries += 1
+        await step_ends.wait()
+        return msgspec.structs.replace(await current(), num_waiting=7)
+
+    async with asgi_client(service) as client:
+
+        async def report() -> ReplicaReport:
+            return msgspec.json.decode((await client.get("/health/replica")).content, type=ReplicaReport)
+
+        monkeypatch.setattr(service, "stats", stats_after_the_step)
+        first = await report()  # during the first step after the start
+        assert (first.models, first.age_s, first.is_recent, first.num_sequences) == (["tiny"], None, False, 1)
+        assert (first.max_batch_size, first.tokens_per_block) == (service.info.limits.max_batch_size, service.info.limits.tokens_per_block)
+        step_ends.set()
+        await until(lambda: not asyncio.all_tasks() - {asyncio.current_task()})
+        step_ends.clear()
+        second, third = await report(), await report()
+        assert second.age_s is not None and third.age_s is not None and second.age_s < third.age_s
+        assert (second.models, third.models, second.num_waiting, third.num_waiting, num_queries) == (["tiny"], ["tiny"], 7, 7, 2)
+        step_ends.set()
+        await until(lambda: not asyncio.all_tasks() - {asyncio.current_task()})
+
+
+@pytest.mark.parametrize(("age_s", "expected"), [(0.0, 0), (RECENT_S, 0), (RECENT_S + 0.1, 1), (None, 1)])
+def test_a_server_whose_load_is_not_recent_is_not_idle(age_s: float | None, expected: int) -> None:
+    assert ReplicaReport(models=["tiny"], age_s=age_s).num_sequences == expected
+    assert ReplicaReport(models=["tiny"], age_s=age_s, num_running=3, num_waiting=2).num_sequences == 5

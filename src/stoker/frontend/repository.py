@@ -45,6 +45,11 @@ class Model(msgspec.Struct, kw_only=True):
         """Whether the model is loaded and its executor responds."""
         return self.state is ModelState.READY and self.service is not None and self.service.ready
 
+    @property
+    def why_not_ready(self) -> str:
+        """The reason for a model that is not ready."""
+        return self.reason or "its executor does not answer"
+
 
 class ModelRepository:
     """Loads, unloads and finds models. Use it from one event loop only."""
@@ -96,8 +101,8 @@ class ModelRepository:
         model = self.find(name, version)
         if model.ready and model.service is not None:
             return model.service
-        reason = model.reason or "its executor does not answer"
-        raise UnavailableError(f"model {name!r} is {ModelState.UNAVAILABLE if model.state is ModelState.READY else model.state}: {reason}.")
+        state = ModelState.UNAVAILABLE if model.state is ModelState.READY else model.state
+        raise UnavailableError(f"model {name!r} is {state}: {model.why_not_ready}.")
 
     async def load(self, name: str, version: str | None = None) -> None:
         """Load a model, unless it is loaded or loading. If that raises an error, the model is UNAVAILABLE for this reason."""

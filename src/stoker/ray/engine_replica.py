@@ -100,7 +100,7 @@ class EngineReplica:
             report = msgspec.json.decode(await response.read(), type=ReplicaReport)
         now = time.monotonic()
         waiting = sum(count for seen, count in self._ingresses.values() if now - seen < INGRESS_S)
-        return {SEQUENCES: float(report.num_running + report.num_waiting), KV_USAGE: report.kv_usage, INGRESS_WAITING: float(waiting)}
+        return {SEQUENCES: float(report.num_sequences), KV_USAGE: report.kv_usage, INGRESS_WAITING: float(waiting)}
 
     async def __del__(self) -> None:
         """Called by Ray Serve after requests of Ray: end after the requests in flight at the server."""

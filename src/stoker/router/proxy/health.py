@@ -114,14 +114,16 @@ class HealthChecker:
         if frozenset(report.models) != replica.models:
             fleet.set_models(replica, report.models)
         replica.tokens_per_block = report.tokens_per_block
-        replica.num_others = max(0, report.num_running + report.num_waiting - replica.num_in_flight)
+        if report.is_recent:  # otherwise it does not contain the same requests as num_in_flight
+            replica.num_others = max(0, report.num_running + report.num_waiting - replica.num_in_flight)
         if self._router.settings.max_in_flight is None and report.max_batch_size:
             replica.max_in_flight = 2 * report.max_batch_size
         fleet.set_transfer(replica, report.info.transfer if report.info is not None else None)
         await self._subscribe(replica, report)
-        self._set_health(
-            replica, ReplicaState.READY if report.models else ReplicaState.NOT_READY, "" if report.models else "no model is ready"
-        )
+        if report.models:
+            self._set_health(replica, ReplicaState.READY, "")
+        else:
+            self._set_health(replica, ReplicaState.NOT_READY, report.reason or "no model is ready")
 
     def _set_health(self, replica: Replica, health: ReplicaState, reason: str) -> None:
         """Set the health of a replica, and log a change."""

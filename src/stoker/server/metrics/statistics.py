@@ -31,16 +31,16 @@ class ExecutorStatistics:
         self._answers: dict[str, tuple[ExecutorStats, float]] = {}  # with the monotonic time of their arrival
         self._queries: dict[str, asyncio.Task[None]] = {}
 
-    async def read(self, repository: ModelRepository) -> dict[str, KnownStatistics]:
+    async def read(self, repository: ModelRepository, answer_s: float | None = None) -> dict[str, KnownStatistics]:
         """The last statistics of each model with a service, by model name; without models that have never answered.
 
-        Waits at most ANSWER_S for new ones.
+        Waits at most `answer_s` (None: ANSWER_S) for new ones.
         """
         services = {model.name: model.service for model in repository.models() if model.service is not None}
         self._answers = {name: answer for name, answer in self._answers.items() if name in services}
         new = [self._query(name, service) for name, service in services.items() if name not in self._queries and service.ready]
         if new:
-            await asyncio.wait(new, timeout=ANSWER_S)
+            await asyncio.wait(new, timeout=ANSWER_S if answer_s is None else answer_s)
         now = time.monotonic()
         return {name: KnownStatistics(stats, now - arrival) for name, (stats, arrival) in self._answers.items()}
 

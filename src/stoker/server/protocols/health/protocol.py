@@ -55,16 +55,14 @@ class Health(Protocol):
         if repository.ready:
             await http.respond(200, content_type=PLAIN)
             return
-        states = [
-            {"model": m.name, "state": m.state, "reason": m.reason or "its executor does not answer"}
-            for m in repository.models()
-            if not m.ready
-        ]
+        states = [{"model": m.name, "state": m.state, "reason": m.why_not_ready} for m in repository.models() if not m.ready]
         await http.respond(503, msgspec.json.encode({"error": "not ready", "models": states}))
 
     async def replica(self, http: RequestContext) -> None:
         """GET /health/replica: the report of this server for routers."""
-        await http.respond(200, msgspec.json.encode(await make_report(self.context.repository, self.context.settings)))
+        context = self.context
+        report = await make_report(context.repository, context.settings, context.metrics.statistics)
+        await http.respond(200, msgspec.json.encode(report))
 
     async def version(self, http: RequestContext) -> None:
         """GET /version: the version of Stoker."""
