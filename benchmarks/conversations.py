@@ -7,6 +7,8 @@ Each server has a process with the HTTP server, and one with the executor, the s
 `stoker route` in a process of its own. The runs: four replicas with the policies prefix and round_robin, and one replica with four times
 the KV cache and the rows, and a quarter of the step times. `benchmarks/simulate.py conversations` simulates the same fleet; the last row
 compares them.
+
+`--only single --repeat 4 --json FILE` adds runs to a file of results, because one run of 42 s is a small sample.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import uvloop
 NUM_CONVERSATIONS, NUM_TURNS, SYSTEM_TOKENS, USER_TOKENS, ANSWER_TOKENS = 200, 8, 200, 300, 100
 ROWS, KV_CACHE_TOKENS, MAX_NUM_TOKENS, BLOCK = 64, 256_000, 2048, 64  # of one of the four replicas
 TOKEN = 40  # what every step yields
+RUNS = {"prefix": (4, "prefix"), "round_robin": (4, "round_robin"), "single": (1, "prefix")}  # (replicas, policy)
 RESULTS = Path(__file__).parent / "results"
 STEP_TIMES = RESULTS / "h200_llama70b_fp8_step_times.json"
 TESTS = Path(__file__).parents[1] / "tests"
@@ -212,12 +215,24 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--conversations", type=int, default=NUM_CONVERSATIONS)
+    parser.add_argument("--only", choices=RUNS, help="repeat this run only")
+    parser.add_argument("--repeat", type=int, default=1, help="number of runs of --only")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rows = provenance()
-    for name, num_replicas, policy in (("prefix", 4, "prefix"), ("round_robin", 4, "round_robin"), ("single", 1, "prefix")):
-        rows[name] = uvloop.run(measure(num_replicas, policy, args.conversations))
-        print(name, json.dumps(rows[name], indent=1), flush=True)
+
+    def run(name: str) -> dict[str, float]:
+        row = uvloop.run(measure(*RUNS[name], args.conversations))
+        print(name, json.dumps(row, indent=1), flush=True)
+        return row
+
+    if args.only is not None:
+        repeated = {**provenance(), "runs": [run(args.only) for _ in range(args.repeat)]}
+        if args.json is not None:
+            found = json.loads(args.json.read_text())
+            found[f"{args.only}_repeated"] = repeated
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
+        return
+    rows = {**provenance(), **{name: run(name) for name in RUNS}}
     rows["reuse_rate_of_single"] = rows["prefix"]["reuse_rate"] / rows["single"]["reuse_rate"]
     rows["first_token_of_round_robin"] = rows["prefix"]["first_token_median_ms"] / rows["round_robin"]["first_token_median_ms"]
     simulated = json.loads((RESULTS / "simulate.json").read_text())["conversations"]["70b over http"]

@@ -7,10 +7,7 @@ The results are those in benchmarks/results/simulate.json.
 agreement: the throughput runs of benchmarks/results/h200_llama8b_fp8.json, all requests of which arrive at once. The step times are of
 the same file (steps of 1, 8 and 64 rows); the time of a prompt token is calibrated with the run of 2048/128 only.
 Then the complete throughput runs of the 70B model on one and two H200s in h200x4_engines.json, with the step times of their files.
-goodput: the runs of h200_goodput.json with the server's default settings, whose arrivals are drawn again. The step times are those of
-h200_mixed_steps.json, before (a line) and after (with padding, points and launches) a change of the attention in captured steps. Once
-without the time of the HTTP server, and once with that of conversations_host_times.json, which was measured on another machine; then the
-range of the latter when prompts take up to 3 % less or more time.
+goodput: the runs of h200_goodput.json with the server's default settings (`simulated_goodput.py`).
 conversations: 200 conversations of 8 turns (a system prompt of 200 tokens that all share, 300 tokens per turn, 100 generated) on four
 replicas of an 8B and of a 70B model, with the policies prefix and round_robin, and on one replica with four times the KV cache and a
 quarter of the step times. For the 70B model, once with the times of conversations_host_times.json: what the executor, the HTTP servers, the
@@ -29,7 +26,7 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +39,6 @@ from stoker.runtime.request import Sequence
 from stoker.simulation.fleet import FleetSettings, TraceSettings, simulate_fleet
 from stoker.simulation.frontend import FrontendTimes
 from stoker.simulation.replica import ReplicaSettings
-from stoker.simulation.report import make_report
 from stoker.simulation.simulator import Results, Simulator
 from stoker.simulation.step_times import StepTimes, read_step_times
 from stoker.simulation.traces import Arrival
@@ -51,13 +47,7 @@ RESULTS = Path(__file__).parent / "results"
 STEP_TIMES = RESULTS / "h200_llama8b_fp8_step_times.json"
 MEASURED = RESULTS / "h200_llama8b_fp8.json"
 ENGINES = RESULTS / "h200x4_engines.json"
-MIXED_STEPS, GOODPUT = RESULTS / "h200_mixed_steps.json", RESULTS / "h200_goodput.json"
 HOST_TIMES = RESULTS / "conversations_host_times.json"
-CAPTURED = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 2048)  # sizes of captured steps with prompts
-CAPTURED_ROWS = 512
-PROCESSES, ARRIVALS_S = 6, 14.0  # of the clients of h200_goodput.json
-PREFILL_FACTORS = (0.97, 0.98, 0.985, 0.99, 0.995, 1.0, 1.005, 1.01, 1.015, 1.02, 1.03)
-GOODPUT_RUNS = {"before": [(30.0, 1), (36.0, 2), (43.2, 3)], "after": [(43.0 / 1.2, 2), (43.0, 1)]}  # (rate, seed)
 RATE = 10_000.0  # requests per second, of the measurement of the speed
 NUM_CONVERSATIONS, NUM_TURNS, SYSTEM_TOKENS, USER_TOKENS, ANSWER_TOKENS = 200, 8, 200, 300, 100
 
@@ -90,124 +80,10 @@ def _agree(engine: str, step_times: Path, runs: list[dict[str, Any]], kv_cache_t
     return rows
 
 
-def fit_step_times(name: str) -> StepTimes:
-    """The step times of an engine in h200_mixed_steps.json.
-
-    fixed_s is that of h200_llama8b_fp8_step_times.json, and context_token_s the time of the decode attention kernel. The time of a row
-    is the mean of what remains of decode steps.
-    """
-    measured = json.loads(MIXED_STEPS.read_text())
-    rows, steps, fixed_s = measured["rows"], measured[name]["steps"], read_step_times(STEP_TIMES).fixed_s
-    attention = next(k for k in measured["after"]["breakdown"]["kernels"] if k["name"] == "decode_attention_kernel")
-    context_token_s = 1e-6 * attention["step_us"] / (rows * _contexts(measured["context"], measured["after"]["steps"])[-1])
-    rest = [step["apart"]["decode_ms"] / 1e3 - fixed_s - context_token_s * rows * context
-            for step, context in zip(steps, _contexts(measured["context"], steps), strict=False)]  # fmt: skip
-    added = _fit_line(steps) if name == "before" else _fit_points(measured, name)
-    return StepTimes(fixed_s=fixed_s, row_s=statistics.mean(rest) / rows, context_token_s=context_token_s, **added)
-
-
-def _fit_line(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """What prompts add, as a line through all sizes.
-
-    Captured steps of this engine computed decodes as prompts, so that their time depends on the decodes in a way that no field describes.
-    For sizes that are not captured, only `series` counts: otherwise a part of the launch is not in the time of the step.
-    """
-    series = [(step["prompt"], step["series"]) for step in steps]
-    apart = [(step["prompt"], step["apart"]) for step in steps if step["prompt"] <= 1536]
-    points = [(prompt, (step["mixed_ms"] - step["decode_ms"]) / 1e3) for prompt, step in series + apart]
-    return dict(zip(("prefill_token_s", "prefill_fixed_s"), statistics.linear_regression(*zip(*points, strict=True)), strict=True))
-
-
-def _fit_points(measured: dict[str, Any], name: str) -> dict[str, Any]:
-    """What prompts add, by the prompt tokens with padding.
-
-    From `series`, because the device is as busy under load. Steps that are not captured are the same in all engines of the file, and
-    their launch is measured in `apart`, where no step that is not captured runs meanwhile.
-    """
-    rows, largest = measured["rows"], CAPTURED[-1]
-    launched = [step for each in ("before", "after", "counted_on_device") for step in measured[each]["steps"]
-                if step["prompt"] + rows > largest]  # fmt: skip
-    captured = _points(
-        (next(size for size in CAPTURED if size >= step["prompt"] + rows) - rows, step["series"])
-        for step in measured[name]["steps"]
-        if step["prompt"] + rows <= largest
-    )
-    points = _points((step["prompt"], step["series"]) for step in launched)
-    (first, first_s), (last, last_s) = points[0], points[-1]
-    return {
-        "captured_tokens": CAPTURED, "captured_rows": CAPTURED_ROWS, "captured_points": captured, "prefill_points": points,
-        "prefill_token_s": (last_s - first_s) / (last - first),
-        "launch_s": round(statistics.mean(step["apart"]["launch_ms"] for step in launched) / 1e3, 5),
-    }  # fmt: skip
-
-
-def _points(steps: Iterable[tuple[int, dict[str, float]]]) -> tuple[tuple[int, float], ...]:
-    """(tokens, mean seconds by which steps with prompts are longer than those without), by tokens."""
-    by_tokens: dict[int, list[float]] = {}
-    for tokens, step in steps:
-        by_tokens.setdefault(tokens, []).append((step["mixed_ms"] - step["decode_ms"]) / 1e3)
-    return tuple((tokens, round(statistics.mean(by_tokens[tokens]), 5)) for tokens in sorted(by_tokens))
-
-
-def _contexts(context: int, steps: list[dict[str, Any]]) -> list[int]:
-    """The mean number of tokens before each decode in the steps of each size, and after the last size. See `mixed_steps.py`."""
-    found, now = [], context + 25
-    for step in steps:
-        apart, series = 5 * step["apart"]["steps"] + 4, step["series"]["steps"] + 4
-        found.append(now + 10 + apart // 2)
-        now += 10 + apart + series
-    return [*found, now]
-
-
 def goodput() -> dict[str, Any]:
-    from goodput import arrivals  # imports torch, which each process of `speed` would import, too
+    import simulated_goodput  # imports torch, which each process of `speed` would import, too
 
-    runs, rows = json.loads(GOODPUT.read_text())["runs"], []
-    step_times = {name: fit_step_times(name) for name in GOODPUT_RUNS}
-    host = json.loads(HOST_TIMES.read_text())["frontend_without_router"]
-    for name, rates in GOODPUT_RUNS.items():
-        for rate, seed in rates:
-            parts = [arrivals("fixed", rate / PROCESSES, ARRIVALS_S, seed * PROCESSES + i) for i in range(PROCESSES)]
-            times = sorted(at_s for part in parts for at_s, _, _ in part)
-            run = next(run for each in runs for run in each["results"] if run["server"] == "stoker" and run["requests"] == len(times))
-            row = {"step_times": name, "requests_per_s": run["requests_per_s"]}
-            for key, frontend in (("simulated", FrontendTimes()), ("simulated_with_frontend", FrontendTimes(**host))):
-                row[key] = _simulate_goodput(run, times, step_times[name], frontend)
-            varied = [_simulate_goodput(run, times, _scaled(step_times[name], factor), FrontendTimes(**host)) for factor in PREFILL_FACTORS]
-            row["range"] = {
-                key: {p: [pick(each[key][p] for each in varied) for pick in (min, max)] for p in varied[0][key]}
-                for key in ("first_token_ms", "inter_token_ms")
-            } | {"in_time": [pick(each["in_time"] for each in varied) for pick in (min, max)]}
-            rows.append({**row, "measured": {key: run[key] for key in row["simulated"]}})
-            print(json.dumps(rows[-1]))
-    return {"step_times": {name: msgspec.structs.asdict(times) for name, times in step_times.items()}, "rows": rows}
-
-
-def _scaled(times: StepTimes, factor: float) -> StepTimes:
-    """Step times in which prompts take `factor` times as long."""
-    points = {
-        name: tuple((tokens, seconds * factor) for tokens, seconds in getattr(times, name))
-        for name in ("captured_points", "prefill_points")
-    }
-    seconds = {name: getattr(times, name) * factor for name in ("prefill_token_s", "prefill_fixed_s")}
-    return msgspec.structs.replace(times, **points, **seconds)
-
-
-def _simulate_goodput(run: dict[str, Any], times: list[float], step_times: StepTimes, frontend: FrontendTimes) -> dict[str, Any]:
-    """The keys of a measured run, simulated."""
-    from goodput import BETWEEN_S, FIRST_S, GENERATED, PROMPT
-
-    dice = random.Random(0)
-    replica = ReplicaSettings(max_batch_size=512, max_num_tokens=8192, kv_cache_tokens=1_700_000)
-    requests = [Arrival(at_s, [dice.randrange(100_000) for _ in range(PROMPT)], GENERATED) for at_s in times]
-    results = Simulator(1, replica, step_times, frontend=frontend).run(requests)
-    pairs = zip(results.first_token_s, results.token_s, strict=True)
-    in_time = sum(first_s <= FIRST_S and token_s <= BETWEEN_S for first_s, token_s in pairs) / len(times)
-    report = make_report(results, 1, None)
-    simulated = {"in_time": round(in_time, 4), "goodput": round(in_time * len(times) / ARRIVALS_S, 2), "seconds": round(results.end_s, 1)}
-    for key, values in (("first_token_ms", report.time_to_first_token_ms), ("inter_token_ms", report.inter_token_latency_ms)):
-        simulated[key] = {name: round(value, 1) for name, value in values.items()}
-    return simulated
+    return simulated_goodput.compare()
 
 
 def conversations() -> dict[str, Any]:
