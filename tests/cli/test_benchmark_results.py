@@ -18,7 +18,6 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 # Older results that lack some of the fields, and that no run has replaced since. A run writes the fields, and its name leaves this list.
 WITHOUT_PROVENANCE = {
-    "parts that are measured again one by one": "simulate",
     "of CPUs, the machine or the commit was not recorded": """
         accuracy accuracy_long_context accuracy_untied_head chaos_cpu cpu_quant cpu_quant_one_thread endpoints observability_cost sse_stub
         triton_compare executor_overhead_tp8""",
