@@ -5,13 +5,15 @@
 The committed runs (h200_goodput.json) have percentiles only; their arrivals are drawn again. The step times are those of
 h200_mixed_steps.json, before (a line) and after (with padding, points and launches) a change of the attention in captured steps. Each run
 is simulated once without the time of the HTTP server, and once with that of conversations_host_times.json, which was measured on another
-machine. Two intervals follow, from the 5th to the 95th percentile of NUM_DRAWS simulations:
+machine. Three intervals follow, from the 5th to the 95th percentile of NUM_DRAWS simulations:
 
 same_arrivals: each of the six processes of clients begins up to START_SPREAD_S after the first one, as they did in the measurement: they
 prepare their requests before their clocks start, and no one recorded when. A repetition of the measurement differs as much at least.
+step_times: the same, and what prompts add to steps is longer or shorter by a normally distributed factor. Its standard deviation is that of
+the steps of h200_mixed_steps.json that were measured several times with the same code.
 other_arrivals: the same number of arrivals, drawn with other seeds. Another measurement of the same load differs as much at least.
 
-With --record, the arrivals are those that were recorded, so that only other_arrivals is an interval. If the record has steps, their
+With --record, the arrivals are those that were recorded, so that there is no interval of same_arrivals. If the record has steps, their
 durations are compared with the step times.
 """
 
@@ -44,7 +46,7 @@ CAPTURED = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 2048)  # sizes of cap
 CAPTURED_ROWS = 512
 PROCESSES, ARRIVALS_S = 6, 14.0  # of the clients of h200_goodput.json
 START_SPREAD_S = 0.03  # 17 to 30 ms in five trials on two cores
-NUM_DRAWS = 40
+NUM_DRAWS = 30
 RUNS = {"before": [(30.0, 1), (36.0, 2), (43.2, 3)], "after": [(43.0 / 1.2, 2), (43.0, 1)]}  # (rate, seed)
 
 
@@ -82,9 +84,7 @@ def _fit_points(measured: dict[str, Any], name: str) -> dict[str, Any]:
     From `series`, because the device is as busy under load. Steps that are not captured are the same in all engines of the file, and
     their launch is measured in `apart`, where no step that is not captured runs meanwhile.
     """
-    rows, largest = measured["rows"], CAPTURED[-1]
-    launched = [step for each in ("before", "after", "counted_on_device") for step in measured[each]["steps"]
-                if step["prompt"] + rows > largest]  # fmt: skip
+    rows, largest, launched = measured["rows"], CAPTURED[-1], _launched(measured)
     captured = _points(
         (next(size for size in CAPTURED if size >= step["prompt"] + rows) - rows, step["series"])
         for step in measured[name]["steps"]
@@ -97,6 +97,12 @@ def _fit_points(measured: dict[str, Any], name: str) -> dict[str, Any]:
         "prefill_token_s": (last_s - first_s) / (last - first),
         "launch_s": round(statistics.mean(step["apart"]["launch_ms"] for step in launched) / 1e3, 5),
     }  # fmt: skip
+
+
+def _launched(measured: dict[str, Any]) -> list[dict[str, Any]]:
+    """The steps of all engines that are not captured."""
+    return [step for name in ("before", "after", "counted_on_device") for step in measured[name]["steps"]
+            if step["prompt"] + measured["rows"] > CAPTURED[-1]]  # fmt: skip
 
 
 def _points(steps: Iterable[tuple[int, dict[str, float]]]) -> tuple[tuple[int, float], ...]:
@@ -120,18 +126,44 @@ def _contexts(context: int, steps: list[dict[str, Any]]) -> list[int]:
 def compare() -> dict[str, Any]:
     """All committed runs."""
     measured = [run for each in json.loads(GOODPUT.read_text())["runs"] for run in each["results"] if run["server"] == "stoker"]
-    step_times, rows = {name: fit_step_times(name) for name in RUNS}, []
+    step_times, deviation, rows = {name: fit_step_times(name) for name in RUNS}, repeated_deviation(), []
     for name, runs in RUNS.items():
         for rate, seed in runs:
             parts = _draw(rate, ARRIVALS_S, seed)
             run = next(run for run in measured if run["requests"] == sum(map(len, parts)))
             dice = random.Random(seed)
             starts = [[dice.uniform(0.0, START_SPREAD_S) for _ in parts] for _ in range(NUM_DRAWS)]
-            same = [_interleave(parts, offsets) for offsets in starts]
+            same = [(_interleave(parts, offsets), step_times[name]) for offsets in starts]
             row = _simulate_run(run, _interleave(parts, [0.0] * PROCESSES), step_times[name])
-            rows.append({"step_times": name, **row, "same_arrivals": _interval(step_times[name], same)})
+            scaled = [(times, scale_prompts(step_times[name], dice.gauss(1.0, deviation))) for times, _ in same]
+            rows.append(
+                {
+                    "step_times": name,
+                    **row,
+                    "intervals": row["intervals"] | {"same_arrivals": _interval(same), "step_times": _interval(scaled)},
+                }
+            )
             print(json.dumps(rows[-1]))
-    return {"step_times": {name: msgspec.structs.asdict(times) for name, times in step_times.items()}, "rows": rows}
+    used = {name: msgspec.structs.asdict(times) for name, times in step_times.items()}
+    return {"step_times": used, "deviation_of_step_times": round(deviation, 4), "rows": rows}
+
+
+def repeated_deviation() -> float:
+    """The relative standard deviation of what prompts add to steps that are not captured, between measurements of the same code."""
+    launched = _launched(json.loads(MIXED_STEPS.read_text()))
+    by_size = [[step["series"]["mixed_ms"] - step["series"]["decode_ms"] for step in launched if step["prompt"] == size]
+               for size in {step["prompt"] for step in launched}]  # fmt: skip
+    return statistics.mean(statistics.stdev(times) / statistics.mean(times) for times in by_size if len(times) > 1)
+
+
+def scale_prompts(times: StepTimes, factor: float) -> StepTimes:
+    """Step times in which prompts take `factor` times as long."""
+    points = {
+        name: tuple((tokens, seconds * factor) for tokens, seconds in getattr(times, name))
+        for name in ("captured_points", "prefill_points")
+    }
+    seconds = {name: getattr(times, name) * factor for name in ("prefill_token_s", "prefill_fixed_s")}
+    return msgspec.structs.replace(times, **points, **seconds)
 
 
 def compare_recorded(file: Path, step_times: StepTimes) -> list[dict[str, Any]]:
@@ -160,7 +192,7 @@ def _simulate_run(run: dict[str, Any], times: list[float], step_times: StepTimes
     simulated = _simulate(times, step_times, FrontendTimes())
     row = {"requests_per_s": run["requests_per_s"], "measured": {key: run[key] for key in simulated}, "simulated": simulated}
     row["simulated_with_frontend"] = _simulate(times, step_times, _http_times())
-    return {**row, "other_arrivals": _interval(step_times, [_redraw(times, 1000 + i) for i in range(NUM_DRAWS)])}
+    return {**row, "intervals": {"other_arrivals": _interval([(_redraw(times, 1000 + i), step_times) for i in range(NUM_DRAWS)])}}
 
 
 def _redraw(times: list[float], seed: int) -> list[float]:
@@ -173,9 +205,9 @@ def _http_times() -> FrontendTimes:
     return FrontendTimes(**json.loads(HOST_TIMES.read_text())["frontend_without_router"])
 
 
-def _interval(step_times: StepTimes, draws: list[list[float]]) -> dict[str, Any]:
-    """The 5th and the 95th percentile of each result of simulations with these arrivals."""
-    found = [_simulate(times, step_times, _http_times()) for times in draws]
+def _interval(draws: list[tuple[list[float], StepTimes]]) -> dict[str, Any]:
+    """The 5th and the 95th percentile of each result of simulations with these arrivals and step times."""
+    found = [_simulate(times, step_times, _http_times()) for times, step_times in draws]
 
     def bounds(values: Iterable[float]) -> list[float]:
         steps = statistics.quantiles(values, n=20, method="inclusive")
