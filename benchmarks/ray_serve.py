@@ -1,9 +1,11 @@
 """Measures the Ray Serve application with stub replicas, whose steps take 20 ms and have up to 4 sequences, on a cluster of this machine.
 
-    PYTHONPATH=src python benchmarks/ray_serve.py [scale] [latency] [kill] [zero] [zero_engine] [--json benchmarks/results/ray_serve.json]
+    PYTHONPATH=src python benchmarks/ray_serve.py [scale] [latency] [latency_grpc] [kill] [zero] [zero_engine] \\
+        [--json benchmarks/results/ray_serve.json]
 
 scale: output tokens per second of one and of four replicas, each with as many requests as they have rows.
 latency: time to the first token of streamed requests through Ray Serve and directly to the replica, alternately.
+latency_grpc: the same for KServe over gRPC, through the ingress's own gRPC port.
 kill: one of two replicas is killed under load; lost requests, and seconds until two replicas are ready again.
 zero: seconds from a request to its answer when no replica runs.
 zero_engine: the same with SmolLM2-135M on the CPU instead of a stub: its engine is in the cache, and its files were read before.
@@ -70,10 +72,10 @@ class Client:
         return elapsed
 
 
-def deploy_engine(client: Client, num_replicas: int, engine: dict[str, Any]) -> None:
+def deploy_engine(client: Client, num_replicas: int, engine: dict[str, Any], grpc_address: str | None = None) -> None:
     """Deploy this many replicas, and wait until the ingress uses them."""
     counts = {"min_replicas": num_replicas, "max_replicas": num_replicas}
-    deploy({"engines": [counts | engine], "ingress": {"host": "127.0.0.1", "access_log": False}}, 180)
+    deploy({"engines": [counts | engine], "ingress": {"host": "127.0.0.1", "access_log": False}}, 180, grpc_address)
     wait_for(lambda: len(client.ready()) == num_replicas, 120)
 
 
@@ -110,10 +112,52 @@ def measure_latency(client: Client, num_pairs: int = 200) -> dict[str, Any]:
     """Time to the first token, through the ingress and directly."""
     deploy_stubs(client, 1)
     (url,) = client.ready()
+    return _compare(client.first_token_s, "", url, num_pairs)
+
+
+def measure_latency_grpc(client: Client, num_pairs: int = 200) -> dict[str, Any]:
+    """The same over gRPC."""
+    import grpc
+
+    address = f"127.0.0.1:{free_port()}"
+    deploy_engine(client, 1, stub_engine(), address)
+    (url,) = client.ready()
+    replica = f"127.0.0.1:{httpx.get(f'{url}/health/replica', trust_env=False).json()['grpc_port']}"
+    channels = {each: grpc.insecure_channel(each) for each in (address, replica)}
+
+    def first_token_s(target: str) -> float:
+        """Seconds to the first response of a stream, which is read to its end."""
+        started = time.perf_counter()
+        responses = channels[target].stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(iter([grpc_request()]))
+        next(responses)
+        elapsed = time.perf_counter() - started
+        for _ in responses:
+            pass
+        return elapsed
+
+    return _compare(first_token_s, address, replica, num_pairs)
+
+
+def grpc_request() -> bytes:
+    """The request of `Client.first_token_s` as a ModelInferRequest."""
+    from tritonclient.grpc import service_pb2 as pb
+
+    values = (
+        ("text_input", "BYTES", {"bytes_contents": [b"some words of a prompt " * 80]}),
+        ("max_tokens", "INT32", {"int_contents": [2]}),
+        ("stream", "BOOL", {"bool_contents": [True]}),
+    )
+    tensor = pb.ModelInferRequest.InferInputTensor
+    inputs = [tensor(name=name, datatype=kind, shape=[1, 1], contents=pb.InferTensorContents(**value)) for name, kind, value in values]
+    return bytes(pb.ModelInferRequest(model_name="stub", inputs=inputs).SerializeToString())
+
+
+def _compare(first_token_s: Callable[[str], float], ingress: str, replica: str, num_pairs: int) -> dict[str, Any]:
+    """Times to the first token through the ingress and directly, alternately."""
     routed, direct = [], []
     for i in range(num_pairs):
-        for target, times in (("", routed), (url, direct)) if i % 2 else ((url, direct), ("", routed)):
-            times.append(client.first_token_s(target))
+        for target, times in ((ingress, routed), (replica, direct)) if i % 2 else ((replica, direct), (ingress, routed)):
+            times.append(first_token_s(target))
     routed, direct = routed[num_pairs // 10 :], direct[num_pairs // 10 :]
     added = [a - b for a, b in zip(routed, direct, strict=True)]
     return {
@@ -165,7 +209,8 @@ def measure_zero_engine(client: Client) -> dict[str, Any]:
 
 
 KINDS: dict[str, Callable[[Client], dict[str, Any]]] = {
-    "scale": measure_scale, "latency": measure_latency, "kill": measure_kill, "zero": measure_zero, "zero_engine": measure_zero_engine
+    "scale": measure_scale, "latency": measure_latency, "latency_grpc": measure_latency_grpc,
+    "kill": measure_kill, "zero": measure_zero, "zero_engine": measure_zero_engine
 }  # fmt: skip
 
 

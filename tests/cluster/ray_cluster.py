@@ -61,13 +61,14 @@ def ray_cluster(grpc: bool = True, num_nodes: int = 2) -> Iterator[tuple[str, in
                 os.environ[name] = value
 
 
-def deploy(settings: dict[str, Any], timeout_s: float = 90) -> None:
+def deploy(settings: dict[str, Any], timeout_s: float = 90, grpc_address: str | None = None) -> None:
     """Deploy the application, and wait until it runs."""
     from ray import serve
 
-    from stoker.ray import application
+    from stoker.ray.deployments import build_application
+    from stoker.ray.settings import read_settings
 
-    target = serve.RunTarget(target=application(settings), name="stoker", route_prefix="/")
+    target = serve.RunTarget(target=build_application(read_settings(settings), grpc_address), name="stoker", route_prefix="/")
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
     def runs() -> bool:

@@ -124,25 +124,44 @@ def check_completion(port: int) -> None:
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_a_grpc_port_selects_the_proxy_of_ray_serve(tmp_path: Path) -> None:
-    """Ray Serve would open further ports for gRPC, on all addresses."""
-    port = free_port()
-    with served(tmp_path, port, "--grpc-port", str(free_port())) as (session, output):
-        assert "Ray Serve's own HTTP proxy is used, which adds some milliseconds to a request: with a gRPC port" in output
-        check_completion(port)
-        assert not any("haproxy.cfg" in command and port in ports for command, ports in open_ports(session).items())
+def check_stream(port: int) -> None:
+    """A stream of KServe over gRPC, and an error of a call with one response."""
+    import grpc
+    from tritonclient.grpc import service_pb2 as pb
+
+    tensors = [
+        pb.ModelInferRequest.InferInputTensor(name=name, datatype=kind, shape=[1, 1], contents=pb.InferTensorContents(**value))
+        for name, kind, value in (
+            ("text_input", "BYTES", {"bytes_contents": [b"hi"]}),
+            ("max_tokens", "INT32", {"int_contents": [4]}),
+            ("stream", "BOOL", {"bool_contents": [True]}),
+        )
+    ]
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+        request = pb.ModelInferRequest(model_name="stub", inputs=tensors)
+        responses = [pb.ModelStreamInferResponse.FromString(each) for each in call(iter([request.SerializeToString()]), timeout=30)]
+        assert len(responses) >= 4 and not any(each.error_message for each in responses)
+        ready = channel.unary_unary("/inference.GRPCInferenceService/ServerReady")(b"", timeout=30)
+        assert pb.ServerReadyResponse.FromString(ready).ready
+        config = channel.unary_unary("/inference.GRPCInferenceService/ModelConfig")
+        with pytest.raises(grpc.RpcError) as refused:
+            config(pb.ModelConfigRequest(name="none").SerializeToString(), timeout=30)
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND and "none" in refused.value.details()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_no_other_port_listens_on_all_addresses(tmp_path: Path) -> None:
-    """HAProxy is in front of the ingress, and opens no port to other hosts. Ray's own ports are the same for all actors."""
-    port = free_port()
-    with served(tmp_path, port) as (session, output):
+    """HAProxy is in front of the ingress, whose own port accepts gRPC. Both open no port to other hosts. Ray's own ports are the same for
+    all actors.
+    """
+    pytest.importorskip("tritonclient.grpc")
+    port, grpc_port = free_port(), free_port()
+    with served(tmp_path, port, "--grpc-port", str(grpc_port)) as (session, output):
         check_completion(port)
-        assert "own HTTP proxy" not in output
+        check_stream(grpc_port)
+        assert "own HTTP proxy" not in output and f"gRPC at 127.0.0.1:{grpc_port}" in output
         processes = open_ports(session)
 
     def of(part: str) -> list[dict[int, set[str]]]:
@@ -154,5 +173,8 @@ def test_no_other_port_listens_on_all_addresses(tmp_path: Path) -> None:
 
     (of_haproxy,) = [ports for ports in of("haproxy.cfg") if port in ports]
     assert len(of_haproxy) == 3 and set().union(*of_haproxy.values()) <= LOOPBACK  # requests, metrics, statistics
+    (of_ingress,) = of("ray::ServeReplica:stoker:ingress")
+    assert of_ingress[grpc_port] and of_ingress[grpc_port] <= LOOPBACK
+    assert [grpc_port in ports for ports in processes.values()].count(True) == 1
     assert num_open("ray::ServeReplica:stoker:ingress") == num_open("ray::ServeReplica:stoker:engine-stub")
     assert num_open("ray::ProxyActor") == num_open("ray::HAProxyManager") == 1

@@ -148,6 +148,13 @@ def test_an_address_without_a_cluster_is_refused_before_ray_tries_it(address: st
     assert str(given.value).startswith(message) and str(from_environment.value) == str(given.value)
 
 
+@pytest.fixture
+def without_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster would be started, which these tests do not reach."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", lambda **options: pytest.fail("Ray was called"))
+
+
 def test_an_address_that_accepts_connections_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ApplicationSettings(engines=(EngineSettings(model="org/model"),))
     tried: list[str] = []
@@ -164,3 +171,30 @@ def test_an_address_that_accepts_connections_is_left_to_ray(monkeypatch: pytest.
             with pytest.raises(ConfigError, match="no cluster"):
                 serve(settings, RayAddress(address=address), pytest.fail)
     assert tried == addresses
+
+
+@pytest.mark.usefixtures("without_cluster")
+def test_a_grpc_port_in_use_is_refused_before_ray_starts() -> None:
+    settings = ApplicationSettings(engines=(EngineSettings(model="org/model"),))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--grpc-port.*{port}|{port}.*--grpc-port"):
+            serve(settings, RayAddress(grpc_port=port), pytest.fail)
+
+
+@pytest.mark.usefixtures("without_cluster")
+def test_the_ingress_of_a_new_cluster_gets_the_grpc_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Serve's proxies get none: they would listen on all addresses."""
+    found: list[str | None] = []
+
+    def run(application: Any, *rest: object) -> int:
+        found.append(application._bound_deployment.init_kwargs["grpc_address"])
+        return 0
+
+    monkeypatch.setattr("stoker.ray.serve._run", run)
+    monkeypatch.setattr("stoker.ray.serve.haproxy_variables", lambda *ports: {})
+    settings = ApplicationSettings(engines=(EngineSettings(model="org/model"),))
+    assert serve(settings, RayAddress(grpc_port=0), pytest.fail) == 0
+    assert serve(settings, RayAddress(), pytest.fail) == 0
+    address, without = found
+    assert address is not None and address.startswith("127.0.0.1:") and not address.endswith(":0") and without is None

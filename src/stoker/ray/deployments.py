@@ -26,8 +26,11 @@ INGRESS_ENVIRONMENT = {**ENVIRONMENT, "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREA
 LOGGING = {"enable_access_log": False}  # the router has an access log; calls of a replica are those that describe it
 
 
-def build_application(settings: ApplicationSettings) -> Any:
-    """The bound application. Raises ConfigError for an engine that cannot be placed, or whose keys the ingress does not have."""
+def build_application(settings: ApplicationSettings, grpc_address: str | None = None) -> Any:
+    """The bound application. Raises ConfigError for an engine that cannot be placed, or whose keys the ingress does not have.
+
+    `grpc_address`: where each ingress listens for gRPC, if all run on this machine; None: Ray Serve's proxies listen for it, if at all.
+    """
     keys = read_keys(settings)
     engines = [_bind_engine(engine, keys) for engine in settings.engines]
     ingress = serve.deployment(
@@ -36,7 +39,7 @@ def build_application(settings: ApplicationSettings) -> Any:
         health_check_period_s=HEALTH_PERIOD_S, health_check_timeout_s=HEALTH_TIMEOUT_S, graceful_shutdown_timeout_s=60,
         logging_config=LOGGING,
     )  # fmt: skip
-    return ingress(serve.ingress()(Ingress)).bind(settings, keys, *engines)
+    return ingress(serve.ingress()(Ingress)).bind(settings, keys, *engines, grpc_address=grpc_address)
 
 
 def deployment_name(engine: EngineSettings) -> str:

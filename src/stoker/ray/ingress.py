@@ -1,4 +1,9 @@
-"""The ingress deployment: receives HTTP and gRPC requests from Ray Serve, and sends each to a replica of the engine that it names."""
+"""The ingress deployment: receives HTTP and gRPC requests, and sends each to a replica of the engine that it names.
+
+HTTP requests come from HAProxy or from Ray Serve's HTTP proxy. gRPC requests come from Ray Serve's gRPC proxies, or on a cluster that
+`stoker serve --ray` starts on this machine, directly to a port of the ingress: Ray Serve's proxies pass each message through Ray, and with
+HAProxy they and the ingress would listen on all addresses.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.base import env, logging
 from stoker.ray.engine_route import EngineRoute
-from stoker.ray.grpc_service import UNARY
+from stoker.ray.grpc_service import UNARY, Message
 from stoker.ray.http_dispatch import HttpDispatch
 from stoker.ray.keys import Keys
 from stoker.ray.settings import ApplicationSettings
 
 if TYPE_CHECKING:
     from stoker.ray.grpc_calls import GrpcCalls
+
+GRPC_DRAIN_S = 50.0  # for calls at the end, less than the graceful shutdown of the deployment
 
 
 class _Asgi:
@@ -33,11 +40,13 @@ class _Asgi:
 class Ingress:
     """The class of the deployment. `handles` are those of the engines' deployments, in the order of the settings."""
 
-    def __init__(self, settings: ApplicationSettings, keys: Keys, *handles: Any) -> None:
+    def __init__(self, settings: ApplicationSettings, keys: Keys, *handles: Any, grpc_address: str | None = None) -> None:
+        """`grpc_address`: HOST:PORT of the ingress's own gRPC port."""
         env.set_keys(keys.variables)
         logging.configure("INFO")
         self._settings, self._handles = settings, handles
         self._grpc: GrpcCalls | None = None
+        self._grpc_address, self._grpc_server = grpc_address, None
 
     def __serve_build_asgi_app__(self) -> Any:
         """Ray Serve's hook: the ASGI application, called in the event loop in which it runs."""
@@ -58,11 +67,18 @@ class Ingress:
             self._dispatch = HttpDispatch(self.routes, self._settings.ingress.max_request_bytes)
             for route in self.routes:
                 await route.open()
+            if self._grpc_address is not None:
+                from stoker.ray.grpc_calls import open_grpc_port  # needs the extra grpc
+
+                max_bytes = self._settings.ingress.max_request_bytes
+                self._grpc_server = await open_grpc_port(self.grpc_calls, self._grpc_address, max_bytes)
         except Exception as error:
             await send({"type": "lifespan.startup.failed", "message": repr(error)})
             raise
         await send({"type": "lifespan.startup.complete"})
         await receive()
+        if self._grpc_server is not None:
+            await self._grpc_server.stop(GRPC_DRAIN_S)
         if self._grpc is not None:
             await self._grpc.close()
         for route in self.routes:
@@ -84,7 +100,9 @@ def _unary(name: str) -> Any:
 
     async def call(self: Ingress, request: Any, grpc_context: Any) -> Any:
         """Answer a call with one request and one response."""
-        return await self.grpc_calls.unary(name, request, grpc_context)
+        from stoker.ray.grpc_calls import CallContext
+
+        return Message(await self.grpc_calls.unary(name, request, CallContext(grpc_context)))
 
     call.__name__ = name
     return call
@@ -92,7 +110,9 @@ def _unary(name: str) -> Any:
 
 async def _stream(self: Ingress, request_stream: Any, grpc_context: Any) -> AsyncIterator[Any]:
     """Answer ModelStreamInfer."""
-    async for response in self.grpc_calls.stream(request_stream, grpc_context):
+    from stoker.ray.grpc_calls import stream_from_ray
+
+    async for response in stream_from_ray(self.grpc_calls, request_stream, grpc_context):
         yield response
 
 

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ray import serve as ray_serve
 
 from stoker.base import env
 from stoker.base.cpus import num_cpus
-from stoker.base.errors import ConfigError, UnavailableError, reason_of
+from stoker.base.errors import ConfigError, DependencyError, UnavailableError, reason_of
 from stoker.base.logging import get_logger
 from stoker.base.nodes import split_address
 from stoker.deploy.devices import visible_gpus
@@ -31,6 +32,7 @@ from stoker.ray.haproxy import LOOPBACK, haproxy_variables, unsupported
 from stoker.ray.placement import place_replica
 from stoker.ray.server_process import free_port
 from stoker.ray.settings import NAME, ApplicationSettings
+from stoker.server.processes.listeners import address_of, reserve
 
 log = get_logger(__name__)
 
@@ -40,7 +42,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class RayAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the application runs. Ports are those of Ray Serve's proxies."""
+    """Where the application runs. Ports are those of Ray Serve's proxies; without `address`, the one for gRPC is the ingress's own."""
 
     address: str | None = None  # of the cluster; None: RAY_ADDRESS, or a cluster on this machine that ends with the command
     host: str = "127.0.0.1"
@@ -56,25 +58,27 @@ def serve(settings: ApplicationSettings, where: RayAddress, announce: Callable[[
     """
     started = time.monotonic()
     address = where.address or env.text("RAY_ADDRESS") or None
-    if address is None:
-        settings = _on_one_host(settings)
-    else:
+    if address is not None:
         _check_reachable(address)
-    application = build_application(settings)
-    with _http_proxy(where) if address is None else contextlib.nullcontext():
-        return _run(application, address, settings, where, announce, started)
+        return _run(build_application(settings), address, settings, where, announce, started)
+    settings = _on_one_host(settings)
+    with _grpc_socket(where) as reserved, _http_proxy():
+        grpc_address = None if reserved is None else address_of(reserved)
+        return _run(build_application(settings, grpc_address), None, settings, where, announce, started, grpc_address)
 
 
 def _run(
-    application: Any, address: str | None, settings: ApplicationSettings, where: RayAddress, announce: Callable[[str], None], started: float
-) -> int:
-    """Run the bound application on the cluster. Returns the exit status."""
+    application: Any, address: str | None, settings: ApplicationSettings, where: RayAddress, announce: Callable[[str], None],
+    started: float, grpc_address: str | None = None,
+) -> int:  # fmt: skip
+    """Run the bound application on the cluster. Returns the exit status. `grpc_address`: that of the ingress's own port."""
     _connect(address, settings)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())
     try:
-        grpc = {"port": where.grpc_port, "grpc_servicer_functions": [SERVICER]} if where.grpc_port is not None else None
+        has_proxies = address is not None and where.grpc_port is not None
+        grpc = {"port": where.grpc_port, "grpc_servicer_functions": [SERVICER]} if has_proxies else None
         ray_serve.start(http_options={"host": where.host, "port": where.http_port}, grpc_options=grpc, proxy_location="EveryNode")
         target = ray_serve.RunTarget(target=application, name=where.application, route_prefix="/")
         ray_serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
@@ -83,7 +87,8 @@ def _run(
             if not stopping.is_set():
                 names = ", ".join(engine.name for engine in settings.engines)
                 seconds = time.monotonic() - started
-                announce(f"{names} is served at http://{where.host}:{where.http_port} by Ray Serve (ready after {seconds:.1f} s)")
+                also = f", gRPC at {grpc_address}," if grpc_address is not None else ""
+                announce(f"{names} is served at http://{where.host}:{where.http_port}{also} by Ray Serve (ready after {seconds:.1f} s)")
                 stopping.wait()
         finally:
             ray_serve.delete(where.application)
@@ -95,12 +100,24 @@ def _run(
 
 
 @contextlib.contextmanager
-def _http_proxy(where: RayAddress) -> Iterator[None]:
-    """Let the cluster that starts inside use HAProxy, if it can and if no port is opened to other hosts that was not requested."""
-    reason = unsupported()
-    if not reason and where.grpc_port is not None:
-        reason = "with a gRPC port and HAProxy, the ingress would open further ports on all addresses"
-    if reason:
+def _grpc_socket(where: RayAddress) -> Iterator[socket.socket | None]:
+    """A socket that reserves the gRPC port, if there is one, for the ingress.
+
+    Raises ConfigError if the port is in use, and DependencyError without the packages.
+    """
+    if where.grpc_port is None:
+        yield None
+        return
+    if any(find_spec(name) is None for name in ("grpc", "tritonclient")):
+        raise DependencyError("grpcio and tritonclient", "the gRPC port", "grpc")
+    with reserve(where.host, where.grpc_port) as reserved:
+        yield reserved
+
+
+@contextlib.contextmanager
+def _http_proxy() -> Iterator[None]:
+    """Let the cluster that starts inside use HAProxy, if it can."""
+    if reason := unsupported():
         log.warning("Ray Serve's own HTTP proxy is used, which adds some milliseconds to a request: %s", reason)
         yield
         return
