@@ -57,6 +57,7 @@ def test_options_name_the_nodes() -> None:
             },
             (2, 1, 1, 1),
         ),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}, (4, 3, 2, 1)),  # MPICH, Intel MPI
     ],
 )
 def test_a_job_names_the_nodes(variables: dict[str, str], expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def test_two_processes_serve_an_engine_of_two_ranks(engine: Callable[[str], Path
         with urllib.request.urlopen(request, timeout=30) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 8
         process.send_signal(signal.SIGTERM)
-        process.wait(20)
+        process.wait(20)  # the status is 1 after any SIGTERM to mpirun
         assert "Traceback" not in log.read_text(), log.read_text()
     finally:
         if process.poll() is None:
