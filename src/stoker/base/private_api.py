@@ -104,7 +104,7 @@ PRIVATE_APIS = (
     PrivateAPI(
         "torch",
         "torch.distributed._symmetric_memory",
-        ("empty", "rendezvous"),
+        ("empty", "rendezvous", "_SymmetricMemory.get_buffer", "_SymmetricMemory.put_signal", "_SymmetricMemory.wait_signal"),
         "stoker.distributed.symmetric",
         "all-reduces through the memory of peer GPUs",
     ),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stoker.distributed.group import Group
+from stoker.distributed.group import Finish, Group
 
 # gloo's all-reduce and all-gather pass messages around a ring: 2 × (ranks - 1) or ranks - 1 messages one after the other. Up to this size,
 # an all-to-all is faster with more than two ranks, because all its messages travel at once.
@@ -46,6 +46,18 @@ class ProcessGroup(Group):
         if x.numel():
             self._wait(self.inner.allreduce([x]))
         return x
+
+    def begin_sum(self, x: Tensor) -> Finish:
+        """Start an all-reduce of x. NCCL runs it on a stream of its own, gloo in a thread."""
+        x = x.contiguous()
+        work = self.inner.allreduce([x])
+
+        def finish() -> tuple[Tensor, ...]:
+            """Wait for the sum."""
+            self._wait(work)
+            return (x,)
+
+        return finish
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The x of all ranks, concatenated along the last axis."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from stoker.distributed.inbox import Inbox, Inboxes
+
+# Waits for a sum over the ranks, in the current stream or on a CPU in this thread. Returns its summands: one tensor, or two to be added.
+Finish = Callable[[], tuple[Tensor, ...]]
 
 
 class Group:
@@ -19,6 +24,25 @@ class Group:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks, with the same bits on every rank. May overwrite x."""
         return x
+
+    def overlaps(self, num_bytes: int) -> bool:
+        """Whether a message of `num_bytes` bytes takes so long to sum that other kernels should run meanwhile (`begin_sum`).
+
+        Shorter ones are faster through an inbox.
+        """
+        return self.size > 1 and self.inbox(num_bytes) is None
+
+    def reserve(self, num_bytes: int) -> None:
+        """Prepare for messages of up to `num_bytes` bytes in `begin_sum`. Every rank calls it, once, before the first of them."""
+
+    def begin_sum(self, x: Tensor) -> Finish:
+        """Start to sum x over the ranks. Kernels that are launched before the returned function is called run at the same time.
+
+        At most two sums may be unfinished. They are finished in the order in which they began, and the kernels that read the summands of
+        one are launched before the second next one begins. x is overwritten or kept unchanged until then, and must not be used meanwhile.
+        """
+        total = self.all_reduce(x)
+        return lambda: (total,)
 
     def inbox(self, num_bytes: int) -> Inbox | None:
         """The inbox through which a kernel sums a tensor of `num_bytes` bytes. None: use `all_reduce`."""

@@ -2,10 +2,12 @@
 
 Messages up to 4 MiB use inboxes (`distributed.inbox`), whose kernel also adds the residual; messages up to 16 MiB use the symmetric-memory
 kernels of PyTorch; larger ones use NCCL. All of them can be captured in a CUDA graph and give every rank the same bits. NVLink multicast is
-not used.
+not used. Sums beside other kernels are copies between two ranks (`distributed.peer_copies`), and NCCL among more.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +15,14 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from stoker.distributed.collectives import ProcessGroup
+from stoker.distributed.group import Finish
 from stoker.distributed.inbox import EMPTY, ONE_SHOT_BYTES, Inboxes, memory_bytes
+from stoker.distributed.peer_copies import MAX_BYTES as MAX_COPIED_BYTES
+from stoker.distributed.peer_copies import NUM_SLOTS, PeerCopies
 
 # Larger messages of long prefills use NCCL. For 16 MiB on four H200, including the residual and the norm: 116 µs, NCCL 122 µs.
 MAX_BYTES = 16 << 20
+SLOT_ALIGNMENT = 512
 _DTYPES = (torch.bfloat16, torch.float32)  # of PyTorch's kernels
 
 
@@ -29,9 +35,10 @@ class SymmetricGroup(ProcessGroup):
         if not self._can_access_all():
             raise RuntimeError("not every device can access the memory of all others")
         self._name = inner.group_name
-        self._buffer, _ = self._allocate(MAX_BYTES)
+        self._buffer, _, _ = self._allocate(MAX_BYTES)
+        self._copies: PeerCopies | None = None
         if self.size in ONE_SHOT_BYTES:
-            self._memory, bases = self._allocate(memory_bytes(self.size))
+            self._memory, _, bases = self._allocate(memory_bytes(self.size))
             self._memory.fill_(EMPTY)
             torch.cuda.synchronize(device)
             self.smallest(0)  # wait until the inboxes of all ranks are initialized
@@ -49,14 +56,30 @@ class SymmetricGroup(ProcessGroup):
         result: Tensor = torch.ops.symm_mem.two_shot_all_reduce_out(shared, "sum", self._name, x)
         return result
 
-    def _allocate(self, num_bytes: int) -> tuple[Tensor, list[int]]:
-        """Allocate int32 memory on every rank. Returns (this rank's tensor, the address of each rank's memory in this process)."""
+    def reserve(self, num_bytes: int) -> None:
+        """Allocate the memory to which the ranks copy summands, for two ranks."""
+        if self.size == 2 and self._copies is None:
+            slot_bytes = -(-min(num_bytes, MAX_COPIED_BYTES) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+            self._slots, handle, _ = self._allocate(NUM_SLOTS * slot_bytes)
+            self._copies = PeerCopies(handle, self.rank, slot_bytes, torch.cuda.Stream(self.device, priority=-1))
+
+    def begin_sum(self, x: Tensor) -> Finish:
+        """Start to copy x to the other rank; messages for which no memory is reserved use NCCL."""
+        if self._copies is None or x.nbytes > self._copies.slot_bytes:
+            return super().begin_sum(x)
+        return self._copies.begin(x.contiguous())
+
+    def _allocate(self, num_bytes: int) -> tuple[Tensor, Any, list[int]]:
+        """Allocate int32 memory on every rank.
+
+        Returns (this rank's tensor, PyTorch's handle of the memory of all ranks, the address of each rank's memory in this process).
+        """
         memory = symmetric_memory.empty(num_bytes // 4, dtype=torch.int32, device=self.device)
         handle = symmetric_memory.rendezvous(memory, self._name)
         bases = [int(base) for base in handle.buffer_ptrs]
         if bases[self.rank] != memory.data_ptr():
             raise RuntimeError("the address of symmetric memory differs from that of its tensor")
-        return memory, bases
+        return memory, handle, bases
 
     def _can_access_all(self) -> bool:
         """Whether every device can access the memory of all others. Waits for all ranks."""

@@ -49,6 +49,7 @@ from stoker.kernels.reference import sampling as sampling_ref
 from stoker.kernels.reference import scores as scores_ref
 from stoker.kernels.reference import selective_scan as selective_scan_ref
 from stoker.kernels.reference import state_copy as state_copy_ref
+from stoker.kernels.reference import summands as summands_ref
 from stoker.kernels.reference.linear import format_reference
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.types import (
@@ -82,7 +83,7 @@ def _by_format(package: str, prefix: str) -> dict[ModuleType, ModuleType]:
 
 def use_launchers() -> None:
     """Use the Triton launchers for all tensors except CPU tensors. Called on import if there is a GPU, and by the ahead-of-time trace."""
-    from stoker.kernels.triton import activation, all_reduce, embedding, norm, pages, rope, row_tokens, sampling
+    from stoker.kernels.triton import activation, all_reduce, embedding, norm, pages, rope, row_tokens, sampling, summands
     from stoker.kernels.triton.attention import launch as attention
     from stoker.kernels.triton.fused_layer import launch as fused_layer_launcher
     from stoker.kernels.triton.gemm.dense import launch as linear
@@ -93,7 +94,7 @@ def use_launchers() -> None:
         activation_ref: activation, all_reduce_ref: all_reduce, attention_ref: attention, embedding_ref: embedding, linear_ref: linear,
         moe_ref: moe, norm_ref: norm, pages_ref: pages, rope_ref: rope, row_tokens_ref: row_tokens, sampling_ref: sampling,
         fused_layer_ref: fused_layer_launcher, conv_ref: causal_conv, delta_ref: delta_rule, gated_norm_ref: gated_norm, mamba2_ref: mamba2,
-        selective_scan_ref: selective_scan, state_copy_ref: state_copy,
+        selective_scan_ref: selective_scan, state_copy_ref: state_copy, summands_ref: summands,
         **_by_format("stoker.kernels.triton.gemm.quantized", ""),
     })  # fmt: skip
 
@@ -177,6 +178,11 @@ def all_reduce(x: Tensor, group: Group, residual: Tensor | None = None) -> Tenso
     On GPUs with peer access, one kernel sums the small tensors of decode steps and adds the residual.
     """
     return _pick(x, all_reduce_ref).all_reduce(x, group, residual)
+
+
+def add_summands(summands: tuple[Tensor, ...], residual: Tensor, out: Tensor) -> None:
+    """out = the sum of one or two summands (`Group.begin_sum`) + residual. All are contiguous and have the shape and dtype of out."""
+    _pick(out, summands_ref).add_summands(summands, residual, out)
 
 
 def check_inboxes(group: Group) -> None:

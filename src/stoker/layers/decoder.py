@@ -20,6 +20,7 @@ from stoker.layers.fused_layer import FusedLayers
 from stoker.layers.layer import FEED_FORWARDS, LAYOUTS, RopeTables, make_layer, mixer_specs
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
+from stoker.layers.overlapped_layers import OverlappedLayers
 from stoker.layers.shard import num_local_kv_heads
 from stoker.layers.vocabulary import Embedding, Head
 from stoker.quant.key_spreading import has_mean, stored_means
@@ -182,6 +183,7 @@ class Decoder:
         self.fused_layers = FusedLayers.for_layers(self.layers)
         self.after_layer: Callable[[], None] | None = None  # called after each layer of a step without fused layers
         self.adapters, self.dispatch = loader.adapters, loader.dispatch
+        self.overlapped_layers = OverlappedLayers.for_layers(self.layers, self.adapters, config.stream_width, self.device)
         self.norm = Norm(config.norm, loader, "norm", hidden) if config.norm is not None and stage.is_last else None
         self._cache_fields = [load_cache_fields(config, i, loader, tables) for i in indices]
         # Called with the number of layers of this stage that are computed, from 0 on, and the hidden states [T, stream_width] after them.
@@ -200,11 +202,22 @@ class Decoder:
         if not self.stage.is_last:
             self.observe_layers = self._forwarded.observe
 
+    @property
+    def _row_bytes(self) -> int:
+        """The size of a token of the residual stream."""
+        return self.config.stream_width * self.dtype.itemsize
+
+    def reserve_sums(self, max_tokens: int) -> None:
+        """Allocate memory for sums over ranks that overlap with products, in steps of up to `max_tokens` tokens. Every rank calls it."""
+        if self.overlapped_layers is not None:
+            self.overlapped_layers.reserve(max_tokens, self._row_bytes)
+
     def keep_layers(self, indices: Sequence[int]) -> None:
         """Drop all layers of this stage except those at `indices`, for an ahead-of-time trace, which needs one layer of each kind."""
         self.layers = [self.layers[i] for i in indices]
         if self.fused_layers is not None:
             self.fused_layers = self.fused_layers.subset(indices)
+        self.overlapped_layers = OverlappedLayers.for_layers(self.layers, self.adapters, self.config.stream_width, self.device)
 
     def complete_caches(self, caches: list[KVCache]) -> None:
         """Set the fields of quantized caches (scales, balance, mean) on the `KVCache` of each layer."""
@@ -234,6 +247,8 @@ class Decoder:
             raise ValueError("adapter_ids: the model was loaded without adapters")
         if self.fused_layers is not None and adapter_ids is None and self.fused_layers.supports(batch.num_tokens):
             x = self.fused_layers(x, batch, caches, self.observe_layers)
+        elif self.overlapped_layers is not None and self.overlapped_layers.supports(batch, self._row_bytes):
+            x = self.overlapped_layers(x, batch, caches, self.observe_layers, self.after_layer)
         else:
             for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
                 if self.observe_layers is not None:

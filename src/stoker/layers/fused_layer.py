@@ -43,7 +43,7 @@ class FusedLayers:
     @staticmethod
     def for_layers(layers: Sequence[Layer]) -> FusedLayers | None:
         """The fused layers of `layers`, or None when a layer has another layout or the kernel supports no number of rows."""
-        if not layers or not all(_can_be_cut(layer) for layer in layers):
+        if not layers or not all(can_be_cut(layer) for layer in layers):
             return None
         fused = FusedLayers(layers)
         return fused if fused.supports(1) or fused.supports(LARGE_BATCH_ROWS) else None
@@ -103,7 +103,7 @@ class FusedLayers:
         return x
 
 
-def _can_be_cut(layer: Layer) -> bool:
+def can_be_cut(layer: Layer) -> bool:
     """Whether a layer has the form norm → attention → add → norm → gated MLP → add."""
     attention, mlp = layer.attention, layer.mlp
     kinds = type(layer) is PreNorm and isinstance(attention, Attention) and attention.gate is None and isinstance(mlp, MLP)

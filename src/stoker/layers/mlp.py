@@ -56,9 +56,9 @@ class MLP:
         out = linear_all_reduce(self.down, inner, self.group, None, fusion)
         return out * self.out_scale if residual is None else residual.add(out, alpha=self.out_scale)
 
-    def partial(self, x: Tensor) -> Tensor:
-        """This rank's summand of mlp(x), [T, hidden], before the all-reduce."""
-        out = self.down(*self._inner(x, None))
+    def partial(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """This rank's summand of mlp(norm(x)), [T, hidden], before the all-reduce."""
+        out = self.down(*self._inner(x, norm))
         return out if self.out_scale == 1.0 else out * self.out_scale
 
     @property

@@ -27,7 +27,7 @@ from stoker.distributed.group import SINGLE
 from stoker.distributed.inbox import Inboxes
 from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.routing import Routing, RoutingParams
-from stoker.kernels.triton import activation, all_reduce, embedding, norm, pages, rope, row_tokens, sampling
+from stoker.kernels.triton import activation, all_reduce, embedding, norm, pages, rope, row_tokens, sampling, summands
 from stoker.kernels.triton.aot.offline_target import compile_for, compiling, resources
 from stoker.kernels.triton.attention import launch as attention
 from stoker.kernels.triton.attention.tiles import AttentionTile
@@ -246,6 +246,12 @@ def all_reduce_of(ranks: int, is_two_shot: bool) -> None:
     """The all-reduce of 32 rows of Llama-70B."""
     inboxes = Inboxes([1 << 40] * ranks, 1, torch.device("meta"))
     all_reduce.sum_through_inbox(meta(32, 8192), meta(32, 8192), inboxes.two_shot if is_two_shot else inboxes.one_shot)
+
+
+def copied_summands(features: int) -> None:
+    """The end of a sum over two ranks, for half of the rows of a long step."""
+    a, b, residual, out = (meta(4099, features) for _ in range(4))
+    summands.add_summands((a, b), residual, out)
 
 
 SPARSEMIXER_ROUTING = RoutingParams(2, "sparsemixer", renormalize=False)
@@ -474,6 +480,10 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         f"sum of {ranks} ranks {'in two shots' if two else 'in one shot'}": lambda ranks=ranks, two=two: all_reduce_of(ranks, two)  # type: ignore[misc]
         for ranks in (2, 4, 8)
         for two in (False, True)
+    },
+    **{
+        f"sum of two copied summands, {features} features": lambda features=features: copied_summands(features)  # type: ignore[misc]
+        for features in (8192, 72)
     },
     "route": lambda: moe.route(meta(64, 256, dtype=FP32), meta(256, dtype=FP32), DEEPSEEK_ROUTING),
     "route by SparseMixer": lambda: moe.route(meta(64, 16, dtype=FP32), None, SPARSEMIXER_ROUTING),

@@ -19,6 +19,7 @@ FOUR_CTAS = 128  # registers: four CTAs of four warps per SM
 BOUNDS = {
     "norm": (SMALL, 0), "norm of heads": (SMALL, 0), "embedding": (SMALL, 0), "activate gelu": (SMALL, 0),
     "xielu": (SMALL, 0), "rotate heads": (SMALL, 0),
+    "sum of two copied summands, 8192 features": (SMALL, 0), "sum of two copied summands, 72 features": (SMALL, 0),
     "rope decode": (SMALL, 0), "rope prefill": (SMALL, 0),
     "rope fp8": (72, 0), "rope int8": (72, 0),  # with the Hadamard transform of keys and queries
     "decode and rotate 1": (144, 0), "decode and rotate 64": (FOUR_CTAS, 0),

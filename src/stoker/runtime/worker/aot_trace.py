@@ -16,7 +16,7 @@ from torch import Tensor
 from stoker.base.config import RuntimeConfig
 from stoker.base.nodes import leader
 from stoker.core.specs import LinearSpec
-from stoker.distributed.group import Group
+from stoker.distributed.group import Finish, Group
 from stoker.distributed.inbox import ONE_SHOT_BYTES, Inboxes
 from stoker.distributed.pipeline import Stage
 from stoker.distributed.token_dispatch import TokenDispatch
@@ -61,6 +61,10 @@ class MetaGroup(Group):
         self.rank, self.size = rank, size
         if size in ONE_SHOT_BYTES:
             self.inboxes = Inboxes([1 << 40] * size, rank, META)
+
+    def begin_sum(self, x: Tensor) -> Finish:
+        """Two ranks copy their summands, and more use an all-reduce."""
+        return lambda: (x, x) if self.size == 2 else (x,)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """A tensor of the shape that a gather over `size` ranks returns."""
@@ -191,7 +195,9 @@ def _eager(runner: ModelRunner) -> Iterator[tuple[Shape, Bounds]]:
     lengths = sorted({min(1 << i, longest) for i in range(MIN_KEYS.bit_length() - 1, longest.bit_length() + 1)})
     for rows, length in itertools.product(sorted({min(r, max_rows) for r in (*EAGER_ROWS, max_rows)}), lengths):
         yield Shape(rows, rows, is_decode=True), Bounds(rows, 1, length)
-    sizes = sorted({min(t, max_tokens) for t in (*EAGER_TOKENS, max_tokens - 1, max_tokens)})
+    overlapped = runner.model.overlapped_layers
+    whole = () if overlapped is None else (overlapped.min_tokens - 1,)  # the longest step that is not computed in halves
+    sizes = sorted({min(t, max_tokens) for t in (*EAGER_TOKENS, *whole, max_tokens - 1, max_tokens)})
     for tokens, rows, length in itertools.product(sizes, sorted({1, min(3, max_rows), min(16, max_rows)}), lengths):
         if rows < tokens and length >= min(tokens // rows, longest):
             decodes = rows // 2

@@ -278,6 +278,7 @@ def load_rank(engine: Engine, config: RuntimeConfig, device: torch.device, world
     if device.type == "cuda":
         torch.cuda.synchronize()
         weights = before - free_memory(device)[0]
+    model.reserve_sums(max(capacity.max_num_tokens, capacity.max_batch_size))
     times.reached("weights")
     return LoadedRank(engine, config, capacity, device, world, model, weights, draft_source=source, times=times)
 
