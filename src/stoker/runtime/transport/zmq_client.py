@@ -29,6 +29,7 @@ from stoker.runtime.transport.zmq_mailbox import (
     Welcome,
     check_address,
     configure,
+    has_message,
 )
 
 log = get_logger(__name__)
@@ -131,9 +132,9 @@ class ZmqExecutorClient(StreamingClient):
     def _receive(self) -> None:
         """Process all messages that have arrived."""
         try:
-            while not self._socket.closed:
+            while not self._socket.closed and has_message(self._socket):
                 self._accept(self._decode(self._socket.recv(zmq.NOBLOCK)))
-        except zmq.Again:
+        except zmq.Again:  # the connection was closed since `has_message`, and its messages were dropped
             return
         except msgspec.MsgspecError as error:
             self._fail(f"it sent an invalid message: {error}")

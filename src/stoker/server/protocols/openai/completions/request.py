@@ -53,7 +53,8 @@ async def read_completion_call(body: dict[str, Any], service: Service, context: 
     common = read_openai_call("completions", checked, service, context.settings, max_tokens=default)
     values = common.values
     num_choices = common.params.n
-    common.params = msgspec.structs.replace(common.params, **_params(values, num_choices, echo))
+    if params := _params(values, num_choices, echo):
+        common.params = msgspec.structs.replace(common.params, **params)
     if common.params.n != num_choices and common.stream:
         raise RequestError("best_of", values["best_of"], "with stream=true it must equal n")
     if "prompt" not in values:
