@@ -39,7 +39,10 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Shape:
-    """`rows` of `queries` tokens each over `context` keys; `bound` is the max_seq_len of a captured graph."""
+    """`rows` of `queries` tokens each over `context` keys; `bound` is the max_seq_len of a captured graph.
+
+    With `longest`, the first row has as many keys.
+    """
 
     rows: int
     queries: int
@@ -48,10 +51,15 @@ class Shape:
     bound: int = 0
     kv_heads: int = KV_HEADS
     has_mean: bool = False
+    longest: int = 0
+
+    @property
+    def lens(self) -> list[int]:
+        return [self.longest or self.context, *[self.context] * (self.rows - 1)]
 
     @property
     def kv_bytes(self) -> int:
-        return 2 * self.rows * self.context * self.kv_heads * SIZE * self.cache_dtype.itemsize
+        return 2 * sum(self.lens) * self.kv_heads * SIZE * self.cache_dtype.itemsize
 
     @property
     def flops(self) -> int:
@@ -62,7 +70,8 @@ class Shape:
     def __str__(self) -> str:
         kind = "decode" if self.queries == 1 else "prefill"
         cache = str(self.cache_dtype).removeprefix("torch.") + (" less means" if self.has_mean else "")
-        return f"{kind} {self.rows} x {self.queries} over {self.context}, {self.kv_heads} heads, {cache}"
+        context = f"{self.context} and {self.longest}" if self.longest else str(self.context)
+        return f"{kind} {self.rows} x {self.queries} over {context}, {self.kv_heads} heads, {cache}"
 
 
 @dataclass(frozen=True)
@@ -130,9 +139,10 @@ def problem(
 
 
 def of_shape(shape: Shape, device: str) -> Problem:
-    lens, queries = [shape.context] * shape.rows, [shape.queries] * shape.rows
     bound = shape.bound or shape.context
-    return problem(lens, queries, shape.cache_dtype, bound, device, kv_heads=shape.kv_heads, has_mean=shape.has_mean)
+    return problem(
+        shape.lens, [shape.queries] * shape.rows, shape.cache_dtype, bound, device, kv_heads=shape.kv_heads, has_mean=shape.has_mean
+    )
 
 
 def compile_variant(work: tuple[Shape, Variant]) -> None:
@@ -215,6 +225,7 @@ def plan() -> dict[Shape, list[Variant]]:
         Variant(tile, Splits(n)) for tile in (whole, AttentionTile(16, 64, 4, 4), AttentionTile(16, 32, 1, 3)) for n in (1, 2, 4)
     ]
     variants = [Variant(tile) for tile in tiles]
+    ragged = [tuned, *(Variant(splits=Splits(n, keys // 64)) for n, keys in ((1, 64), (8, 1024), (16, 512), (32, 256)))]
     return {
         Shape(1, 1, 1000, bound=1024): [tuned, *variants, *(Variant(whole, Splits(n)) for n in (8,))],
         Shape(1, 1, 1000, bound=8192): [tuned],
@@ -226,6 +237,8 @@ def plan() -> dict[Shape, list[Variant]]:
         **{Shape(64, 1, keys, FP8, 4096, 4, True): [tuned, *half_of_70b] for keys in (250, 1000, 2000)},
         **{Shape(rows, 1, 1000, FP8, 4096, 4, True): [tuned, *half_of_70b] for rows in (16, 32, 128)},
         Shape(256, 1, 1000, FP8, 1024): [tuned, Variant(AttentionTile(16, 64, 4, 4))],
+        **{Shape(33, 1, keys, FP8, 6144, longest=4000): ragged for keys in (300, 2000)},
+        **{Shape(rows, 1, 1000, cache, 6144): ragged for rows in (48, 64, 128) for cache in (BF16, FP8)},
         Shape(4, 2048, 2048): [
             tuned,
             *(Variant(AttentionTile(*t)) for t in ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2))),

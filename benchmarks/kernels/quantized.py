@@ -16,7 +16,7 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -190,7 +190,7 @@ def candidates(case: Case) -> Iterator[QuantTile]:
             yield QuantTile(block_n, block_k, splits, warps, 4 if stored * 6 > 160_000 else 6, wide, encode)
 
 
-def compile_one(job: tuple[Case, QuantTile]) -> str | None:
+def compile_one(job: tuple[Case, QuantTile | None]) -> str | None:
     case, tile = job
     try:
         with compiling(90):
@@ -200,12 +200,12 @@ def compile_one(job: tuple[Case, QuantTile]) -> str | None:
     return None
 
 
-def signature(case: Case, tile: QuantTile) -> tuple[object, ...]:
+def signature(case: Case, tile: QuantTile | None) -> tuple[object, ...]:
     """The properties that select a compiled kernel."""
-    return case.form, case.shape[2], tile, case.rows
+    return case.form, case.shape if tile is None else case.shape[2], tile, case.rows
 
 
-def precompile(work: list[tuple[Case, QuantTile]]) -> None:
+def precompile(work: Sequence[tuple[Case, QuantTile | None]]) -> None:
     chosen = {signature(*job): job for job in work}
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")) as pool:
         for problem in filter(None, pool.map(compile_one, chosen.values(), chunksize=2)):
@@ -264,7 +264,8 @@ def time_or_infinity(work: Callable[[], object]) -> float:
         return math.inf
 
 
-def measure(case: Case) -> dict[str, object]:
+def measure(case: Case, fast: bool) -> dict[str, object]:
+    """The best of all tiles and the launcher's tile of a case; with `fast`, that one only."""
     copies = max(2, ROTATED_BYTES // case.num_bytes + 1)
     x, fusion = make("cuda", case.rows, case.k), case.fusion("cuda")
     first, raw = case.stored("cuda")
@@ -273,7 +274,7 @@ def measure(case: Case) -> dict[str, object]:
     def timed(tile: QuantTile | None) -> float:
         return time_or_infinity(lambda: [case.run(x, stored, fusion, tile) for stored in weights]) / copies
 
-    times = {tile: timed(tile) for tile in candidates(case)}
+    times = {} if fast else {tile: timed(tile) for tile in candidates(case)}
     default = timed(None)
     best = min(times, key=lambda tile: times[tile]) if times else None
     us = times[best] if best else default
@@ -283,34 +284,36 @@ def measure(case: Case) -> dict[str, object]:
     return row | {"tiles": {str(tile): t for tile, t in sorted(times.items(), key=lambda item: item[1])[:5]}}
 
 
-def compare_methods(form: str) -> Iterator[dict[str, object]]:
-    """Microseconds of each method for 64 to 2,048 rows on the gated projection, to find where the launcher should switch."""
-    for rows in (64, 128, 256, 512, 2048):
-        case = Case(form, "up", rows)
+def compare_methods(form: str, linear: str) -> Iterator[dict[str, object]]:
+    """Microseconds of each method for 64 to 2,048 rows of a linear, to find where the launcher should switch."""
+    for rows in (64, 80, 96, 128, 160, 192, 256, 512, 2048):
+        case = Case(form, linear, rows)
         x, fusion = make("cuda", rows, case.k), case.fusion("cuda")
         stored, raw = case.stored("cuda")
         want = reference_linear(case, x, raw, fusion) if rows <= 256 else None
+        copies = [stored, *(replace(stored, values=stored.values.clone()) for _ in range(ROTATED_BYTES // case.num_bytes + 1))]
         for name, method in methods_of(form, x, stored, fusion).items():
-            out = method()
+            out = method(stored)
             error = error_of(out, want) if want is not None and out.shape == want.shape else 0.0
-            us = time_graph(method)
-            yield line(form, f"up, {name}", rows, us, case.num_bytes, error, f"{4 * rows * case.n * case.k / us / 1e6:.0f} TOP/s")
+            us = time_graph(lambda method=method, copies=copies: [method(weight) for weight in copies]) / len(copies)  # type: ignore[misc]
+            tops = 2 * rows * case.n * case.k * (2 if case.gated else 1) / us / 1e6
+            yield line(form, f"{linear}, {name}", rows, us, case.num_bytes, error, f"{tops:.0f} TOP/s")
 
 
-def methods_of(form: str, x: Tensor, stored: PackedWeight, fusion: Fusion) -> dict[str, Callable[[], Tensor]]:
+def methods_of(form: str, x: Tensor, stored: PackedWeight, fusion: Fusion) -> dict[str, Callable[[PackedWeight], Tensor]]:
     if form == "block":
-        return {"tiles": lambda: quant_linear.block_fp8_activation_linear(x, stored, fusion)}
-    methods: dict[str, Callable[[], Tensor]] = {}
+        return {"tiles": lambda w: quant_linear.block_fp8_activation_linear(x, w, fusion)}
+    methods: dict[str, Callable[[PackedWeight], Tensor]] = {}
     if form in ("fp8", "w8a8") or x.shape[0] <= 64:
-        methods["quantized activations"] = lambda: quant_linear.quantized_activation_linear(x, stored, CODES[form], form, fusion)
+        methods["quantized activations"] = lambda w: quant_linear.quantized_activation_linear(x, w, CODES[form], form, fusion)
     if form == "fp8":
-        methods["library"] = lambda: quant_fp8.large_fp8_linear(x, stored, fusion)
+        methods["library"] = lambda w: quant_fp8.large_fp8_linear(x, w, fusion)
     elif form == "w8a8":
         values = integers("cuda", INT8, 127, *x.shape)
-        methods["library, product only"] = lambda: torch._int_mm(values, stored.values.t())
+        methods["library, product only"] = lambda w: torch._int_mm(values, w.values.t())
     else:
-        methods["widened in tiles"] = lambda: quant_linear.plain_activation_linear(x, stored, fusion)
-        methods["widened once"] = lambda: quant_linear.dequantized_linear(x, stored, dequantizer(stored, x), fusion)
+        methods["widened in tiles"] = lambda w: quant_linear.plain_activation_linear(x, w, fusion)
+        methods["widened once"] = lambda w: quant_linear.dequantized_linear(x, w, dequantizer(stored, x), fusion)
     return methods
 
 
@@ -443,6 +446,8 @@ def main() -> None:
     options.add_argument("--formats", default="fp8,int8,w8a8,int4/128,int4/32,block,moe")
     options.add_argument("--rows", default="1,16,32,64")
     options.add_argument("--linears", default=",".join(LINEARS))
+    options.add_argument("--fast", action="store_true", help="the tiles that the launcher chooses only")
+    options.add_argument("--compare", default="up", help="linears of which to compare methods by the number of rows")
     options.add_argument("--model", default="llama-3.1-8b", choices=list(MODELS))
     options.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks, of which the shapes are one's")
     options.add_argument("--expert-rows", help="rows to measure with --formats moe")
@@ -460,16 +465,17 @@ def main() -> None:
         for rows in counts
         if not (CODES.get(form) == "digits" and rows > 32) and not (form == "block" and rows not in (1, 64))
     ]
-    precompile([(case, tile) for case in cases for tile in candidates(case)])
+    precompile([(case, tile) for case in cases for tile in ([None] if chosen.fast else candidates(case))])
     if "moe" in forms:
         with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")) as pool:
             for problem in filter(None, pool.map(compile_experts, expert_jobs)):
                 print("does not compile:", problem, flush=True)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: compiled in {time.monotonic() - began:.0f} s", flush=True)
-    results = [measure(case) for case in cases]
+    results = [measure(case, chosen.fast) for case in cases]
     for form in forms:
-        if form != "moe" and not form.endswith(WIDENED) and "up" in chosen.linears and (chosen.model, chosen.ranks) == ("llama-3.1-8b", 1):
-            results += compare_methods(form)
+        if form != "moe" and not form.endswith(WIDENED) and (chosen.model, chosen.ranks) == ("llama-3.1-8b", 1):
+            for linear in filter(None, chosen.compare.split(",")):
+                results += compare_methods(form, linear)
     if "moe" in forms:
         for job in expert_jobs:
             results += measure_experts(*job)

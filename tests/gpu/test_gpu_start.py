@@ -83,6 +83,7 @@ def test_the_first_start_with_an_empty_cache_compiles_nothing(engine: Path, tmp_
     assert second["end"][1] == 0
 
 
+@pytest.mark.timeout(300)  # the start compiles about 50 kernels, one after another
 def test_the_ahead_of_time_trace_lists_all_launched_kernels(engine: Path) -> None:
     """Without the archive in the engine a start compiles its kernels; their cache keys are among those that the build has compiled."""
     from stoker.kernels.triton.aot import kernel_cache as cache

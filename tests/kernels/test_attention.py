@@ -275,6 +275,19 @@ def test_splits_fill_the_device_and_cut_long_rows() -> None:
     assert many.count == 16 and many.min_tiles * 64 == LONG_SPLIT
 
 
+def test_splits_of_decodes_cut_long_rows_while_the_grid_is_small() -> None:
+    def splits(rows: int, max_seq_len: int) -> Splits:
+        return choose_splits(8 * rows, max_seq_len // 64, max_seq_len, 132, is_decode=True)
+
+    assert splits(8, 6144) == choose_splits(64, 96, 6144, 132) == Splits(2, 1)  # these do not fill the device
+    assert splits(33, 1024) == Splits(1)
+    assert splits(33, 6144) == Splits(8, 1024 // 64)
+    assert splits(128, 6144) == Splits(4, 2048 // 64)
+    assert splits(256, 6144) == Splits(2, 4096 // 64)
+    assert splits(600, 6144) == Splits(1)
+    assert splits(33, 131_072) == Splits(16, LONG_SPLIT // 64)
+
+
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "size"), [(8192, 32, 8, 128), (8192, 128, 1, 576), (512, 32, 8, 128), (1, 32, 8, 128)]
 )

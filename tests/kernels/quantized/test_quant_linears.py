@@ -17,6 +17,7 @@ from stoker.kernels.reference import quant_fp8 as fp8_reference
 from stoker.kernels.reference import quant_int4 as int4_reference
 from stoker.kernels.reference import quant_int8 as int8_reference
 from stoker.kernels.triton import activation
+from stoker.kernels.triton.device import device_tuning
 from stoker.kernels.triton.gemm.dense import launch as linear
 from stoker.kernels.triton.gemm.quantized import activations as quant_activations
 from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
@@ -153,6 +154,20 @@ def test_fp8(m: int, activations: str, parts: str) -> None:
     assert relative_error(got, want) < (3e-3 if around.norm_kind and activations != "none" else 1e-5)
     if activations == "token" and not around.norm_kind:
         assert relative_error(got, expected(x, weight.double() * scale.double()[:, None], bias, around, to_fp8)) < 1e-4
+
+
+def test_more_than_64_rows_have_small_tiles_only_where_all_run_at_the_same_time() -> None:
+    tuning = device_tuning(torch.device("cpu"))
+    for rows, n, k in ((65, 6144, 4096), (128, 6144, 4096), (192, 4096, 14336), (128, 4096, 4096), (192, 5120, 8192), (250, 24, 160)):
+        tile = quant_tuning.one_round_tile(rows, n, k, False, 132, tuning)
+        assert tile is not None and tile.block_n == 64, (rows, n, k)
+        ctas = -(-rows // 64) * -(-n // 64) * tile.splits
+        assert ctas <= 1.9 * 132
+        stage = tile.block_k * (64 + 64)
+        assert stage * tile.num_stages * (2 if ctas > 132 else 1) <= 227 << 10, "the CTAs do not fit at the same time"
+    assert quant_tuning.one_round_tile(128, 4096, 4096, True, 132, tuning) is None
+    for rows, n, k in ((192, 6144, 4096), (128, 8192, 14336), (65, 28672, 4096)):
+        assert quant_tuning.one_round_tile(rows, n, k, False, 132, tuning) is None, (rows, n, k)
 
 
 @pytest.mark.parametrize("activations", ["token", "static"])

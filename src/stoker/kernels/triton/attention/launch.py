@@ -134,7 +134,7 @@ def decode(
         tile = decode_tile(q.shape[2], q.dtype, group, num_rows * kv_heads, num_sms(q.device), device_tuning(q.device), pairs is not None)
     tile_heads = min(group, tile.block_m)
     num_tiles = num_rows * kv_heads * triton.cdiv(group, tile_heads)
-    splits = splits or _splits(num_tiles, tile_heads * out.shape[2], tile, batch.max_seq_len, q.device)
+    splits = splits or _splits(num_tiles, tile_heads * out.shape[2], tile, batch.max_seq_len, q.device, is_decode=True)
     tile = _aligned_to_means(tile, cache, params)
     shape = _head_shape(q, cache, out, tile, pairs)
     columns = 0
@@ -241,7 +241,7 @@ def prefill(
     )
 
 
-def _splits(num_tiles: int, results: int, tile: AttentionTile, max_seq_len: int, device: torch.device) -> Splits:
+def _splits(num_tiles: int, results: int, tile: AttentionTile, max_seq_len: int, device: torch.device, is_decode: bool = False) -> Splits:
     """The number of splits for `num_tiles` query tiles, limited so that their results fit MAX_SCRATCH_BYTES.
 
     `results` is the number of float32 values that each split of a tile stores.
@@ -249,7 +249,7 @@ def _splits(num_tiles: int, results: int, tile: AttentionTile, max_seq_len: int,
     most = MAX_SCRATCH_BYTES // (4 * results * num_tiles)
     if num_tiles > MAX_SPLIT_TILES or most < 2:
         return Splits()
-    chosen = choose_splits(num_tiles, triton.cdiv(max_seq_len, tile.block_n), max_seq_len, num_sms(device))
+    chosen = choose_splits(num_tiles, triton.cdiv(max_seq_len, tile.block_n), max_seq_len, num_sms(device), is_decode)
     return chosen if chosen.count <= most else replace(chosen, count=1 << (most.bit_length() - 1))
 
 

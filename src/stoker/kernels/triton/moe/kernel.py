@@ -139,13 +139,14 @@ def expert_linear_kernel(
     num_rows = m
     x_row = tl.minimum(choice, end_row - 1)
     column = tl.arange(0, DIGITS * TOKENS)
-    column_row = tl.minimum(first + column // DIGITS, end_row - 1)
+    column_choice = first + column // DIGITS
+    column_row = tl.minimum(column_choice, end_row - 1)
     if EXPERTS.top_k > 0:
         num_rows = m // EXPERTS.top_k
         x_row = tl.load(order_ptr + x_row) // EXPERTS.top_k
         column_row = tl.load(order_ptr + column_row) // EXPERTS.top_k
     column_row += column % DIGITS * num_rows
-    tokens = TokenTile(out_row, inside, x_row, column_row, num_rows)
+    tokens = TokenTile(out_row, inside, x_row, column_row, column_choice < end_row, num_rows)
     values_ptr = weight.values_ptr + expert.to(tl.int64) * n * stride_weight
     scale_ptr, zero_ptr = weight.scale_ptr, weight.zero_ptr
     if scale_ptr is not None:

@@ -182,6 +182,7 @@ def small_gemm_kernel(
     loaded_rows = tl.where(is_row, rows, 0).to(tl.int64)
     tokens = tl.arange(0, BLOCK_M)
     token_ptrs = x_ptr + tl.minimum(tokens, m - 1).to(tl.int64)[None, :] * stride_x  # [1, BLOCK_M]
+    is_token = (tokens < m)[None, :]  # padding is not loaded: all CTAs would read the same lines from one slice of L2
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc_up = acc
     squares = tl.zeros([BLOCK_M], tl.float32)
@@ -192,7 +193,8 @@ def small_gemm_kernel(
         cols = start + tl.arange(0, BLOCK_K)
         is_column = cols < k
         w = load_columns(weight_ptr + loaded_rows[:, None] * k + cols[None, :], is_column[None, :], EVEN_K)  # [BLOCK_N, BLOCK_K]
-        v = load_columns(token_ptrs + cols[:, None], is_column[:, None], EVEN_K)  # [BLOCK_K, BLOCK_M]
+        is_loaded = is_token if EVEN_K else is_token & is_column[:, None]
+        v = tl.load(token_ptrs + cols[:, None], mask=is_loaded, other=0.0)  # [BLOCK_K, BLOCK_M]
         if NORM:
             wide = v.to(tl.float32)
             squares += tl.sum(wide * wide, 0)

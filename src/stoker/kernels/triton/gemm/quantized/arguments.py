@@ -123,6 +123,7 @@ class TokenTile(NamedTuple):
     inside: Any  # bool [TOKENS]: False for padding
     x_row: Any  # [TOKENS]: row of the scale and group sums of x; padding repeats the last token
     column_row: Any  # [DIGITS × TOKENS]: row of the values of x of each column
+    column_inside: Any  # bool [DIGITS × TOKENS]: False for padding, which is not loaded
     num_rows: Any  # M: the number of tokens that x has
 
 

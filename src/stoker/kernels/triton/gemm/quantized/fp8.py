@@ -3,7 +3,8 @@
 activations    rows           path
 quantized      1              `fp8_gemv`, where it is the fastest
                up to 8        `gemm.skinny`
-               more than 64   in bfloat16: the library's GEMM with a scale per row of both operands, or `gemm.large`
+               more than 64   in bfloat16: the library's GEMM with a scale per row of both operands, or `gemm.large`,
+                              unless all tiles of `quantized_activation_linear` run at the same time
                otherwise      `quantized_activation_linear`
 none           up to 512      `plain_activation_linear`
                more           `dequantized_linear`
@@ -28,6 +29,7 @@ from stoker.kernels.triton.gemm.quantized.launch import (
     block_fp8_activation_linear,
     check_residual,
     dequantized_linear,
+    medium_tile,
     plain_activation_linear,
     quantized_activation_linear,
 )
@@ -62,7 +64,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
         return fp8_gemv(x, weight, fusion, tile)
     if supports_skinny(x, weight):
         return skinny_linear(x, weight, fusion)
-    if x.shape[0] > MAX_SKINNY_ROWS and _library_supports(x, weight):
+    if x.shape[0] > MAX_SKINNY_ROWS and _library_supports(x, weight) and medium_tile(x, weight, "fp8", fusion) is None:
         return large_fp8_linear(x, weight, fusion)
     return quantized_activation_linear(x, weight, "fp8", "fp8", fusion)
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from stoker.kernels.triton.gemm.quantized.group_scales import group_tensors, load_pair_scales, scale_and_offset
-from stoker.kernels.triton.gemm.quantized.operand_tiles import combine_digits, load_tile, weight_rows, x_columns
+from stoker.kernels.triton.gemm.quantized.operand_tiles import combine_digits, load_x_tile, weight_rows, x_columns
 from stoker.kernels.triton.ptx.unpack import dequantize_16bit, int4_bias, multiply_16bit, unpack_fp4, unpack_int4, unpack_int4_biased
 
 # int4 × 16-bit activations: the sums of groups of at least SCALED_SUMS_MIN_GROUP are scaled instead of the values, for at most
@@ -74,8 +74,8 @@ def multiply_int4(
                 sums_ptr = x.group_sums_ptr + (first_col // GROUP) * tokens.num_rows + tokens.x_row
                 sums = (tl.load(sums_ptr), tl.load(sums_ptr + tokens.num_rows))  # of the low and of the high group
             cols = first_col + tl.arange(0, GROUP)
-            low_x = load_tile(x_cols_ptr + cols[:, None], (cols < sizes.num_features)[:, None], not PRODUCT.even_k)  # [GROUP, COLUMNS]
-            high_x = load_tile(x_cols_ptr + GROUP + cols[:, None], (cols + GROUP < sizes.num_features)[:, None], not PRODUCT.even_k)
+            low_x = load_x_tile(x_cols_ptr, tokens, cols, sizes.num_features, PRODUCT.even_k)  # [GROUP, COLUMNS]
+            high_x = load_x_tile(x_cols_ptr, tokens, cols + GROUP, sizes.num_features, PRODUCT.even_k)
             byte = first_col // 2 + tl.arange(0, GROUP)
             pair_scales = scales[PAIR_TENSORS * pair * (2 if GATED else 1) :]
             packed = tl.load(weight_rows_ptr[:, None] + byte[None, :])  # uint8 [BLOCK_N, GROUP]

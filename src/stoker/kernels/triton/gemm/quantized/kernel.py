@@ -71,8 +71,9 @@ def consecutive_tokens(m_tile, m, TILE: tl.constexpr, PRODUCT: tl.constexpr):
     token = m_tile * TOKENS + tl.arange(0, TOKENS)
     inside = token < m
     column = tl.arange(0, DIGITS * TOKENS)
-    column_row = column % DIGITS * m + tl.minimum(m_tile * TOKENS + column // DIGITS, m - 1)
-    return TokenTile(token, inside, tl.minimum(token, m - 1), column_row, m)
+    column_token = m_tile * TOKENS + column // DIGITS
+    column_row = column % DIGITS * m + tl.minimum(column_token, m - 1)
+    return TokenTile(token, inside, tl.minimum(token, m - 1), column_row, column_token < m, m)
 
 
 @triton.jit

@@ -37,7 +37,14 @@ from stoker.kernels.triton.gemm.quantized.arguments import (
     WeightPointers,
 )
 from stoker.kernels.triton.gemm.quantized.kernel import quantized_linear_kernel
-from stoker.kernels.triton.gemm.quantized.tiles import MAX_SKINNY_ROWS, dequantizing_tile, large_tile, padded_tokens, quant_tile
+from stoker.kernels.triton.gemm.quantized.tiles import (
+    MAX_SKINNY_ROWS,
+    dequantizing_tile,
+    large_tile,
+    one_round_tile,
+    padded_tokens,
+    quant_tile,
+)
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.tuning.tiles import QuantTile
 from stoker.kernels.types import Fusion
@@ -63,6 +70,8 @@ def quantized_activation_linear(
     rows = 1 if x.shape[0] == 1 else padded_tokens(x.shape[0])
     if tile is None and x.shape[0] <= MAX_SKINNY_ROWS:
         tile = quant_tile(tuning_key, rows, n, k, gated, num_sms(x.device), device_tuning(x.device), group)
+    elif tile is None and (tile := medium_tile(x, weight, form, fusion)) is not None:
+        max_tokens = MAX_SKINNY_ROWS
     elif tile is None:
         tile = large_tile(max_tokens, 1, group, k)
     tokens = min(padded_tokens(x.shape[0], digits, tile.columns), max_tokens)
@@ -74,6 +83,15 @@ def quantized_activation_linear(
         quantized = quantize_rows(x, form, k, group, fusion.norm_weight, fusion.norm_eps, weight.input_scale, fusion.input_gate)
     operand = ActivationPointers(quantized.values, quantized.scale, quantized.group_sums)
     return launch(operand, weight, tile, fusion, x, tokens, digits, unquantized, LARGEST_VALUES[form])
+
+
+def medium_tile(x: Tensor, weight: PackedWeight, form: str, fusion: Fusion) -> QuantTile | None:
+    """`one_round_tile` for the rows of x, quantized as `form`. None: there is none, or the format has another kernel."""
+    if x.shape[0] <= MAX_SKINNY_ROWS or form == "digits" or weight.group_size:
+        return None
+    gated = fusion.gate is not None
+    n = weight.out_features // (2 if gated else 1)
+    return one_round_tile(x.shape[0], n, weight.in_features, gated, num_sms(x.device), device_tuning(x.device))
 
 
 def block_fp8_activation_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: QuantTile | None = None) -> Tensor:

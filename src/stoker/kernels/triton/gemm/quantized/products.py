@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from stoker.kernels.triton.gemm.quantized.int4_products import multiply_int4
-from stoker.kernels.triton.gemm.quantized.operand_tiles import combine_digits, load_tile, weight_rows, x_columns
+from stoker.kernels.triton.gemm.quantized.operand_tiles import combine_digits, load_tile, load_x_tile, weight_rows, x_columns
 from stoker.kernels.triton.ptx.unpack import unpack_8bit
 
 
@@ -80,7 +80,7 @@ def multiply_bytes(
     weight_rows_ptr, up_rows_ptr = weight_rows(weight, rows, sizes, GATED)
     for start in range(begin, end, BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K)
-        x_tile = load_tile(x_cols_ptr + cols[:, None], (cols < sizes.k)[:, None], not PRODUCT.even_k)  # [BLOCK_K, COLUMNS]
+        x_tile = load_x_tile(x_cols_ptr, tokens, cols, sizes.k, PRODUCT.even_k)  # [BLOCK_K, COLUMNS]
         row_scale = None
         up_scale = None
         x_scale = None
@@ -141,7 +141,7 @@ def multiply_grouped_int8(
     for start in range(begin, end, TILE.block_k):
         for i in tl.static_range(GROUPS):
             cols = start + i * GROUP + tl.arange(0, GROUP)
-            x_tile = load_tile(x_cols_ptr + cols[:, None], (cols < sizes.num_features)[:, None], not PRODUCT.even_k)  # [GROUP, COLUMNS]
+            x_tile = load_x_tile(x_cols_ptr, tokens, cols, sizes.num_features, PRODUCT.even_k)  # [GROUP, COLUMNS]
             w = load_tile(weight_rows_ptr[:, None] + cols[None, :], (cols < sizes.k)[None, :], not PRODUCT.even_k)  # [BLOCK_N, GROUP]
             group = start // GROUP + i
             sums = None

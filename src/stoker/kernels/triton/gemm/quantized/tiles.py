@@ -12,6 +12,9 @@ from stoker.kernels.tuning.tiles import QuantTile
 
 MIN_INT8_GROUP = 32  # the depth of an 8-bit matrix instruction
 MAX_SKINNY_ROWS = 64  # rows up to which reading the weight takes longer than multiplying it
+MAX_ROUNDS = (
+    1.9  # CTAs per SM of `one_round_tile`, of which two fit; with 1.94, 128 rows of a weight 8192 × 14336 took 43.6 µs (library 40.8)
+)
 # Weight-only formats with more rows than these dequantize the weight once and use the library's GEMM. Llama-3.1-8B's gate and up, and down
 # projections, µs: int8 by digits against 256 rows 144 and 71, dequantized 238 and 121; int4 against 128 rows 163 and 92, dequantized 165
 # and 84.
@@ -47,16 +50,32 @@ def quant_tile(dtype: str, rows: int, n: int, k: int, gated: bool, num_sms: int,
     return QuantTile(block_n, block_k, splits, 8 if is_wide else 4, num_stages, columns, encode=rows == 1 and k <= 8192)
 
 
-def reading_tile(rows: int, n: int, k: int, gated: bool, num_sms: int, tuning: TuningTable, columns: int) -> QuantTile:
+def one_round_tile(rows: int, n: int, k: int, gated: bool, num_sms: int, tuning: TuningTable) -> QuantTile | None:
+    """The tile for more than MAX_SKINNY_ROWS rows of bytes, with MAX_SKINNY_ROWS tokens, if the CTAs of all tiles run at the same time.
+
+    None: larger tiles or the library are faster. The library's tiles of 128 × 128 leave most SMs idle where weights have few rows.
+    Llama-3.1-8B's q, k and v, output and down projection in FP8 with a residual, µs on an H200: 128 rows 13.3, 10.3 and 27.5, with the
+    library 14.8, 15.6 and 40.1; 192 rows (20.3), 12.9 and 36.8, with the library 14.7, 16.2 and 41.3.
+    """
+    token_tiles = triton.cdiv(rows, MAX_SKINNY_ROWS)
+    if gated or token_tiles * triton.cdiv(n, 64) > MAX_ROUNDS * num_sms:
+        return None
+    return reading_tile(MAX_SKINNY_ROWS, n, k, False, num_sms, tuning, 16, token_tiles)
+
+
+def reading_tile(
+    rows: int, n: int, k: int, gated: bool, num_sms: int, tuning: TuningTable, columns: int, token_tiles: int = 1
+) -> QuantTile:
     """The tile for several rows of bytes and a weight of bytes with a scale per row: most of the time the weight is read.
 
-    `rows` is the number of columns of the product, n and k as in `quant_tile`. Split-K goes no further than to one CTA per SM, because sums
-    must be combined, and the stages use the shared memory that the CTAs of an SM have: one, or two if the tiles take up to two rounds.
+    `rows` is the number of columns of each of the `token_tiles` tiles, n and k as in `quant_tile`. Split-K goes no further than to one CTA
+    per SM, because sums must be combined, and the stages use the shared memory that the CTAs of an SM have: one, or two if the tiles take
+    up to two rounds.
     Measured on an H200, µs of 64 rows of FP8 with Llama-3.1-70B's shapes on two ranks, with two CTAs per SM of four stages and with this
     rule: q, k and v 25.9 and 20.1, output 24.6 and 14.0, gate and up 86.4 and 72.0, down 50.2 and 37.7.
     """
     block_n = 64
-    num_ctas = triton.cdiv(n, block_n)
+    num_ctas = token_tiles * triton.cdiv(n, block_n)
     splits = choose_splits(num_ctas, k, 256, num_sms, ctas_per_sm=0.9)
     rounds = num_ctas * splits / num_sms
     block_k = 128 if k % 256 or 1 < rounds <= 2 else 256
