@@ -83,7 +83,7 @@ def nodes(network: Network, tmp_path: Path) -> ServedNodes:
     return ServedNodes(network, tmp_path)
 
 
-@pytest.mark.parametrize("mapping", ["stages", "both", "experts"])
+@pytest.mark.parametrize("mapping", ["stages", "tensor", "both", "experts"])
 def test_tokens_equal_those_of_one_host(mapping: str, engine: Build, expected: Expected, nodes: ServedNodes) -> None:
     tokens = expected(mapping)
     nodes.start_all(engine(mapping))
@@ -101,7 +101,7 @@ def test_tokens_equal_those_of_one_host(mapping: str, engine: Build, expected: E
         started = time.monotonic()
         assert nodes.complete(64)[0].startswith(tokens[0][:4]) and nodes.complete() == tokens
         assert time.monotonic() - started > 2.5
-    if mapping == "experts":
+    if mapping in ("tensor", "experts"):
         assert "2 ranks on 2 nodes: tensor across nodes" in nodes.log(0)
     nodes.processes[1].send_signal(signal.SIGTERM)  # schedulers stop all nodes at once: node 1 continues until node 0 ends
     nodes.wait_for(1, "node 0 ends the engine, after the requests in flight")
