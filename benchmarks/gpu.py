@@ -16,6 +16,7 @@ import msgspec
 
 from stoker.base import logging
 from stoker.base.config import Limits, Mapping, RuntimeConfig
+from stoker.base.process import freeze_objects
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.cli.benchmark.breakdown import min_prefill_steps
@@ -126,6 +127,7 @@ def main() -> None:
         print(f"ready after {results['ready_s']:.1f} s; kernels: {counts}", flush=True)
         results["kernels_at_start"] = {"cached": counts.cached, "compiled": counts.compiled}
         executor.capture_all()
+        freeze_objects()  # as the executor of a server does
         vocab = executor.info.vocab_size
         run_batch(executor, random_requests(8, 128, 16, vocab, seed=9), 16)
         results["latency"] = []

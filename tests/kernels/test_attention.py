@@ -281,10 +281,9 @@ def test_splits_of_decodes_cut_long_rows_while_the_grid_is_small() -> None:
 
     assert splits(8, 6144) == choose_splits(64, 96, 6144, 132) == Splits(2, 1)  # these do not fill the device
     assert splits(33, 1024) == Splits(1)
-    assert splits(33, 6144) == Splits(8, 1024 // 64)
-    assert splits(128, 6144) == Splits(4, 2048 // 64)
-    assert splits(256, 6144) == Splits(2, 4096 // 64)
-    assert splits(600, 6144) == Splits(1)
+    assert splits(33, 6144) == splits(48, 6144) == Splits(8, 1024 // 64)
+    assert splits(48, 16_384) == Splits(8, 2048 // 64)
+    assert splits(50, 6144) == splits(600, 6144) == Splits(1)
     assert splits(33, 131_072) == Splits(16, LONG_SPLIT // 64)
 
 

@@ -11,7 +11,8 @@ from stoker.kernels.tuning.attention import AttentionRow
 from stoker.kernels.tuning.table import TuningTable
 
 LONG_SPLIT = 8192  # tokens: longer splits are cut again, so that the CTAs of one row do not outlast the rest of the batch
-RAGGED_SPLIT = 1024  # tokens: the same in decode batches that fill the device, as long as their grid is small
+RAGGED_SPLIT = 1024  # tokens: the same in decode batches that fill the device with at most RAGGED_TILES query tiles per SM
+RAGGED_TILES = 3
 RAGGED_CTAS = 32  # per SM: the largest grid that is cut into RAGGED_SPLIT. CTAs of unused splits exit at once, but each has to be started
 MAX_SPLITS = 64
 MAX_VERIFIED_ROWS = 64  # queries of a row with draft tokens that one tile holds
@@ -99,12 +100,13 @@ def choose_splits(num_tiles: int, max_key_tiles: int, max_seq_len: int, num_sms:
     tiles of a row of `max_seq_len` tokens. Shorter rows use fewer splits: each CTA computes its keys on the device, so that one captured
     launch serves every length up to the limit.
 
-    With `is_decode`, batches that fill the device without splits are cut from RAGGED_SPLIT tokens on, if the grid stays small. Otherwise
-    a single long row outlasts them: on one H200, a row of 4,000 FP8 tokens beside 32 of 300 took 68 µs, with these splits 33. Splits
-    of 512 tokens would take 24, but 128 rows of 1,000 tokens 94 instead of 73 to 74.
+    With `is_decode`, small batches that fill the device without splits are cut from RAGGED_SPLIT tokens on. Otherwise a single long row
+    outlasts them: on one H200, a row of 4,000 FP8 tokens beside 32 of 300 took 68 µs, with these splits 33. Splits of 512 tokens would
+    take 24, but 48 rows of 1,000 tokens 47.5 instead of 43.9. Larger batches are not cut, because results of splits have to be combined: a
+    step of 64 rows of 1,100 tokens took 4.86 ms in splits of 1,024 tokens, and 4.53 without.
     """
     fill = min(1 << max(0, (num_sms // num_tiles).bit_length() - 1), _power_of_2(max_key_tiles), MAX_SPLITS)
-    longest = RAGGED_SPLIT if is_decode and fill == 1 else LONG_SPLIT
+    longest = RAGGED_SPLIT if is_decode and fill == 1 and num_tiles <= RAGGED_TILES * num_sms else LONG_SPLIT
     while longest < LONG_SPLIT and num_tiles * _power_of_2(triton.cdiv(max_seq_len, longest)) > RAGGED_CTAS * num_sms:
         longest *= 2
     count = min(_power_of_2(triton.cdiv(max_seq_len, longest)), MAX_SPLITS)
