@@ -52,12 +52,13 @@ def throughput() -> Drawing:
     peers = result("h200_peers")
     prompts = [row for run in result("h200_prompt_kernels")["runs"] if run["quantization"] is None for row in run["throughput"]]
     two_sides = {
-        "Stoker": _rates(result("h200_llama8b_bf16")["throughput"] + prompts),
+        "Stoker": _rates(result("h200_llama8b_bf16")["throughput"] + prompts + result("h200_full_load_bf16")["throughput"]),
         "vLLM 0.26": _rates(peers["vllm"]["bf16"]["throughput"]),
     }
     runs = [row for row in result("h200x4_engines")["rows"] if row["what"] == "8b fp8 tp1" and "output_tokens_per_s" in row]
     runs += [row for run in result("h200_key_means")["engine"] for row in run["throughput"]]
     runs += result("h200_before_and_after")["engine"]["after"]["throughput"]
+    runs += result("h200_full_load_decodes")["throughput"] + result("h200_full_load_prompts")["throughput"]
     three_sides = {
         "Stoker": _rates(result("h200_llama8b_fp8")["throughput"] + runs),
         "vLLM 0.26": _rates(peers["vllm"]["fp8"]["throughput"]),
