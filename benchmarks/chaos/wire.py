@@ -72,10 +72,11 @@ class Connection:
     def __init__(self, host: str, port: int) -> None:
         self._address = (host, port)
         self._socket: socket.socket | None = None
+        self._used_s = 0.0  # the end of the last response
 
     async def post(self, path: str, body: Any, manners: Manners, deadline_s: float) -> Response:
         """Send a request and read its response. Never raises for what the server does."""
-        response = Response()
+        response, reused = Response(), self._socket is not None
         try:
             async with asyncio.timeout(deadline_s):
                 if manners.leave_s is None:
@@ -93,7 +94,10 @@ class Connection:
             response.detail = repr(error)
         if response.ended != "complete" or response.closes:
             self.close()
-        return response.finish()
+        if reused and response.ended == "cut" and not response.status:  # perhaps since the last use, when its process was killed
+            response.started_s = self._used_s
+        self._used_s = response.finish().ended_s
+        return response
 
     async def _converse(self, path: str, body: Any, manners: Manners, response: Response) -> None:
         loop = asyncio.get_running_loop()
