@@ -22,7 +22,6 @@ from typing import Any
 from stoker.base import logging
 from stoker.base.config import Limits, Mapping, RuntimeConfig
 from stoker.base.errors import StokerError
-from stoker.base.process import freeze_objects
 from stoker.cli.benchmark.breakdown import decode_breakdown
 from stoker.cli.benchmark.executor import ExecutorBenchmark
 from stoker.cli.benchmark.results import provenance
@@ -165,7 +164,6 @@ def measure(args: argparse.Namespace) -> None:
         prefix_reuse=False, custom_all_reduce=not args.nccl, max_batch_size=args.max_batch, kv_cache_fraction=args.memory_fraction
     )
     bench = ExecutorBenchmark(Path(args.engine), runtime)
-    freeze_objects()  # as the executor of a server does
     about = {"what": args.name, **provenance(Path(args.engine), bench.executor.info.device)}
 
     def report(row: dict[str, Any]) -> None:

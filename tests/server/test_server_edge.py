@@ -227,18 +227,23 @@ async def test_metrics_count_outcomes_tokens_and_responses() -> None:
     assert lines['stoker_http_responses_total{route="/v1/completions",status="429"}'] == "1.0"
 
 
+class LateStatistics:
+    """Replaces `service.stats`: an executor with seven waiting sequences that answers each query when `answers` is set."""
+
+    def __init__(self, service: ScriptedService) -> None:
+        self.answers, self.num_queries, self._current = asyncio.Event(), 0, service.stats
+
+    async def __call__(self) -> ExecutorStats:
+        self.num_queries += 1
+        await self.answers.wait()
+        return msgspec.structs.replace(await self._current(), num_waiting=7)
+
+
 async def test_metrics_of_an_executor_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last known statistics are reported with their age, and one query is in flight however often metrics are read."""
     monkeypatch.setattr("stoker.server.metrics.statistics.ANSWER_S", 0.01)
-    service, answers, num_queries = ScriptedService(), asyncio.Event(), 0
-    current = service.stats
-
-    async def late_stats() -> ExecutorStats:
-        nonlocal num_queries
-        num_queries += 1
-        await answers.wait()
-        return msgspec.structs.replace(await current(), num_waiting=7)
-
+    service = ScriptedService()
+    late = LateStatistics(service)
     async with asgi_client(service) as client:
 
         async def scrape() -> dict[str, float]:
@@ -247,17 +252,17 @@ async def test_metrics_of_an_executor_that_does_not_answer(monkeypatch: pytest.M
 
         age, queue = 'stoker_statistics_age_seconds{model="tiny"}', 'stoker_queue_size{model="tiny"}'
         first = await scrape()
-        monkeypatch.setattr(service, "stats", late_stats)
+        monkeypatch.setattr(service, "stats", late)
         second, third = await scrape(), await scrape()
-        assert first[queue] == second[queue] == third[queue] == 0 and num_queries == 1
+        assert first[queue] == second[queue] == third[queue] == 0 and late.num_queries == 1
         assert first[age] < second[age] < third[age] and second[age] >= 0.01
-        assert (await client.get("/load")).json() == {"server_load": 0} and num_queries == 1
+        assert (await client.get("/load")).json() == {"server_load": 0} and late.num_queries == 1
         service.is_ready = False
         assert (await scrape())[age] > third[age]
         service.is_ready = True
-        answers.set()
+        late.answers.set()
         await until(lambda: not asyncio.all_tasks() - {asyncio.current_task()})
-        assert (await scrape())[queue] == 7 and num_queries == 2
+        assert (await scrape())[queue] == 7 and late.num_queries == 2
 
 
 async def test_metrics_without_an_answer_contain_no_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,31 +382,24 @@ async def test_a_server_reports_its_load_and_models_to_routers() -> None:
 
 async def test_a_report_to_routers_waits_for_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """An executor answers between two steps. During one, the report has its last known load and the age of it."""
-    service, step_ends = ScriptedService(), asyncio.Event()
-    current, num_queries = service.stats, 0
-
-    async def stats_after_the_step() -> ExecutorStats:
-        nonlocal num_queries
-        num_queries += 1
-        await step_ends.wait()
-        return msgspec.structs.replace(await current(), num_waiting=7)
-
+    service = ScriptedService()
+    late = LateStatistics(service)
     async with asgi_client(service) as client:
 
         async def report() -> ReplicaReport:
             return msgspec.json.decode((await client.get("/health/replica")).content, type=ReplicaReport)
 
-        monkeypatch.setattr(service, "stats", stats_after_the_step)
+        monkeypatch.setattr(service, "stats", late)
         first = await report()  # during the first step after the start
         assert (first.models, first.age_s, first.is_recent, first.num_sequences) == (["tiny"], None, False, 1)
         assert (first.max_batch_size, first.tokens_per_block) == (service.info.limits.max_batch_size, service.info.limits.tokens_per_block)
-        step_ends.set()
+        late.answers.set()
         await until(lambda: not asyncio.all_tasks() - {asyncio.current_task()})
-        step_ends.clear()
+        late.answers.clear()
         second, third = await report(), await report()
         assert second.age_s is not None and third.age_s is not None and second.age_s < third.age_s
-        assert (second.models, third.models, second.num_waiting, third.num_waiting, num_queries) == (["tiny"], ["tiny"], 7, 7, 2)
-        step_ends.set()
+        assert (second.models, third.models, second.num_waiting, third.num_waiting, late.num_queries) == (["tiny"], ["tiny"], 7, 7, 2)
+        late.answers.set()
         await until(lambda: not asyncio.all_tasks() - {asyncio.current_task()})
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from stoker.api.progress import ProgressBars
 from stoker.base.config import RuntimeConfig, check_range
 from stoker.base.errors import ConfigError
+from stoker.base.process import freeze_objects
 from stoker.runtime.expected_devices import expected_devices
 from stoker.runtime.worker_group.follower_process import WaitingFollowers
 
@@ -42,6 +43,7 @@ class ExecutorBenchmark:
         self._seeds = itertools.count(1)
         count, input_len, output_len = WARM_UP
         self.run(min(count, self.executor.stats.max_batch_size), input_len, output_len)
+        freeze_objects()  # as the executor of a server does
 
     def run(self, count: int, input_len: int, output_len: int) -> BatchRun:
         """Run `count` requests, submitted at once, and return their times. Raises ConfigError when they exceed the engine's limits."""

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from stoker.base.config import RuntimeConfig, check_range
-from stoker.base.process import freeze_objects
 from stoker.cli.benchmark.breakdown import check_gpu, decode_breakdown
 from stoker.cli.benchmark.executor import ExecutorBenchmark, run_with_progress
 from stoker.cli.benchmark.results import check_output_file, percentile, print_results, provenance
@@ -55,7 +54,6 @@ def latency(
     check_output_file(json)
     with loading(model, runtime, build) as engine:
         benchmark = ExecutorBenchmark(engine, runtime)
-    freeze_objects()  # as the executor of a server does
     for size in batch:
         check_range("batch", size, 1, benchmark.executor.stats.max_batch_size)
     for length in context:

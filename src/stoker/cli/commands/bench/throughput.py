@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from stoker.base.config import RuntimeConfig
-from stoker.base.process import freeze_objects
 from stoker.cli.benchmark.breakdown import check_gpu, load_breakdown
 from stoker.cli.benchmark.executor import ExecutorBenchmark, run_with_progress
 from stoker.cli.benchmark.results import check_output_file, percentile, print_results, provenance
@@ -46,7 +45,6 @@ def throughput(
     check_output_file(json)
     with loading(model, runtime, build) as engine:
         benchmark = ExecutorBenchmark(engine, runtime)
-    freeze_objects()  # as the executor of a server does
     if breakdown:
         check_gpu(benchmark)
     rows = run_with_progress("throughput", [partial(_measure, benchmark, count, input_len, output_len) for count in requests])

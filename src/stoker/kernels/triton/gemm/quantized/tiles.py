@@ -12,9 +12,8 @@ from stoker.kernels.tuning.tiles import QuantTile
 
 MIN_INT8_GROUP = 32  # the depth of an 8-bit matrix instruction
 MAX_SKINNY_ROWS = 64  # rows up to which reading the weight takes longer than multiplying it
-MAX_ROUNDS = (
-    1.9  # CTAs per SM of `one_round_tile`, of which two fit; with 1.94, 128 rows of a weight 8192 × 14336 took 43.6 µs (library 40.8)
-)
+# CTAs per SM of `one_round_tile`, of which two fit. With 1.94, 128 rows of a weight 8192 × 14336 took 43.6 µs, and in the library 40.8.
+MAX_ROUNDS = 1.9
 # Weight-only formats with more rows than these dequantize the weight once and use the library's GEMM. Llama-3.1-8B's gate and up, and down
 # projections, µs: int8 by digits against 256 rows 144 and 71, dequantized 238 and 121; int4 against 128 rows 163 and 92, dequantized 165
 # and 84.
