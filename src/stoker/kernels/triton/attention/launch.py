@@ -244,7 +244,7 @@ def prefill(
 def _splits(num_tiles: int, results: int, tile: AttentionTile, max_seq_len: int, device: torch.device, is_decode: bool = False) -> Splits:
     """The number of splits for `num_tiles` query tiles, limited so that their results fit MAX_SCRATCH_BYTES.
 
-    `results` is the number of float32 values that each split of a tile stores.
+    `results` is the number of float32 values that each split of a tile stores. `is_decode`: as in `choose_splits`.
     """
     most = MAX_SCRATCH_BYTES // (4 * results * num_tiles)
     if num_tiles > MAX_SPLIT_TILES or most < 2:

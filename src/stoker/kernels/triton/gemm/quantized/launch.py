@@ -86,7 +86,10 @@ def quantized_activation_linear(
 
 
 def medium_tile(x: Tensor, weight: PackedWeight, form: str, fusion: Fusion) -> QuantTile | None:
-    """`one_round_tile` for the rows of x, quantized as `form`. None: there is none, or the format has another kernel."""
+    """The tile of `one_round_tile` for a linear of x [m, k] quantized as `form` (fp8, int8 or digits).
+
+    None: m is at most MAX_SKINNY_ROWS, not all tiles would run at the same time, or digits or groups of features need other tiles.
+    """
     if x.shape[0] <= MAX_SKINNY_ROWS or form == "digits" or weight.group_size:
         return None
     gated = fusion.gate is not None
