@@ -2,8 +2,9 @@
 
 PYTHONPATH=src python benchmarks/slow_steps.py --config benchmarks/models/llama-3.1-8b --quantize FP8 --rows 64
 
-Runs once as an executor without `freeze_objects` and once with it. Each decode step is compared with the median of the steps around it,
-because steps become slower as contexts grow. The pauses of the garbage collector are measured by its callbacks.
+Runs once as an executor without `freeze_objects` and once with it, or only with it. Each decode step is compared with the median of those
+around it, because steps become slower as contexts grow, and each step with a prompt with the median of those that have as many tokens. The
+pauses of the garbage collector are measured by its callbacks.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from stoker.runtime.load import load_executor
 
 NEIGHBOURS = 200  # steps before and after, of the same kind
 SLOW = 1.5  # times the median
+FEWEST = 20  # steps of a kind: with fewer, the median is uncertain
 
 
 class CollectorPauses:
@@ -63,8 +65,7 @@ def steady(executor: Executor, rows: int, isl: int, osl: int, seconds: float) ->
         mailbox.submit(random_requests(1, isl, max(osl * (row + 1) // rows, 2), vocab, seed=1000 + row))
     seeds = itertools.count(10_000)
     first = executor.step_history.num_steps
-    decodes: list[float] = []
-    mixed = 0
+    steps: dict[int, list[float]] = {}  # durations in milliseconds of steps of all rows, by tokens
     pauses, started, warm_up = CollectorPauses(), time.monotonic(), 2.0
     while (elapsed := time.monotonic() - started) < seconds + warm_up:
         for _ in range(256):
@@ -74,17 +75,23 @@ def steady(executor: Executor, rows: int, isl: int, osl: int, seconds: float) ->
                     mailbox.submit(random_requests(1, isl, osl, vocab, seed=next(seeds)))
         for step in executor.step_history.steps(first):
             if elapsed > warm_up and step.rows == rows:
-                mixed += not step.is_decode
-                if step.is_decode:
-                    decodes.append(step.duration_s * 1e3)
+                steps.setdefault(step.tokens, []).append(step.duration_s * 1e3)
         first = executor.step_history.num_steps
     found = pauses.close()
-    ratios = [value / statistics.median(decodes[max(i - NEIGHBOURS, 0) : i + NEIGHBOURS]) for i, value in enumerate(decodes)]
-    ranked = sorted(decodes)
+    mixed = {str(tokens): slowest(times) for tokens, times in sorted(steps.items()) if tokens > rows and len(times) >= FEWEST}
     return {
-        "rows": rows, "isl": isl, "osl": osl, "seconds": seconds, "decode_steps": len(decodes), "mixed_steps": mixed,
-        "median_ms": statistics.median(decodes), "p99_ms": ranked[int(len(ranked) * 0.99)], "max_ms": ranked[-1],
-        "slow_steps": sum(ratio > SLOW for ratio in ratios), "max_by_median": max(ratios), "collections": found,
+        "rows": rows, "isl": isl, "osl": osl, "seconds": seconds, "decodes": slowest(steps[rows]), "steps_with_prompts": mixed,
+        "other_steps": sum(len(times) for times in steps.values() if len(times) < FEWEST), "collections": found,
+    }  # fmt: skip
+
+
+def slowest(times_ms: list[float]) -> dict[str, float]:
+    """The number of steps of a kind, their median, p99 and maximum, and the largest one compared with the median of those around it."""
+    ratios = [value / statistics.median(times_ms[max(i - NEIGHBOURS, 0) : i + NEIGHBOURS]) for i, value in enumerate(times_ms)]
+    ranked = sorted(times_ms)
+    return {
+        "steps": len(times_ms), "median_ms": statistics.median(times_ms), "p99_ms": ranked[int(len(ranked) * 0.99)], "max_ms": ranked[-1],
+        "slow_steps": sum(ratio > SLOW for ratio in ratios), "max_by_median": max(ratios),
     }  # fmt: skip
 
 
@@ -94,7 +101,8 @@ def main() -> None:
     parser.add_argument("--quantize")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--lengths", default="128/512", help="tokens of a prompt and of an answer")
-    parser.add_argument("--seconds", type=float, default=60.0, help="duration of each of the two runs")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of each run")
+    parser.add_argument("--only-frozen", action="store_true", help="leave out the run without freeze_objects")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     logging.configure("WARNING")
@@ -107,7 +115,7 @@ def main() -> None:
         executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False), SynchronousMailbox)
         executor.capture_all()
         run_batch(executor, random_requests(args.rows, isl, 64, executor.info.vocab_size, seed=1), 64)
-        for frozen in (False, True):
+        for frozen in (True,) if args.only_frozen else (False, True):
             if frozen:
                 while executor.is_busy:
                     executor.turn(0.0)
