@@ -3,7 +3,9 @@
     PYTHONPATH=src python benchmarks/build_time.py --config benchmarks/models/llama-3.1-8b --quantize FP8 --folder scratch [--json FILE]
 
 The checkpoint (16 GB of bfloat16 for 8B) is written to --folder, stays in the page cache if it fits, and is deleted at the end. Its
-tokenizer has a token per byte. The build runs all steps of a normal build, including the accuracy check.
+tokenizer encodes a byte as a token. The build runs all steps of a normal build, including the accuracy check: once with kernels that are
+compiled ahead of time, and once without. With --engine DIR, there is only the first build, whose engine remains there, for start_up.py and
+load_weights.py.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import time
 from pathlib import Path
 
 import torch
+from first_token import save_tokenizer
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from stoker.cli.benchmark.results import provenance
 
@@ -65,13 +67,6 @@ def write_checkpoint(config: dict[str, int], folder: Path) -> int:
     return total
 
 
-def write_tokenizer(folder: Path) -> None:
-    vocabulary = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
 def build_in_stages(folder: str, engine: str, quantize: str, *, kernels: bool) -> None:
     """The build of `stoker build` in this process. Prints the seconds at which each stage began."""
     began = time.monotonic()
@@ -96,26 +91,27 @@ def main() -> None:
     parser.add_argument("--quantize", default="FP8")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--folder", required=True)
+    parser.add_argument("--engine", type=Path, help="build once, and keep the engine here")
     parser.add_argument("--json")
     parser.add_argument("--build", choices=["kernels", "plain"], help=argparse.SUPPRESS)  # run only the build in this process
     args = parser.parse_args()
-    folder, engine = Path(args.folder, "checkpoint"), Path(args.folder, "engine")
+    folder, engine = Path(args.folder, "checkpoint"), args.engine or Path(args.folder, "engine")
     if args.build:
         build_in_stages(str(folder), str(engine), args.quantize, kernels=args.build == "kernels")
         return
     config = json.loads(Path(args.config, "config.json").read_text())
     config["num_hidden_layers"] = args.layers or config["num_hidden_layers"]
-    folder.mkdir(parents=True)
+    save_tokenizer(folder, config["vocab_size"])
     (folder / "config.json").write_text(json.dumps(config))
-    write_tokenizer(folder)
     began = time.monotonic()
     size = write_checkpoint(config, folder)
     print(f"{size / 1e9:.1f} GB written in {time.monotonic() - began:.1f} s", flush=True)
     results = []
-    for kind in ("kernels", "plain"):
+    for kind in ("kernels",) if args.engine else ("kernels", "plain"):
         began = time.monotonic()
         cache = {"STOKER_CACHE": str(Path(args.folder, f"cache-{kind}"))}  # an empty cache: no digest is known and no kernel is compiled
         command = [sys.executable, __file__, "--config", args.config, "--quantize", args.quantize, "--folder", args.folder, "--build", kind]
+        command += ["--engine", str(engine)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | cache) as build:
             assert build.stdout is not None
             output = build.stdout.read()
@@ -135,6 +131,7 @@ def main() -> None:
     if args.json:
         found = {**provenance(), "config": args.config, "quantize": args.quantize, "checkpoint_gb": size / 1e9, "builds": results}
         Path(args.json).write_text(json.dumps(found, indent=1))
+    sys.exit(max(row["exit"] for row in results))
 
 
 if __name__ == "__main__":

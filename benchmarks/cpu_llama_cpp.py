@@ -7,6 +7,8 @@ llama-cpp-python, which is compiled for this processor when it is installed:
     CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python==0.3.36
 
 PYTHONPATH=src python benchmarks/cpu_llama_cpp.py --llama-python PATH/python --json benchmarks/results/cpu_llama_cpp.json
+
+With --gguf, both read another file instead, for example one with random weights on a machine without a network.
 """
 
 from __future__ import annotations
@@ -134,6 +136,7 @@ def compare(paths: dict[str, Path], pythons: dict[str, str], threads: int, round
         }
     for side in sides.values():
         side.close()
+    print(json.dumps({name: row[name] for name in ("threads", *TARGETS)}), flush=True)
     return row
 
 
@@ -147,22 +150,23 @@ def main() -> None:
     parser.add_argument("--llama-python", required=True, help="a Python that has llama-cpp-python")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--gguf", type=Path, help="a file with the same vocabulary; default: the published one, which is downloaded")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    gguf = default_checkpoint()
+    gguf = args.gguf or default_checkpoint()
     engine = build_cached(gguf, BuildConfig(device="cpu", quantization="AS_STORED"), verify="files").path
     paths, pythons = {"llama.cpp": gguf, "stoker": engine}, {"llama.cpp": args.llama_python, "stoker": sys.executable}
     results = {
         **provenance(),
+        "processors": sorted(os.sched_getaffinity(0)),
         "load_average": os.getloadavg()[0],
+        "file": gguf.name,
         "bytes": {
             name: sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
             for name, path in paths.items()
         },
         "rows": [compare(paths, pythons, threads, args.rounds) for threads in args.threads],
     }
-    for row in results["rows"]:
-        print(json.dumps({name: row[name] for name in ("threads", *TARGETS)}))
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
 

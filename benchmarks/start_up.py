@@ -3,13 +3,16 @@
 PYTHONPATH=src python benchmarks/start_up.py --config benchmarks/models/llama-3.1-8b --quantize FP8 --json start_up.json
 
 With --tensor-parallel 2, the engine has two ranks, which need two GPUs (or --device cpu). Each start has the stages of every process, in
-seconds since the start of the command. The page cache is warm from the second start on. The floor is the import of torch, plus the
-weights at the bandwidth of the file system.
+seconds since the start of the command, and the lines that the server wrote after the signal to stop that are not its own log. The page
+cache is warm from the second start on. The floor is the import of torch, plus the weights at the bandwidth of the file system, which
+load_weights.py measures. --cold empties the page cache before each start: of the weights of --engine only, or of all files, as after a
+boot of the machine, which needs root; then torch is imported cold, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -28,6 +31,7 @@ from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.cli.benchmark.results import provenance
 from stoker.runtime.aot import compile_kernels
+from stoker.runtime.weight_prefetch import is_cached
 
 
 def start(engine: Path) -> dict[str, Any]:
@@ -53,7 +57,7 @@ def start(engine: Path) -> dict[str, Any]:
                     **{stage: round(offset + seconds, 3) for stage, seconds in report["stages"].items()},
                 }
         server.send_signal(signal.SIGTERM)
-        server.communicate()
+        result["last_lines"] = [line for line in server.communicate()[0].splitlines() if not line.startswith("{")]
     if "ready" not in result:
         raise RuntimeError(f"the server did not start:\n{''.join(lines)}")
     return result
@@ -82,11 +86,17 @@ def build_engine(args: argparse.Namespace, folder: Path) -> Path:
     return folder / "engine"
 
 
-def drop_weights(engine: Path) -> None:
-    """Remove the weights of an engine from the page cache."""
+def empty_page_cache(engine: Path, kind: str) -> None:
+    """Remove the weights of an engine ("weights"), or every file ("all"), from the page cache. Raises RuntimeError if weights remain."""
+    os.sync()  # pages that are not written yet would remain
+    if kind == "all":
+        Path("/proc/sys/vm/drop_caches").write_text("1")
     for path in engine.glob("*.safetensors"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            with contextlib.suppress(OSError):  # some file systems cannot tell
+                if any(is_cached(file.fileno(), at) for at in range(0, path.stat().st_size, 1 << 30)):
+                    raise RuntimeError(f"{path} is still in the page cache")
 
 
 def main() -> None:
@@ -94,7 +104,7 @@ def main() -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", help="a folder with the config.json of a model")
     source.add_argument("--engine", type=Path, help="an engine with weights")
-    parser.add_argument("--cold", action="store_true", help="remove the weights of --engine from the page cache before each start")
+    parser.add_argument("--cold", choices=["weights", "all"], help="what is removed from the page cache before each start")
     parser.add_argument("--quantize")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tensor-parallel", type=int, default=1)
@@ -106,11 +116,16 @@ def main() -> None:
         engine = args.engine or build_engine(args, Path(folder))
         for _ in range(args.repeats):
             if args.cold:
-                drop_weights(engine)
+                empty_page_cache(engine, args.cold)
             starts.append(start(engine))
+            print(f"ready after {starts[-1]['ready']} s", flush=True)
+        if args.cold:
+            empty_page_cache(engine, args.cold)
+        import_torch_s = seconds_of_import("torch")
         about = provenance(engine, args.device)
-    ready_s = statistics.median(found["ready"] for found in starts[1:])
-    result = {**about, "import_torch_s": seconds_of_import("torch"), "ready_s": ready_s, "starts": starts}
+    counted = starts if args.cold else starts[1:]
+    ready_s = statistics.median(found["ready"] for found in counted)
+    result = {**about, "cold": args.cold, "import_torch_s": import_torch_s, "ready_s": ready_s, "starts": starts}
     print(json.dumps(result, indent=1))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
