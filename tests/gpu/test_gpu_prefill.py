@@ -114,6 +114,31 @@ def test_long_prompts_over_e4m3_keys_use_the_kernel(has_mean: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [64, 128])
+def test_queries_with_outliers_over_e4m3_keys(size: int) -> None:
+    """Rows of different magnitudes, with a feature 100 times as large as the others: the tensor cores add e4m3 products in few bits."""
+    from stoker.kernels.triton.attention.warp_specialized.launch import warp_specialized_prefill
+    from stoker.kernels.triton.device import capability
+
+    cache, batch = ragged([(300, 300), (200, 1500)], 2, size, 64, torch.bfloat16)
+    scale = torch.rand(2) / 4 + 0.5
+    pages = [page.nan_to_num().to(FP8) for page in (cache.keys, cache.values)]  # type: ignore[union-attr]
+    q = torch.randn(500, 8, size, dtype=torch.bfloat16)
+    q[:, :, 5] *= 100
+    q *= torch.logspace(-3, 1, 500, dtype=q.dtype)[:, None, None]
+    params = AttentionParams(size**-0.5 / 30)
+    expected = attention_reference.attention(q.double(), KVCache(*(page.double() for page in pages), scale, scale), batch, params)
+    on_device = ForwardBatch(
+        *(t.cuda() for t in (batch.token_ids, batch.positions, batch.slots, batch.query_starts, batch.seq_lens, batch.block_tables)),
+        batch.num_decodes, batch.max_query_len, batch.max_seq_len,
+    )  # fmt: skip
+    if capability(q.cuda()) != 90:
+        pytest.skip("needs wgmma")
+    out = torch.empty_like(q, device="cuda")
+    warp_specialized_prefill(q.cuda(), KVCache(*(part.cuda() for part in (*pages, scale, scale))), on_device, params, out)
+    assert relative_error(out.flatten(1), expected) < 1e-2
+
+
+@pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
 def test_decodes_of_a_captured_step(cache_dtype: torch.dtype, size: int) -> None:
     """A captured step has its number of decodes on the device. Both launches have all rows, and give the results of a step that is not."""

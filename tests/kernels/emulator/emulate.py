@@ -6,6 +6,7 @@ A process without TRITON_INTERPRET.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import test_rope_attention as attention
@@ -139,6 +140,29 @@ def attend_prompts() -> None:
             prompts.warp_specialized_prefill(q, cache, padded(batch, 5), params, found)
         assert not prompts.tile_counter(q.device).any()
         assert torch.equal(found.nan_to_num(9.0), out.nan_to_num(9.0)), case
+    attend_outliers(Case([(70, 300)], heads=3, kv_heads=1, size=128, dtype=torch.bfloat16, block_size=64, **means))
+    attend_outliers(Case([(70, 300)], kv_heads=1, dtype=torch.bfloat16, **means))
+
+
+def attend_outliers(case: Case) -> None:
+    """Queries of very different magnitudes, with features 100 times as large as the others, or zero. One NaN stays in its row."""
+    q, cache, batch, params = case.build()
+    q[:, :, 5] *= 100
+    q *= torch.logspace(-3, 1, len(q), dtype=q.dtype)[:, None, None]
+    q[7] = 0
+    params = replace(params, scale=params.scale / 30)
+    out = torch.full((len(q), case.heads, case.size), float("nan"), dtype=case.dtype)
+    with emulating(0, num_ctas=2):
+        prompts.warp_specialized_prefill(q, cache, batch, params, out)
+    want = expected_attention(q, cache, batch, params)
+    assert relative_error(out.flatten(1), want) < TOLERANCE[case.dtype], case
+    q[3, 0, 9] = float("nan")
+    found = torch.full_like(out, float("nan"))
+    with emulating(1, num_ctas=2):
+        prompts.warp_specialized_prefill(q, cache, batch, params, found)
+    assert found[3, 0].isnan().all()
+    found[3, 0] = out[3, 0]
+    assert torch.equal(found, out), case
 
 
 if __name__ == "__main__":

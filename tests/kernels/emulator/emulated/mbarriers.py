@@ -73,7 +73,7 @@ def _arrive_after_copies(instruction: Instruction, parts: list[str]) -> Step:
         threads = program.thread if mask is None else np.flatnonzero(mask)
         addresses = at(program)[threads]
         assert (addresses == addresses[0]).all()
-        copies = program.copies.take(mask)
+        copies = program.copies.pending(mask)
 
         def copy() -> None:
             for action in copies:

@@ -38,18 +38,23 @@ def warp_products(instruction: Instruction, parts: list[str]) -> Step | None:
 
 
 def warpgroup_products(instruction: Instruction, parts: list[str]) -> Step | None:
-    """wgmma of 16-bit values. A [64, 16] is in registers or in shared memory, B [16, columns] in shared memory."""
+    """wgmma of 16-bit or e4m3 values, k of which are 32 bytes. A [64, k] is in registers or shared memory, B [k, columns] in shared memory.
+
+    Sums are exact. On a device, those of e4m3 products have about 14 bits.
+    """
     if parts[0] != "wgmma":
         return None
     if parts[1] != "mma_async":
         return group_operations(instruction, parts, lambda program: program.products) or (lambda program, mask: None)
     targets, rows, descriptor, adds, *options = instruction.operands
-    kind = {"f16": torch.float16, "bf16": torch.bfloat16}[parts[-1]]
+    kind = {"f16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}[parts[-1]]
     is_in_registers = isinstance(rows, tuple)
-    is_transposed = options[-1] == 1  # B is stored as [16, columns], not as [columns, 16]
+    is_e4m3 = kind == torch.float8_e4m3fn  # of which neither operand is transposed
+    is_transposed = not is_e4m3 and options[-1] == 1  # B is stored as [16, columns], not as [columns, 16]
     assert parts[-3] == "f32" and parts[-2] == parts[-1] and options[:2] == [1, 1], instruction.text
-    assert len(options) == (3 if is_in_registers else 4) and (is_in_registers or options[2] == 0), instruction.text
-    assert isinstance(targets, tuple)
+    num_options = 2 if is_e4m3 else 3 if is_in_registers else 4
+    assert len(options) == num_options and (is_in_registers or is_e4m3 or options[2] == 0), instruction.text
+    assert isinstance(targets, tuple) and not (is_e4m3 and is_in_registers)
     columns = 2 * len(targets)
     sums = [read(part, "f32") for part in targets]
     left = [read(part, "b32") for part in rows] if is_in_registers else []  # type: ignore[union-attr]
@@ -61,9 +66,9 @@ def warpgroup_products(instruction: Instruction, parts: list[str]) -> Step | Non
         left_described = None if left_descriptor is None else left_descriptor(program).copy()
 
         def load(places: NDArray[np.int64], thread: int) -> Register:
-            """The float64 values of units of 8 contiguous elements at `places` [rows, 2], as [rows, 16]."""
+            """The float64 values of units of 16 contiguous bytes at `places` [rows, 2], as [rows, k]."""
             program.shared.history.async_load(program.clock, thread, places.ravel(), 16)
-            return _as_float64(program.shared.load(places.ravel(), 16).view(np.int32), kind).reshape(len(places), 16)
+            return _as_float64(program.shared.load(places.ravel(), 16).view(np.int32), kind).reshape(len(places), -1)
 
         def arrive(threads: NDArray[np.int64]) -> None:
             assert len(threads) == 32, "all lanes of a warp multiply"
@@ -93,11 +98,12 @@ def warpgroup_products(instruction: Instruction, parts: list[str]) -> Step | Non
 
 
 def _matrix_units(descriptor: int, rows: NDArray[np.int64], units: NDArray[np.int64], is_transposed: bool) -> NDArray[np.int64]:
-    """The addresses [rows, units] of units of 8 contiguous elements (16 bytes) of a matrix in shared memory.
+    """The addresses [rows, units] of units of 16 contiguous bytes of a matrix in shared memory.
 
     Without a swizzle, 8 rows × 16 bytes are contiguous; units are `along` apart, and groups of 8 rows `across`. With the swizzle of 128
-    bytes, 8 rows × 128 bytes are contiguous, and the place of a unit in its row is xored with the number of the row; groups of 8 rows are
-    `across` apart. A transposed matrix has rows of k; each 64 of its columns are `along` apart.
+    bytes, 8 rows × 128 bytes are contiguous, and the place of a unit in its row is xored with the number of the row; with that of 64
+    bytes, with half the number of the row in 8 rows × 64 bytes. Groups of 8 rows are `across` apart. A transposed matrix has rows of k;
+    each 64 of its columns are `along` apart.
     """
     start, along, across = (16 * (descriptor >> shift & 0x3FFF) for shift in (0, 16, 32))
     groups = rows[:, None] // 8 * across
@@ -105,7 +111,11 @@ def _matrix_units(descriptor: int, rows: NDArray[np.int64], units: NDArray[np.in
     if swizzle == 0:
         assert not is_transposed
         return start + groups + rows[:, None] % 8 * 16 + units * along
-    assert swizzle == 1, "a swizzle of 32 or 64 bytes"
+    if swizzle == 2:
+        assert not is_transposed
+        places = start + groups + rows[:, None] % 8 * 64 + units * 16
+        return places ^ (places >> 7 & 3) << 4
+    assert swizzle == 1, "a swizzle of 32 bytes"
     places = start + groups + rows[:, None] % 8 * 128 + (units // 8 * along + units % 8 * 16 if is_transposed else units * 16)
     return places ^ (places >> 7 & 7) << 4
 

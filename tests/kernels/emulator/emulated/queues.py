@@ -14,12 +14,25 @@ Threads = NDArray[np.int64]
 Action = Callable[[], None]
 
 
+class Operation:
+    """An asynchronous operation of one warp, which does nothing when it is called again."""
+
+    def __init__(self, action: Action) -> None:
+        self._action = action
+        self.has_run = False
+
+    def __call__(self) -> None:
+        if not self.has_run:
+            self.has_run = True
+            self._action()
+
+
 class Queue:
     """The asynchronous operations of each warp. They run as late as the waits allow, so that a missing wait gives a wrong result."""
 
     def __init__(self, num_warps: int) -> None:
-        self._open: list[list[Action]] = [[] for _ in range(num_warps)]
-        self._groups: list[list[list[Action]]] = [[] for _ in range(num_warps)]
+        self._open: list[list[Operation]] = [[] for _ in range(num_warps)]
+        self._groups: list[list[list[Operation]]] = [[] for _ in range(num_warps)]
 
     def _warps(self, mask: Mask) -> list[int]:
         return [w for w in range(len(self._open)) if mask is None or mask[32 * w : 32 * w + 32].any()]
@@ -28,7 +41,7 @@ class Queue:
         """Add an operation to the open group of each active warp. action: performs it for the active threads of one warp."""
         for warp in self._warps(mask):
             lanes = np.arange(32 * warp, 32 * warp + 32)
-            self._open[warp].append(partial(action, lanes if mask is None else lanes[mask[lanes]]))
+            self._open[warp].append(Operation(partial(action, lanes if mask is None else lanes[mask[lanes]])))
 
     def commit(self, mask: Mask) -> None:
         """Close the open group of each active warp."""
@@ -36,12 +49,11 @@ class Queue:
             self._groups[warp].append(self._open[warp])
             self._open[warp] = []
 
-    def take(self, mask: Mask) -> list[Action]:
-        """Remove all operations of the active warps, and return them in the order in which they were issued."""
-        taken = [action for warp in self._warps(mask) for group in [*self._groups[warp], self._open[warp]] for action in group]
+    def pending(self, mask: Mask) -> list[Operation]:
+        """The operations of the active warps that have not run. They stay in their groups; an operation runs only once."""
         for warp in self._warps(mask):
-            self._groups[warp], self._open[warp] = [], []
-        return taken
+            self._open[warp] = [action for action in self._open[warp] if not action.has_run]
+        return [action for warp in self._warps(mask) for group in [*self._groups[warp], self._open[warp]] for action in group]
 
     def wait(self, mask: Mask, pending: int) -> None:
         """Run the groups of each active warp until at most `pending` remain."""

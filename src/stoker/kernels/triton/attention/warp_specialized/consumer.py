@@ -20,8 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from stoker.kernels.triton.attention.query_tile import LOG2E, LOWEST
 from stoker.kernels.triton.attention.warp_specialized.pipeline import (
     BLOCK_N,
-    KV_STAGES,
     NUM_FIELDS,
+    TERMS,
+    V_STAGES,
     end_turn,
     read_field,
     swizzled_layout,
@@ -32,9 +33,9 @@ from stoker.kernels.triton.kv_pages import mean_tokens
 
 
 @gluon.constexpr_function
-def scores_layout():
+def scores_layout(key_bits):
     """The layout of scores [64, BLOCK_N] in the registers of a warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 256 // key_bits])
 
 
 @gluon.constexpr_function
@@ -50,22 +51,25 @@ def weights_layout(size):
 
 
 @gluon.constexpr_function
-def query_layout():
+def query_layout(key_bits):
     """The layout of queries [64, size] as the left operand of the scores: each thread has the rows whose scores it has."""
-    return gl.DotOperandLayout(0, scores_layout(), 2)
+    return gl.DotOperandLayout(0, scores_layout(key_bits), 32 // key_bits)
 
 
 @gluon.jit
 def load_mean(mean_ptr, tile, CONFIG: gl.constexpr):
     """float32 [size]: the mean of the keys of `tile`. `mean_ptr`: the means of the KV head."""
-    cols = gl.arange(0, CONFIG.size, gl.SliceLayout(0, query_layout()))
+    cols = gl.arange(0, CONFIG.size, gl.SliceLayout(0, query_layout(CONFIG.key_bits)))
     return gl.load(mean_ptr + tile * BLOCK_N // mean_tokens() * CONFIG.size + cols)
 
 
 @gluon.jit
-def mean_scores(q, mean):
-    """float32 [64]: the products of queries q [64, size] in shared memory with `mean` [size]."""
-    return gl.convert_layout(gl.sum(q.load(query_layout()).to(gl.float32) * mean[None, :], 1), gl.SliceLayout(1, scores_layout()))
+def mean_scores(q, mean, CONFIG: gl.constexpr):
+    """float32 [64]: the products of queries q in shared memory with `mean` [size]. q are e4m3 terms: [TERMS × 64, size]."""
+    x = q.slice(0, 64).load(query_layout(CONFIG.key_bits)).to(gl.float32)
+    for term in gl.static_range(1, TERMS):
+        x += q.slice(64 * term, 64).load(query_layout(CONFIG.key_bits)).to(gl.float32)
+    return gl.convert_layout(gl.sum(x * mean[None, :], 1), gl.SliceLayout(1, scores_layout(CONFIG.key_bits)))
 
 
 @gluon.jit
@@ -74,7 +78,7 @@ def softmax(scores, start, positions, mean_score, highest, total, factor, CONFIG
 
     MASKED: some rows may not see some keys. FIRST: the tile may have the first key of a sequence, which is stored whole, less no mean.
     """
-    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout()))
+    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout(CONFIG.key_bits)))
     if CONFIG.has_mean and FIRST:
         scores = gl.where((cols == 0)[None, :] & (start == 0), scores - mean_score[:, None], scores)
     if MASKED:
@@ -83,22 +87,33 @@ def softmax(scores, start, positions, mean_score, highest, total, factor, CONFIG
         if CONFIG.window is not None:
             seen = seen & (key[None, :] > positions[:, None] - CONFIG.window)
         scores = gl.where(seen, scores, float("-inf"))
+    row_factor = factor
+    if CONFIG.raw_stages > 0:
+        row_factor = factor[:, None]
     if CONFIG.has_mean:
         bias = mean_score * factor
         raised = gl.maximum(highest, gl.max(scores, 1) * factor + bias)
-        weights = gl.exp2(scores * factor - (raised - bias)[:, None])
+        weights = gl.exp2(scores * row_factor - (raised - bias)[:, None])
     else:
         raised = gl.maximum(highest, gl.max(scores, 1) * factor)
-        weights = gl.exp2(scores * factor - raised[:, None])
+        weights = gl.exp2(scores * row_factor - raised[:, None])
     fade = gl.exp2(highest - raised)
     return weights, raised, total * fade + gl.sum(weights, 1), fade
 
 
 @gluon.jit
 def issue_scores(q, k, CONFIG: gl.constexpr):
-    """Issue scores [64, BLOCK_N] = q [64, size] × k [BLOCK_N, size]ᵀ."""
-    zero = gl.zeros([64, BLOCK_N], gl.float32, scores_layout())
-    return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    """Issue scores [64, BLOCK_N] = q [64, size] × k [BLOCK_N, size]ᵀ, with e4m3 keys the sum over the terms of q.
+
+    The tensor cores add e4m3 products in about 14 bits, relative to the largest. The small terms come first: so their sum is exact to more.
+    """
+    zero = gl.zeros([64, BLOCK_N], gl.float32, scores_layout(CONFIG.key_bits))
+    if CONFIG.key_bits == 16:
+        return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    scores = warpgroup_mma(q.slice(64 * (TERMS - 1), 64), k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    for term in gl.static_range(1, TERMS):
+        scores = warpgroup_mma(q.slice(64 * (TERMS - 1 - term), 64), k.permute((1, 0)), scores, is_async=True)
+    return scores
 
 
 @gluon.jit
@@ -127,25 +142,25 @@ def attend_tiles(
     acc, weights, mean_score, highest, total = state
     for i in range(last - first + 1):
         tile = last - i
-        stage = used % KV_STAGES
-        before = (used - 1) % KV_STAGES
+        stage = used % CONFIG.k_stages
+        before = (used - 1) % V_STAGES
         wait_for_turn(CONSUMER)
         scores = issue_scores(q, k.index(stage), CONFIG)
-        mbarrier.wait(v_full.index(before), (used - 1) // KV_STAGES & 1)
+        mbarrier.wait(v_full.index(before), (used - 1) // V_STAGES & 1)
         fence_async_shared()
         acc = warpgroup_mma(weights, v.index(before), acc, is_async=True)
         end_turn(CONSUMER)
         if CONFIG.has_mean:  # noqa: SIM102 - the outer condition is a constant, the inner one is not
             if (tile + 1) * BLOCK_N % mean_tokens() == 0:
-                mean_score = mean_scores(q, load_mean(mean_ptr, tile, CONFIG))
+                mean_score = mean_scores(q, load_mean(mean_ptr, tile, CONFIG), CONFIG)
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_empty.index(stage), count=1)
         start = tile * BLOCK_N
         fresh, highest, total, fade = softmax(scores, start, positions, mean_score, highest, total, factor, CONFIG, MASKED, FIRST)
-        fresh = fresh.to(k.dtype)
+        fresh = fresh.to(v.dtype)
         # Waiting for the next keys here keeps the assembler from moving the wait for the product before the softmax.
         used += 1
-        mbarrier.wait(k_full.index(used % KV_STAGES), used // KV_STAGES & 1, pred=tile > begin)
+        mbarrier.wait(k_full.index(used % CONFIG.k_stages), used // CONFIG.k_stages & 1, pred=tile > begin)
         fence_async_shared()
         acc, weights, fresh = warpgroup_mma_wait(0, deps=[acc, weights, fresh])
         mbarrier.arrive(v_empty.index(before), count=1)
@@ -176,12 +191,12 @@ def store_result(out, out_ptr, staging, empty, tile, CONSUMER: gl.constexpr, CON
 def consume(outputs, scale, queries, buffers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Compute rows 64 × CONSUMER : 64 × CONSUMER + 64 of every tile that the producer sends. `outputs`: out_ptr and optional inputs."""
     out_ptr, sinks_ptr, key_scale_ptr, value_scale_ptr, key_mean_ptr, stride_mean_head = outputs
-    q, tile, q_full, q_empty, tile_full = queries
+    q, q_unit, tile, q_full, q_empty, tile_full = queries
     k, v, k_full, k_empty, v_full, v_empty = buffers
     SIZE: gl.constexpr = CONFIG.size
     Q_STAGES: gl.constexpr = CONFIG.q_stages
     GROUP_TILES: gl.constexpr = (CONFIG.group + CONFIG.heads - 1) // CONFIG.heads
-    ROWS: gl.constexpr = gl.SliceLayout(1, scores_layout())
+    ROWS: gl.constexpr = gl.SliceLayout(1, scores_layout(CONFIG.key_bits))
     m = 64 * CONSUMER + gl.arange(0, 64, ROWS)
     if CONSUMER == 1:
         end_turn(1)
@@ -218,12 +233,14 @@ def consume(outputs, scale, queries, buffers, CONSUMER: gl.constexpr, CONFIG: gl
         q_tile = q.index(2 * stage + CONSUMER)
         mean_score = gl.zeros([64], gl.float32, ROWS)
         if CONFIG.has_mean:
-            mean_score = mean_scores(q_tile, mean)
+            mean_score = mean_scores(q_tile, mean, CONFIG)
+        if CONFIG.raw_stages > 0:
+            factor = factor * q_unit.index(2 * stage + CONSUMER).load(ROWS)
         row_inputs = (q_tile, mean_ptr)
 
         # The last key tile has no tile before it whose values could be multiplied.
-        key_stage = used % KV_STAGES
-        mbarrier.wait(k_full.index(key_stage), used // KV_STAGES & 1)
+        key_stage = used % CONFIG.k_stages
+        mbarrier.wait(k_full.index(key_stage), used // CONFIG.k_stages & 1)
         fence_async_shared()
         wait_for_turn(CONSUMER)
         scores = issue_scores(q_tile, k.index(key_stage), CONFIG)
@@ -231,9 +248,9 @@ def consume(outputs, scale, queries, buffers, CONSUMER: gl.constexpr, CONFIG: gl
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(key_stage), count=1)
         weights, highest, total, _ = softmax(scores, last * BLOCK_N, positions, mean_score, highest, total, factor, CONFIG, True, True)
-        weights = gl.convert_layout(weights.to(k.dtype), weights_layout(SIZE))
+        weights = gl.convert_layout(weights.to(v.dtype), weights_layout(SIZE))
         used += 1
-        mbarrier.wait(k_full.index(used % KV_STAGES), used // KV_STAGES & 1, pred=last > begin)
+        mbarrier.wait(k_full.index(used % CONFIG.k_stages), used // CONFIG.k_stages & 1, pred=last > begin)
         fence_async_shared()
 
         state = (gl.zeros([64, SIZE], gl.float32, output_layout(SIZE)), weights, mean_score, highest, total)
@@ -249,8 +266,8 @@ def consume(outputs, scale, queries, buffers, CONSUMER: gl.constexpr, CONFIG: gl
             state, used = attend_tiles(state, row_inputs, buffers, tiles, used, positions, factor, CONSUMER, CONFIG, IN_WINDOW, True)
 
         acc, weights, _, highest, total = state
-        before = (used - 1) % KV_STAGES
-        mbarrier.wait(v_full.index(before), (used - 1) // KV_STAGES & 1)
+        before = (used - 1) % V_STAGES
+        mbarrier.wait(v_full.index(before), (used - 1) // V_STAGES & 1)
         fence_async_shared()
         acc = warpgroup_mma(weights, v.index(before), acc, is_async=True)
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
@@ -260,7 +277,7 @@ def consume(outputs, scale, queries, buffers, CONSUMER: gl.constexpr, CONFIG: gl
             norm = norm * gl.load(value_scale_ptr + kv_head)
         out = acc * gl.convert_layout(norm, gl.SliceLayout(1, output_layout(SIZE)))[:, None]
         element: gl.constexpr = out_ptr.dtype.element_ty
-        staging = q_tile._reinterpret(element, [64, SIZE], swizzled_layout())
+        staging = q_tile._reinterpret(element, [64, SIZE], swizzled_layout(SIZE))
         place = (token, num_queries, head_tile)
         store_result(out.to(element), out_ptr, staging, q_empty.index(stage), place, CONSUMER, CONFIG)
         received += 1

@@ -10,10 +10,13 @@ Grid: one CTA per SM, which takes query tiles of 128 rows (tokens × heads of on
     warps  4 – 7    consumer 1: rows 64 – 127                  232 (224 with an 8-bit cache)
     warps  8 – 11   producer: tiles, queries, keys, values      40 (56)
 
+Over an e4m3 cache, keys are multiplied as they are stored, with queries that are sums of two e4m3 numbers. Two products of 8 bits take the
+tensor cores as long as one of 16 bits, and the producer converts values only. bfloat16 queries lose no precision (`producer.store_terms`).
+
 Theoretical floor: as in `prefill_kernel`, 790 TFLOP/s. Reached on an H100 with 32 / 8 heads of 128, TFLOP/s of the causal half, and in
 brackets those of `prefill_kernel` and of cuDNN: 1 × 8,192 tokens 541 (442, 545), 4 × 2,048 tokens 423 (351, 468), 1 × 2,048 tokens 427
-(379, 396); over an e4m3 cache, 1 × 8,192 tokens 441 (356) and 4 × 2,048 tokens 350 (302). With keys less their means, on an H200: 421 (328)
-and 335 (274). Without the copies of keys and values, 1 × 8,192 tokens would reach 742: two stages do not hide their latency.
+(379, 396). Without the copies of keys and values, 1 × 8,192 tokens would reach 742: two stages do not hide their latency. Over an e4m3
+cache on an H200, keys less their means, when keys were converted too: 421 (328) and 4 × 2,048 tokens 335 (274).
 
 Shared memory and mbarriers are described in `pipeline`, the copies in `producer`, the products and the softmax in `consumer`.
 """
@@ -26,8 +29,9 @@ from triton.experimental.gluon import language as gl
 from stoker.kernels.triton.attention.warp_specialized.consumer import consume
 from stoker.kernels.triton.attention.warp_specialized.pipeline import (
     BLOCK_N,
-    KV_STAGES,
     NUM_FIELDS,
+    TERMS,
+    V_STAGES,
     field_layout,
     mbarriers,
     swizzled_layout,
@@ -79,25 +83,31 @@ def warp_specialized_prefill_kernel(
     RAW_STAGES: gl.constexpr = CONFIG.raw_stages
     CACHE_TYPE: gl.constexpr = cache.keys_ptr.dtype.element_ty
     TYPE: gl.constexpr = q_ptr.dtype.element_ty if RAW_STAGES == 0 else gl.float16
+    K_TYPE: gl.constexpr = TYPE if RAW_STAGES == 0 else CACHE_TYPE
+    K_STAGES: gl.constexpr = CONFIG.k_stages
+    Q_ROWS: gl.constexpr = 64 if RAW_STAGES == 0 else 64 * TERMS
+    K_LAYOUT: gl.constexpr = swizzled_layout(SIZE, K_TYPE.primitive_bitwidth)
     ARRIVALS: gl.constexpr = 128 if RAW_STAGES == 0 else 1
     pdl_wait_and_launch_dependents(gl.arange(0, 128, field_layout()), USE_PDL)
-    q = gl.allocate_shared_memory(TYPE, [2 * Q_STAGES, 64, SIZE], swizzled_layout())
-    k = gl.allocate_shared_memory(TYPE, [KV_STAGES, BLOCK_N, SIZE], swizzled_layout())
-    v = gl.allocate_shared_memory(TYPE, [KV_STAGES, BLOCK_N, SIZE], swizzled_layout())
+    q = gl.allocate_shared_memory(K_TYPE, [2 * Q_STAGES, Q_ROWS, SIZE], K_LAYOUT)
+    k = gl.allocate_shared_memory(K_TYPE, [K_STAGES, BLOCK_N, SIZE], K_LAYOUT)
+    v = gl.allocate_shared_memory(TYPE, [V_STAGES, BLOCK_N, SIZE], swizzled_layout(SIZE))
     raw = k  # not used
+    q_unit = k  # not used
     if RAW_STAGES > 0:
+        q_unit = gl.allocate_shared_memory(gl.float32, [2 * Q_STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         raw = gl.allocate_shared_memory(CACHE_TYPE, [RAW_STAGES, BLOCK_N, SIZE], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
     tile = gl.allocate_shared_memory(gl.int32, [NUM_FIELDS * Q_STAGES, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = mbarriers(Q_STAGES, ARRIVALS)
     q_empty = mbarriers(Q_STAGES, 2)
     tile_full = mbarriers(Q_STAGES, 1)
-    k_full = mbarriers(KV_STAGES, ARRIVALS)
-    k_empty = mbarriers(KV_STAGES, 2)
-    v_full = mbarriers(KV_STAGES, ARRIVALS)
-    v_empty = mbarriers(KV_STAGES, 2)
+    k_full = mbarriers(K_STAGES, 128)
+    k_empty = mbarriers(K_STAGES, 2)
+    v_full = mbarriers(V_STAGES, ARRIVALS)
+    v_empty = mbarriers(V_STAGES, 2)
 
     outputs = (out_ptr, sinks_ptr, cache.key_scale_ptr, cache.value_scale_ptr, cache.key_mean_ptr, cache.stride_mean_head)
-    queries = (q, tile, q_full, q_empty, tile_full)
+    queries = (q, q_unit, tile, q_full, q_empty, tile_full)
     buffers = (k, v, k_full, k_empty, v_full, v_empty)
     rows = (q_ptr, query_starts_ptr, seq_lens_ptr, block_tables_ptr, counter_ptr, stride_q_token, stride_q_head, stride_block_table)
     pages = (

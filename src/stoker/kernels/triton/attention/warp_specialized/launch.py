@@ -69,8 +69,10 @@ def warp_specialized_prefill(q: Tensor, cache: KVCache, batch: ForwardBatch, par
         tokens=BLOCK_M // heads,
         window=params.window,
         has_mean=cache.key_mean is not None,
-        q_stages=1 if is_narrow else 2,
-        raw_stages=4 if is_narrow else 0,
+        q_stages=2,
+        k_stages=3 if is_narrow else 2,
+        raw_stages=2 if is_narrow else 0,
+        key_bits=8 * cache.keys.dtype.itemsize,
     )
     warp_specialized_prefill_kernel[(min(_num_tiles(q, cache, batch), num_sms(q.device)),)](
         q,

@@ -3,11 +3,15 @@
     buffer      | stages      | content of a stage                                     | full: arrivals      | empty: arrivals
     q           | Q_STAGES    | 2 × [64, size] queries, later the tile's results       | producer            | 2 (one per consumer)
     tile        | Q_STAGES    | `TileField` numbers of the query tile                  | 1                   | with q
-    k, v        | KV_STAGES   | [BLOCK_N, size] keys, values                           | producer            | 2
-    raw         | raw_stages  | [BLOCK_N, size] keys or values of an 8-bit cache       | private to the producer
+    k           | k_stages    | [BLOCK_N, size] keys as the cache has them             | producer            | 2
+    v           | V_STAGES    | [BLOCK_N, size] values of 16 bits                      | producer            | 2
+    raw         | raw_stages  | [BLOCK_N, size] values of an e4m3 cache                | private to the producer
+
+With an e4m3 cache, queries are e4m3 numbers too: a stage has [TERMS × 64, size] of them for each consumer, and `q_unit` the power of two by
+which each row is multiplied (see `producer.store_terms`).
 
 A producer that copies with `cp.async` arrives once per thread, when the copies of the thread are complete; one that stores converted
-values arrives once. Matrices are in the 128-byte swizzle that wgmma reads.
+values arrives once. Matrices are in the swizzle of 128 bytes that wgmma reads; e4m3 numbers of 64 features in that of 64 bytes.
 
 Use `i` of a buffer with S stages is in stage i % S. A consumer waits for phase (i // S) & 1 of its full mbarrier, and the producer for
 the phase before that one of its empty mbarrier; this is over at once for the first S uses.
@@ -25,7 +29,8 @@ from stoker.kernels.triton.ptx.registers import ptx
 
 BLOCK_M = gl.constexpr(128)  # rows of a query tile: 64 of each consumer, the rows of a wgmma
 BLOCK_N = gl.constexpr(128)  # keys per iteration
-KV_STAGES = gl.constexpr(2)
+V_STAGES = gl.constexpr(2)
+TERMS = gl.constexpr(2)  # e4m3 numbers whose sum is one query value, with an e4m3 cache
 NUM_FIELDS = gl.constexpr(8)
 FIRST_TURN = gl.constexpr(8)  # number of the named barrier of consumer 0; Triton uses the first ones
 
@@ -42,13 +47,15 @@ class PrefillConfig(NamedTuple):
     window: int | None  # a query sees itself and window - 1 keys before it
     has_mean: bool  # keys are stored less a mean, except for the first key of a sequence
     q_stages: int
-    raw_stages: int  # 0: the cache has the dtype of the operands, and nothing is converted
+    k_stages: int
+    raw_stages: int  # 0: the cache has 16 bits, and nothing is converted
+    key_bits: int  # of an element of the keys, and of the queries in shared memory: 16, or 8 with an e4m3 cache
 
 
 @gluon.constexpr_function
-def swizzled_layout():
-    """The layout of matrices in shared memory."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+def swizzled_layout(size, bits=16):
+    """The layout of matrices in shared memory with rows of `size` elements of `bits` bits."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, size * bits // 8), element_bitwidth=bits, rank=2)
 
 
 @gluon.constexpr_function

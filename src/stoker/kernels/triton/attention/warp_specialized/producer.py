@@ -3,11 +3,13 @@
 Four warps with few registers. Tiles are taken from a counter in global memory, so that CTAs with short tiles take more of them; the copies
 of a tile begin while the consumers still compute the tile before it.
 
-Keys and values of 16 bits are copied by `cp.async`, 16 bytes per thread at a time, from the pages that the block table names. Those of 8
-bits go through the `raw` stages: they are copied in the same way, and the producer converts them to float16 when they have arrived:
+Keys and values are copied by `cp.async`, 16 bytes per thread at a time, from the pages that the block table names. e4m3 keys are multiplied
+as they are; e4m3 values go through the `raw` stages, and the producer converts them to float16 when they have arrived:
 
-    cp.async    | K n-1 | V n-1 | K n-2 | V n-2 | ...                     raw_stages - 1 copies ahead
-    convert             | K n-1 | V n-1 | K n-2 | V n-2 | ...
+    cp.async    | V n-1, K n-1 | V n-2, K n-2 | V n-3, K n-3 | ...        raw_stages - 1 tiles ahead
+    convert                    | V n-1        | V n-2        | ...
+
+wgmma reads e4m3 matrices only with the summed axis contiguous, which for values are the keys: they would have to be transposed.
 
 Key tiles go from the last one to the first. Keys from the end on are zero.
 """
@@ -20,8 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from stoker.kernels.triton.attention.warp_specialized.pipeline import (
     BLOCK_N,
-    KV_STAGES,
     NUM_FIELDS,
+    TERMS,
+    V_STAGES,
     vector_layout,
     write_field,
 )
@@ -60,7 +63,7 @@ def copy_pages(target, pages_ptr, block_table_ptr, start, begin, end, stride_blo
 def convert(target, raw, full, CONFIG: gl.constexpr):
     """Store `raw` [BLOCK_N, size] of 8 bits in `target` as float16, and report that it is complete."""
     ROWS: gl.constexpr = 32  # more would need more registers
-    LAYOUT: gl.constexpr = vector_layout(CONFIG.size, 1)
+    LAYOUT: gl.constexpr = vector_layout(CONFIG.size, 2)  # stores of 16 bytes, without bank conflicts
     for part in gl.static_range(BLOCK_N // ROWS):
         x = raw.slice(part * ROWS, ROWS, 0).load(LAYOUT)
         target.slice(part * ROWS, ROWS, 0).store(x.to(target.dtype))
@@ -69,8 +72,25 @@ def convert(target, raw, full, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(target, q_ptr, stride_token, stride_head, origin, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Copy the queries of one consumer to `target` [64, size]; rows of padding are zero. With an 8-bit cache they become float16."""
+def store_terms(target, q_unit, x, first, CONFIG: gl.constexpr):
+    """Store float32 queries x [rows, size] as TERMS e4m3 numbers each, and the powers of two that are their units, from row `first` on.
+
+    The unit makes the greatest magnitude of a row 128 to 256. Two terms are exact for bfloat16: the first one has four of the eight bits,
+    and the rest is at most eight times the last bit. Only values below 2 ** -9 of the greatest one are rounded, to 2 ** -18 of that.
+    """
+    exponent = gl.maximum(gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True) & 0x7F800000, 16 << 23)
+    q_unit.slice(first, x.shape[0]).store((exponent - (7 << 23)).to(gl.float32, bitcast=True))
+    x = x * ((254 << 23) - exponent + (7 << 23)).to(gl.float32, bitcast=True)[:, None]
+    ROWS: gl.constexpr = x.shape[0]
+    for term in gl.static_range(TERMS):
+        rounded = x.to(target.dtype)
+        target.slice(64 * term + first, ROWS).store(rounded)
+        x -= rounded.to(gl.float32)
+
+
+@gluon.jit
+def load_queries(target, q_unit, q_ptr, stride_token, stride_head, origin, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Copy the queries of one consumer to `target` [64, size]; rows of padding are zero. With an e4m3 cache, see `store_terms`."""
     first_token, tile_start, num_queries, first_head, group_start = origin
     SIZE: gl.constexpr = CONFIG.size
     ROWS: gl.constexpr = 64 if CONFIG.raw_stages == 0 else 16
@@ -87,7 +107,7 @@ def load_queries(target, q_ptr, stride_token, stride_head, origin, CONSUMER: gl.
         if CONFIG.raw_stages == 0:
             async_copy.async_copy_global_to_shared(target, addresses, mask=mask)
         else:
-            target.slice(part * ROWS, ROWS, 0).store(gl.load(addresses, mask=mask, other=0.0).to(target.dtype))
+            store_terms(target, q_unit, gl.load(addresses, mask=mask, other=0.0).to(gl.float32), part * ROWS, CONFIG)
 
 
 @gluon.jit
@@ -110,44 +130,31 @@ def produce_keys(buffers, pages, first_tile, begin, end, used, CONFIG: gl.conste
     keys_ptr, values_ptr, stride_key_block, stride_value_block, block_table_ptr = pages
     last_tile = (end - 1) // BLOCK_N
     count = last_tile + 1 - first_tile
-    if CONFIG.raw_stages == 0:
-        for i in range(count):
-            start = (last_tile - i) * BLOCK_N
-            stage = used % KV_STAGES
-            before = (used // KV_STAGES & 1) ^ 1
-            mbarrier.wait(k_empty.index(stage), before)
+    AHEAD: gl.constexpr = CONFIG.raw_stages - 1 if CONFIG.raw_stages > 0 else 0
+    for i in range(-AHEAD, count):
+        ahead = used + i + AHEAD
+        start = (last_tile - i - AHEAD) * BLOCK_N
+        if i + AHEAD < count:
+            if CONFIG.raw_stages > 0:
+                copy_pages(raw.index(ahead % CONFIG.raw_stages), values_ptr, block_table_ptr, start, begin, end, stride_value_block, CONFIG)
+            stage = ahead % CONFIG.k_stages
+            mbarrier.wait(k_empty.index(stage), (ahead // CONFIG.k_stages & 1) ^ 1)
             copy_pages(k.index(stage), keys_ptr, block_table_ptr, start, begin, end, stride_key_block, CONFIG)
             async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
-            mbarrier.wait(v_empty.index(stage), before)
-            copy_pages(v.index(stage), values_ptr, block_table_ptr, start, begin, end, stride_value_block, CONFIG)
-            async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
-            used += 1
-    else:
-        AHEAD: gl.constexpr = CONFIG.raw_stages - 1
-        # One pointer plus a difference, so that a loop over keys and values in turn has one copy in its body.
-        difference = values_ptr.to(gl.int64, bitcast=True) - keys_ptr.to(gl.int64, bitcast=True)
-        for i in range(-AHEAD, 2 * count):
-            ahead = i + AHEAD
-            if ahead < 2 * count:
-                is_value = ahead % 2
-                pages_ptr = keys_ptr + difference * is_value // 16 * 16
-                stride = stride_key_block + (stride_value_block - stride_key_block) * is_value
-                start = (last_tile - ahead // 2) * BLOCK_N
-                copy_pages(raw.index(ahead % CONFIG.raw_stages), pages_ptr, block_table_ptr, start, begin, end, stride // 16 * 16, CONFIG)
+        if CONFIG.raw_stages > 0:
             async_copy.commit_group()
-            if i >= 0:
+        if i >= 0:
+            use = used + i
+            stage = use % V_STAGES
+            if CONFIG.raw_stages > 0:
                 async_copy.wait_group(AHEAD)
-                stage = used % KV_STAGES
-                before = (used // KV_STAGES & 1) ^ 1
-                arrived = raw.index(i % CONFIG.raw_stages)
-                if i % 2 == 0:
-                    mbarrier.wait(k_empty.index(stage), before)
-                    convert(k.index(stage), arrived, k_full.index(stage), CONFIG)
-                else:
-                    mbarrier.wait(v_empty.index(stage), before)
-                    convert(v.index(stage), arrived, v_full.index(stage), CONFIG)
-                    used += 1
-    return used
+            mbarrier.wait(v_empty.index(stage), (use // V_STAGES & 1) ^ 1)
+            if CONFIG.raw_stages == 0:
+                copy_pages(v.index(stage), values_ptr, block_table_ptr, start, begin, end, stride_value_block, CONFIG)
+                async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
+            else:
+                convert(v.index(stage), raw.index(use % CONFIG.raw_stages), v_full.index(stage), CONFIG)
+    return used + count
 
 
 @gluon.jit
@@ -160,7 +167,7 @@ def produce(inputs, numbers, queries, buffers, CONFIG: gl.constexpr):
     (q_ptr, query_starts_ptr, seq_lens_ptr, block_tables_ptr, counter_ptr, stride_q_token, stride_q_head, stride_block_table) = inputs[0]
     keys_ptr, values_ptr, stride_key_block, stride_key_head, stride_value_block, stride_value_head = inputs[1]
     first_row, num_rows, decode_count_ptr, row_count_ptr = numbers
-    q, tile, q_full, q_empty, tile_full = queries
+    q, q_unit, tile, q_full, q_empty, tile_full = queries
     GROUP_TILES: gl.constexpr = (CONFIG.group + CONFIG.heads - 1) // CONFIG.heads
     HEAD_TILES: gl.constexpr = CONFIG.num_heads // CONFIG.group * GROUP_TILES
     Q_STAGES: gl.constexpr = CONFIG.q_stages
@@ -208,7 +215,8 @@ def produce(inputs, numbers, queries, buffers, CONFIG: gl.constexpr):
             mbarrier.arrive(tile_full.index(stage), count=1)
             origin = (first_token, tile_start, num_queries, kv_head * CONFIG.group, head_tile % GROUP_TILES * CONFIG.heads)
             for consumer in gl.static_range(2):
-                load_queries(q.index(2 * stage + consumer), q_ptr, stride_q_token, stride_q_head, origin, consumer, CONFIG)
+                part = 2 * stage + consumer
+                load_queries(q.index(part), q_unit.index(part), q_ptr, stride_q_token, stride_q_head, origin, consumer, CONFIG)
             report(q_full.index(stage), CONFIG)
             sent += 1
             head_keys_ptr = keys_ptr + kv_head.to(gl.int64) * stride_key_head
