@@ -29,13 +29,8 @@ from stoker.kernels.triton.attention.warp_specialized.pipeline import (
     vector_layout,
     wait_for_turn,
 )
+from stoker.kernels.triton.attention.warp_specialized.queries import load_mean, mean_scores, read_queries, scores_layout, split_queries
 from stoker.kernels.triton.kv_pages import mean_tokens
-
-
-@gluon.constexpr_function
-def scores_layout(key_bits):
-    """The layout of scores [64, BLOCK_N] in the registers of a warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 256 // key_bits])
 
 
 @gluon.constexpr_function
@@ -48,28 +43,6 @@ def output_layout(size):
 def weights_layout(size):
     """The layout of weights [64, BLOCK_N] as the left operand of the product with values. It moves no value between threads."""
     return gl.DotOperandLayout(0, output_layout(size), 2)
-
-
-@gluon.constexpr_function
-def query_layout(key_bits):
-    """The layout of queries [64, size] as the left operand of the scores: each thread has the rows whose scores it has."""
-    return gl.DotOperandLayout(0, scores_layout(key_bits), 32 // key_bits)
-
-
-@gluon.jit
-def load_mean(mean_ptr, tile, CONFIG: gl.constexpr):
-    """float32 [size]: the mean of the keys of `tile`. `mean_ptr`: the means of the KV head."""
-    cols = gl.arange(0, CONFIG.size, gl.SliceLayout(0, query_layout(CONFIG.key_bits)))
-    return gl.load(mean_ptr + tile * BLOCK_N // mean_tokens() * CONFIG.size + cols)
-
-
-@gluon.jit
-def mean_scores(q, mean, CONFIG: gl.constexpr):
-    """float32 [64]: the products of queries q in shared memory with `mean` [size]. q are e4m3 terms: [TERMS × 64, size]."""
-    x = q.slice(0, 64).load(query_layout(CONFIG.key_bits)).to(gl.float32)
-    for term in gl.static_range(1, TERMS):
-        x += q.slice(64 * term, 64).load(query_layout(CONFIG.key_bits)).to(gl.float32)
-    return gl.convert_layout(gl.sum(x * mean[None, :], 1), gl.SliceLayout(1, scores_layout(CONFIG.key_bits)))
 
 
 @gluon.jit
@@ -88,7 +61,7 @@ def softmax(scores, start, positions, mean_score, highest, total, factor, CONFIG
             seen = seen & (key[None, :] > positions[:, None] - CONFIG.window)
         scores = gl.where(seen, scores, float("-inf"))
     row_factor = factor
-    if CONFIG.raw_stages > 0:
+    if CONFIG.key_bits == 8:
         row_factor = factor[:, None]
     if CONFIG.has_mean:
         bias = mean_score * factor
@@ -152,7 +125,8 @@ def attend_tiles(
         end_turn(CONSUMER)
         if CONFIG.has_mean:  # noqa: SIM102 - the outer condition is a constant, the inner one is not
             if (tile + 1) * BLOCK_N % mean_tokens() == 0:
-                mean_score = mean_scores(q, load_mean(mean_ptr, tile, CONFIG), CONFIG)
+                mean = load_mean(mean_ptr, tile, CONFIG)
+                mean_score = mean_scores(read_queries(q, CONFIG), mean, CONFIG)
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_empty.index(stage), count=1)
         start = tile * BLOCK_N
@@ -191,7 +165,7 @@ def store_result(out, out_ptr, staging, empty, tile, CONSUMER: gl.constexpr, CON
 def consume(outputs, scale, queries, buffers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Compute rows 64 × CONSUMER : 64 × CONSUMER + 64 of every tile that the producer sends. `outputs`: out_ptr and optional inputs."""
     out_ptr, sinks_ptr, key_scale_ptr, value_scale_ptr, key_mean_ptr, stride_mean_head = outputs
-    q, q_unit, tile, q_full, q_empty, tile_full = queries
+    q, tile, q_full, q_empty, tile_full = queries
     k, v, k_full, k_empty, v_full, v_empty = buffers
     SIZE: gl.constexpr = CONFIG.size
     Q_STAGES: gl.constexpr = CONFIG.q_stages
@@ -226,16 +200,19 @@ def consume(outputs, scale, queries, buffers, CONSUMER: gl.constexpr, CONFIG: gl
             total += 1.0
         last = end_tile - 1
         mean_ptr = out_ptr  # not used
+        mean = None
         if CONFIG.has_mean:
             mean_ptr = key_mean_ptr + kv_head.to(gl.int64) * stride_mean_head
             mean = load_mean(mean_ptr, last, CONFIG)  # while the queries arrive
         mbarrier.wait(q_full.index(stage), received // Q_STAGES & 1)
-        q_tile = q.index(2 * stage + CONSUMER)
+        q_rows = q.index(2 * stage + CONSUMER)
+        q_tile = q_rows
         mean_score = gl.zeros([64], gl.float32, ROWS)
-        if CONFIG.has_mean:
-            mean_score = mean_scores(q_tile, mean, CONFIG)
-        if CONFIG.raw_stages > 0:
-            factor = factor * q_unit.index(2 * stage + CONSUMER).load(ROWS)
+        if CONFIG.key_bits == 8:
+            q_tile, unit, mean_score = split_queries(q_rows, mean, k.dtype, CONFIG)
+            factor = factor * unit
+        elif CONFIG.has_mean:
+            mean_score = mean_scores(read_queries(q_tile, CONFIG), mean, CONFIG)
         row_inputs = (q_tile, mean_ptr)
 
         # The last key tile has no tile before it whose values could be multiplied.
@@ -277,7 +254,7 @@ def consume(outputs, scale, queries, buffers, CONSUMER: gl.constexpr, CONFIG: gl
             norm = norm * gl.load(value_scale_ptr + kv_head)
         out = acc * gl.convert_layout(norm, gl.SliceLayout(1, output_layout(SIZE)))[:, None]
         element: gl.constexpr = out_ptr.dtype.element_ty
-        staging = q_tile._reinterpret(element, [64, SIZE], swizzled_layout(SIZE))
+        staging = q_rows._reinterpret(element, [64, SIZE], swizzled_layout(SIZE))
         place = (token, num_queries, head_tile)
         store_result(out.to(element), out_ptr, staging, q_empty.index(stage), place, CONSUMER, CONFIG)
         received += 1

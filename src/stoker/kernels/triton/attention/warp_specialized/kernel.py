@@ -11,7 +11,7 @@ Grid: one CTA per SM, which takes query tiles of 128 rows (tokens × heads of on
     warps  8 – 11   producer: tiles, queries, keys, values      40 (56)
 
 Over an e4m3 cache, keys are multiplied as they are stored, with queries that are sums of two e4m3 numbers. Two products of 8 bits take the
-tensor cores as long as one of 16 bits, and the producer converts values only. bfloat16 queries lose no precision (`producer.store_terms`).
+tensor cores as long as one of 16 bits, and the producer converts values only. bfloat16 queries lose no precision (`queries.split_queries`).
 
 Theoretical floor: as in `prefill_kernel`, 790 TFLOP/s. Reached on an H100 with 32 / 8 heads of 128, TFLOP/s of the causal half, and in
 brackets those of `prefill_kernel` and of cuDNN: 1 × 8,192 tokens 541 (442, 545), 4 × 2,048 tokens 423 (351, 468), 1 × 2,048 tokens 427
@@ -30,7 +30,6 @@ from stoker.kernels.triton.attention.warp_specialized.consumer import consume
 from stoker.kernels.triton.attention.warp_specialized.pipeline import (
     BLOCK_N,
     NUM_FIELDS,
-    TERMS,
     V_STAGES,
     field_layout,
     mbarriers,
@@ -85,20 +84,16 @@ def warp_specialized_prefill_kernel(
     TYPE: gl.constexpr = q_ptr.dtype.element_ty if RAW_STAGES == 0 else gl.float16
     K_TYPE: gl.constexpr = TYPE if RAW_STAGES == 0 else CACHE_TYPE
     K_STAGES: gl.constexpr = CONFIG.k_stages
-    Q_ROWS: gl.constexpr = 64 if RAW_STAGES == 0 else 64 * TERMS
-    K_LAYOUT: gl.constexpr = swizzled_layout(SIZE, K_TYPE.primitive_bitwidth)
     ARRIVALS: gl.constexpr = 128 if RAW_STAGES == 0 else 1
     pdl_wait_and_launch_dependents(gl.arange(0, 128, field_layout()), USE_PDL)
-    q = gl.allocate_shared_memory(K_TYPE, [2 * Q_STAGES, Q_ROWS, SIZE], K_LAYOUT)
-    k = gl.allocate_shared_memory(K_TYPE, [K_STAGES, BLOCK_N, SIZE], K_LAYOUT)
+    q = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [2 * Q_STAGES, 64, SIZE], swizzled_layout(SIZE))
+    k = gl.allocate_shared_memory(K_TYPE, [K_STAGES, BLOCK_N, SIZE], swizzled_layout(SIZE, K_TYPE.primitive_bitwidth))
     v = gl.allocate_shared_memory(TYPE, [V_STAGES, BLOCK_N, SIZE], swizzled_layout(SIZE))
     raw = k  # not used
-    q_unit = k  # not used
     if RAW_STAGES > 0:
-        q_unit = gl.allocate_shared_memory(gl.float32, [2 * Q_STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         raw = gl.allocate_shared_memory(CACHE_TYPE, [RAW_STAGES, BLOCK_N, SIZE], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
     tile = gl.allocate_shared_memory(gl.int32, [NUM_FIELDS * Q_STAGES, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full = mbarriers(Q_STAGES, ARRIVALS)
+    q_full = mbarriers(Q_STAGES, 128)
     q_empty = mbarriers(Q_STAGES, 2)
     tile_full = mbarriers(Q_STAGES, 1)
     k_full = mbarriers(K_STAGES, 128)
@@ -107,7 +102,7 @@ def warp_specialized_prefill_kernel(
     v_empty = mbarriers(V_STAGES, 2)
 
     outputs = (out_ptr, sinks_ptr, cache.key_scale_ptr, cache.value_scale_ptr, cache.key_mean_ptr, cache.stride_mean_head)
-    queries = (q, q_unit, tile, q_full, q_empty, tile_full)
+    queries = (q, tile, q_full, q_empty, tile_full)
     buffers = (k, v, k_full, k_empty, v_full, v_empty)
     rows = (q_ptr, query_starts_ptr, seq_lens_ptr, block_tables_ptr, counter_ptr, stride_q_token, stride_q_head, stride_block_table)
     pages = (

@@ -7,8 +7,7 @@
     v           | V_STAGES    | [BLOCK_N, size] values of 16 bits                      | producer            | 2
     raw         | raw_stages  | [BLOCK_N, size] values of an e4m3 cache                | private to the producer
 
-With an e4m3 cache, queries are e4m3 numbers too: a stage has [TERMS × 64, size] of them for each consumer, and `q_unit` the power of two by
-which each row is multiplied (see `producer.store_terms`).
+With an e4m3 cache, each consumer replaces its queries by e4m3 numbers in the same place (see `queries`).
 
 A producer that copies with `cp.async` arrives once per thread, when the copies of the thread are complete; one that stores converted
 values arrives once. Matrices are in the swizzle of 128 bytes that wgmma reads; e4m3 numbers of 64 features in that of 64 bytes.

@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 from stoker.kernels.triton.attention.warp_specialized.pipeline import (
     BLOCK_N,
     NUM_FIELDS,
-    TERMS,
     V_STAGES,
     vector_layout,
     write_field,
@@ -72,65 +71,33 @@ def convert(target, raw, full, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def store_terms(target, q_unit, x, first, CONFIG: gl.constexpr):
-    """Store float32 queries x [rows, size] as TERMS e4m3 numbers each, and the powers of two that are their units, from row `first` on.
-
-    The unit makes the greatest magnitude of a row 128 to 256. Two terms are exact for bfloat16: the first one has four of the eight bits,
-    and the rest is at most eight times the last bit. Only values below 2 ** -9 of the greatest one are rounded, to 2 ** -18 of that.
-    """
-    exponent = gl.maximum(gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True) & 0x7F800000, 16 << 23)
-    q_unit.slice(first, x.shape[0]).store((exponent - (7 << 23)).to(gl.float32, bitcast=True))
-    x = x * ((254 << 23) - exponent + (7 << 23)).to(gl.float32, bitcast=True)[:, None]
-    ROWS: gl.constexpr = x.shape[0]
-    for term in gl.static_range(TERMS):
-        rounded = x.to(target.dtype)
-        target.slice(64 * term + first, ROWS).store(rounded)
-        x -= rounded.to(gl.float32)
-
-
-@gluon.jit
-def load_queries(target, q_unit, q_ptr, stride_token, stride_head, origin, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Copy the queries of one consumer to `target` [64, size]; rows of padding are zero. With an e4m3 cache, see `store_terms`."""
+def copy_queries(target, q_ptr, stride_token, stride_head, origin, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Issue the copies of the queries of one consumer to `target` [64, size]; rows of padding are zero."""
     first_token, tile_start, num_queries, first_head, group_start = origin
-    SIZE: gl.constexpr = CONFIG.size
-    ROWS: gl.constexpr = 64 if CONFIG.raw_stages == 0 else 16
-    LAYOUT: gl.constexpr = vector_layout(SIZE, 2)
-    cols = gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))
-    for part in gl.static_range(64 // ROWS):
-        m = 64 * CONSUMER + part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        token = tile_start + m // CONFIG.heads
-        head = group_start + m % CONFIG.heads
-        inside = (token < num_queries) & (m < CONFIG.tokens * CONFIG.heads) & (head < CONFIG.group)
-        rows_ptr = q_ptr + (first_token + token).to(gl.int64) * stride_token + (first_head + head) * stride_head
-        addresses = rows_ptr[:, None] + cols[None, :]
-        mask = inside[:, None] & (cols >= 0)[None, :]
-        if CONFIG.raw_stages == 0:
-            async_copy.async_copy_global_to_shared(target, addresses, mask=mask)
-        else:
-            store_terms(target, q_unit, gl.load(addresses, mask=mask, other=0.0).to(gl.float32), part * ROWS, CONFIG)
+    LAYOUT: gl.constexpr = vector_layout(CONFIG.size, 2)
+    cols = gl.arange(0, CONFIG.size, gl.SliceLayout(0, LAYOUT))
+    m = 64 * CONSUMER + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    token = tile_start + m // CONFIG.heads
+    head = group_start + m % CONFIG.heads
+    inside = (token < num_queries) & (m < CONFIG.tokens * CONFIG.heads) & (head < CONFIG.group)
+    rows_ptr = q_ptr + (first_token + token).to(gl.int64) * stride_token + (first_head + head) * stride_head
+    mask = inside[:, None] & (cols >= 0)[None, :]
+    async_copy.async_copy_global_to_shared(target, rows_ptr[:, None] + cols[None, :], mask=mask)
 
 
 @gluon.jit
-def report(full, CONFIG: gl.constexpr):
-    """Arrive at `full`: when this thread's copies are complete, or at once if values were stored."""
-    if CONFIG.raw_stages == 0:
-        async_copy.mbarrier_arrive(full, increment_count=False)
-    else:
-        fence_async_shared()
-        mbarrier.arrive(full, count=1)
+def produce_keys(buffers, pages, counter_ptr, first_tile, begin, end, used, CONFIG: gl.constexpr):
+    """Copy the key tiles and value tiles of one query tile, of which keys begin : end may be visible, and take the next query tile.
 
-
-@gluon.jit
-def produce_keys(buffers, pages, first_tile, begin, end, used, CONFIG: gl.constexpr):
-    """Copy the key tiles and value tiles of one query tile, of which keys begin : end may be visible.
-
-    `used`: key tiles that were copied before it. Returns the new number.
+    `used`: key tiles that were copied before it. Returns (the new number, the number from the counter). With an e4m3 cache, that one is
+    taken before the last values are converted, which usually wait for a stage.
     """
     k, v, raw, k_full, k_empty, v_full, v_empty = buffers
     keys_ptr, values_ptr, stride_key_block, stride_value_block, block_table_ptr = pages
     last_tile = (end - 1) // BLOCK_N
     count = last_tile + 1 - first_tile
     AHEAD: gl.constexpr = CONFIG.raw_stages - 1 if CONFIG.raw_stages > 0 else 0
+    ticket = 0
     for i in range(-AHEAD, count):
         ahead = used + i + AHEAD
         start = (last_tile - i - AHEAD) * BLOCK_N
@@ -143,6 +110,8 @@ def produce_keys(buffers, pages, first_tile, begin, end, used, CONFIG: gl.conste
             async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
         if CONFIG.raw_stages > 0:
             async_copy.commit_group()
+            if i + 1 == count:
+                ticket = gl.atomic_add(counter_ptr, 1)
         if i >= 0:
             use = used + i
             stage = use % V_STAGES
@@ -154,7 +123,9 @@ def produce_keys(buffers, pages, first_tile, begin, end, used, CONFIG: gl.conste
                 async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
             else:
                 convert(v.index(stage), raw.index(use % CONFIG.raw_stages), v_full.index(stage), CONFIG)
-    return used + count
+    if CONFIG.raw_stages == 0:
+        ticket = gl.atomic_add(counter_ptr, 1)
+    return used + count, ticket
 
 
 @gluon.jit
@@ -167,7 +138,7 @@ def produce(inputs, numbers, queries, buffers, CONFIG: gl.constexpr):
     (q_ptr, query_starts_ptr, seq_lens_ptr, block_tables_ptr, counter_ptr, stride_q_token, stride_q_head, stride_block_table) = inputs[0]
     keys_ptr, values_ptr, stride_key_block, stride_key_head, stride_value_block, stride_value_head = inputs[1]
     first_row, num_rows, decode_count_ptr, row_count_ptr = numbers
-    q, q_unit, tile, q_full, q_empty, tile_full = queries
+    q, tile, q_full, q_empty, tile_full = queries
     GROUP_TILES: gl.constexpr = (CONFIG.group + CONFIG.heads - 1) // CONFIG.heads
     HEAD_TILES: gl.constexpr = CONFIG.num_heads // CONFIG.group * GROUP_TILES
     Q_STAGES: gl.constexpr = CONFIG.q_stages
@@ -215,16 +186,16 @@ def produce(inputs, numbers, queries, buffers, CONFIG: gl.constexpr):
             mbarrier.arrive(tile_full.index(stage), count=1)
             origin = (first_token, tile_start, num_queries, kv_head * CONFIG.group, head_tile % GROUP_TILES * CONFIG.heads)
             for consumer in gl.static_range(2):
-                part = 2 * stage + consumer
-                load_queries(q.index(part), q_unit.index(part), q_ptr, stride_q_token, stride_q_head, origin, consumer, CONFIG)
-            report(q_full.index(stage), CONFIG)
+                copy_queries(q.index(2 * stage + consumer), q_ptr, stride_q_token, stride_q_head, origin, consumer, CONFIG)
+            async_copy.mbarrier_arrive(q_full.index(stage), increment_count=False)
             sent += 1
             head_keys_ptr = keys_ptr + kv_head.to(gl.int64) * stride_key_head
             head_values_ptr = values_ptr + kv_head.to(gl.int64) * stride_value_head
             block_table_ptr = block_tables_ptr + row.to(gl.int64) * stride_block_table
             pages = (head_keys_ptr, head_values_ptr, stride_key_block, stride_value_block, block_table_ptr)
-            used = produce_keys(buffers, pages, first_tile, begin, end, used, CONFIG)
-        ticket = gl.atomic_add(counter_ptr, 1)
+            used, ticket = produce_keys(buffers, pages, counter_ptr, first_tile, begin, end, used, CONFIG)
+        else:
+            ticket = gl.atomic_add(counter_ptr, 1)
     stage = sent % Q_STAGES
     mbarrier.wait(q_empty.index(stage), (sent // Q_STAGES & 1) ^ 1)
     write_field(tile.index(stage * NUM_FIELDS), 0)
