@@ -29,7 +29,14 @@ from stoker.kernels.triton.attention.warp_specialized.pipeline import (
     vector_layout,
     wait_for_turn,
 )
-from stoker.kernels.triton.attention.warp_specialized.queries import load_mean, mean_scores, read_queries, scores_layout, split_queries
+from stoker.kernels.triton.attention.warp_specialized.queries import (
+    load_mean,
+    mean_layout,
+    mean_scores,
+    read_queries,
+    scores_layout,
+    split_queries,
+)
 from stoker.kernels.triton.kv_pages import mean_tokens
 
 
@@ -92,7 +99,7 @@ def issue_scores(q, k, CONFIG: gl.constexpr):
 @gluon.jit
 def attend_tiles(
     state,
-    row_inputs,
+    q,
     buffers,
     tiles,
     used,
@@ -105,12 +112,11 @@ def attend_tiles(
 ):
     """Add key tiles to the running softmax, downward. Returns (state, used).
 
-    `row_inputs`: (q, mean_ptr): the queries in shared memory, and the means of their KV head. `tiles`: (last, first, begin): key tiles
-    last … first, of a query tile whose key tiles begin at `begin`. `used`: the use of the buffers for tile `last`. The state includes the
-    weights of the tile before, whose product with its values is issued here, and its `mean_scores`.
+    `q`: the queries in shared memory. `tiles`: (last, first, begin): key tiles last … first, of a query tile whose key tiles begin at
+    `begin`. `used`: the use of the buffers for tile `last`. The state includes the weights of the tile before, whose product with its
+    values is issued here, and its `mean_scores`.
     """
-    q, mean_ptr = row_inputs
-    k, v, k_full, k_empty, v_full, v_empty = buffers
+    k, v, means, k_full, k_empty, v_full, v_empty = buffers
     last, first, begin = tiles
     acc, weights, mean_score, highest, total = state
     for i in range(last - first + 1):
@@ -125,7 +131,7 @@ def attend_tiles(
         end_turn(CONSUMER)
         if CONFIG.has_mean:  # noqa: SIM102 - the outer condition is a constant, the inner one is not
             if (tile + 1) * BLOCK_N % mean_tokens() == 0:
-                mean = load_mean(mean_ptr, tile, CONFIG)
+                mean = means.index(stage).load(mean_layout(CONFIG.key_bits))
                 mean_score = mean_scores(read_queries(q, CONFIG), mean, CONFIG)
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_empty.index(stage), count=1)
@@ -166,7 +172,7 @@ def consume(outputs, scale, queries, buffers, CONSUMER: gl.constexpr, CONFIG: gl
     """Compute rows 64 × CONSUMER : 64 × CONSUMER + 64 of every tile that the producer sends. `outputs`: out_ptr and optional inputs."""
     out_ptr, sinks_ptr, key_scale_ptr, value_scale_ptr, key_mean_ptr, stride_mean_head = outputs
     q, tile, q_full, q_empty, tile_full = queries
-    k, v, k_full, k_empty, v_full, v_empty = buffers
+    k, v, _means, k_full, k_empty, v_full, v_empty = buffers
     SIZE: gl.constexpr = CONFIG.size
     Q_STAGES: gl.constexpr = CONFIG.q_stages
     GROUP_TILES: gl.constexpr = (CONFIG.group + CONFIG.heads - 1) // CONFIG.heads
@@ -199,7 +205,6 @@ def consume(outputs, scale, queries, buffers, CONSUMER: gl.constexpr, CONFIG: gl
             highest = gl.load(sinks_ptrs, mask=head < CONFIG.group, other=0.0) * LOG2E
             total += 1.0
         last = end_tile - 1
-        mean_ptr = out_ptr  # not used
         mean = None
         if CONFIG.has_mean:
             mean_ptr = key_mean_ptr + kv_head.to(gl.int64) * stride_mean_head
@@ -213,7 +218,6 @@ def consume(outputs, scale, queries, buffers, CONSUMER: gl.constexpr, CONFIG: gl
             factor = factor * unit
         elif CONFIG.has_mean:
             mean_score = mean_scores(read_queries(q_tile, CONFIG), mean, CONFIG)
-        row_inputs = (q_tile, mean_ptr)
 
         # The last key tile has no tile before it whose values could be multiplied.
         key_stage = used % CONFIG.k_stages
@@ -233,14 +237,14 @@ def consume(outputs, scale, queries, buffers, CONSUMER: gl.constexpr, CONFIG: gl
         state = (gl.zeros([64, SIZE], gl.float32, output_layout(SIZE)), weights, mean_score, highest, total)
         masked = gl.maximum(begin, gl.minimum(end_unmasked, last))  # the diagonal: key tiles from it on
         tiles = (last - 1, masked, begin)
-        state, used = attend_tiles(state, row_inputs, buffers, tiles, used, positions, factor, CONSUMER, CONFIG, True, True)
+        state, used = attend_tiles(state, q_tile, buffers, tiles, used, positions, factor, CONSUMER, CONFIG, True, True)
         unmasked = gl.minimum(gl.maximum(begin, first_unmasked), masked)
         tiles = (masked - 1, unmasked, begin)
-        state, used = attend_tiles(state, row_inputs, buffers, tiles, used, positions, factor, CONSUMER, CONFIG, False, False)
+        state, used = attend_tiles(state, q_tile, buffers, tiles, used, positions, factor, CONSUMER, CONFIG, False, False)
         if CONFIG.window is not None or CONFIG.has_mean:
             IN_WINDOW: gl.constexpr = CONFIG.window is not None
             tiles = (unmasked - 1, begin, begin)
-            state, used = attend_tiles(state, row_inputs, buffers, tiles, used, positions, factor, CONSUMER, CONFIG, IN_WINDOW, True)
+            state, used = attend_tiles(state, q_tile, buffers, tiles, used, positions, factor, CONSUMER, CONFIG, IN_WINDOW, True)
 
         acc, weights, _, highest, total = state
         before = (used - 1) % V_STAGES

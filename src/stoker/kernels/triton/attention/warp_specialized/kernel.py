@@ -90,6 +90,9 @@ def warp_specialized_prefill_kernel(
     k = gl.allocate_shared_memory(K_TYPE, [K_STAGES, BLOCK_N, SIZE], swizzled_layout(SIZE, K_TYPE.primitive_bitwidth))
     v = gl.allocate_shared_memory(TYPE, [V_STAGES, BLOCK_N, SIZE], swizzled_layout(SIZE))
     raw = k  # not used
+    means = k  # not used
+    if CONFIG.has_mean:
+        means = gl.allocate_shared_memory(gl.float32, [K_STAGES, SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if RAW_STAGES > 0:
         raw = gl.allocate_shared_memory(CACHE_TYPE, [RAW_STAGES, BLOCK_N, SIZE], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
     tile = gl.allocate_shared_memory(gl.int32, [NUM_FIELDS * Q_STAGES, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -103,7 +106,7 @@ def warp_specialized_prefill_kernel(
 
     outputs = (out_ptr, sinks_ptr, cache.key_scale_ptr, cache.value_scale_ptr, cache.key_mean_ptr, cache.stride_mean_head)
     queries = (q, tile, q_full, q_empty, tile_full)
-    buffers = (k, v, k_full, k_empty, v_full, v_empty)
+    buffers = (k, v, means, k_full, k_empty, v_full, v_empty)
     rows = (q_ptr, query_starts_ptr, seq_lens_ptr, block_tables_ptr, counter_ptr, stride_q_token, stride_q_head, stride_block_table)
     pages = (
         cache.keys_ptr,
@@ -112,13 +115,15 @@ def warp_specialized_prefill_kernel(
         cache.stride_key_head,
         cache.stride_value_block,
         cache.stride_value_head,
+        cache.key_mean_ptr,
+        cache.stride_mean_head,
     )
     numbers = (first_row, num_rows, decode_count_ptr, row_count_ptr)
     gl.warp_specialize(
         [
             (consume_first, (outputs, scale, queries, buffers, CONFIG)),
             (consume_second, (outputs, scale, queries, buffers, CONFIG)),
-            (produce, ((rows, pages), numbers, queries, (k, v, raw, k_full, k_empty, v_full, v_empty), CONFIG)),
+            (produce, ((rows, pages), numbers, queries, (k, v, raw, means, k_full, k_empty, v_full, v_empty), CONFIG)),
         ],
         [4, 4],
         [REGISTERS[0], REGISTERS[1]],

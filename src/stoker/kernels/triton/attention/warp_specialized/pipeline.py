@@ -4,6 +4,7 @@
     q           | Q_STAGES    | 2 × [64, size] queries, later the tile's results       | producer            | 2 (one per consumer)
     tile        | Q_STAGES    | `TileField` numbers of the query tile                  | 1                   | with q
     k           | k_stages    | [BLOCK_N, size] keys as the cache has them             | producer            | 2
+    means       | k_stages    | [size] the mean of keys, where it changes              | with k              | with k
     v           | V_STAGES    | [BLOCK_N, size] values of 16 bits                      | producer            | 2
     raw         | raw_stages  | [BLOCK_N, size] values of an e4m3 cache                | private to the producer
 

@@ -27,6 +27,7 @@ from stoker.kernels.triton.attention.warp_specialized.pipeline import (
     vector_layout,
     write_field,
 )
+from stoker.kernels.triton.kv_pages import mean_tokens
 from stoker.kernels.triton.row_tiles import find_row, num_token_tiles
 
 
@@ -92,8 +93,8 @@ def produce_keys(buffers, pages, counter_ptr, first_tile, begin, end, used, CONF
     `used`: key tiles that were copied before it. Returns (the new number, the number from the counter). With an e4m3 cache, that one is
     taken before the last values are converted, which usually wait for a stage.
     """
-    k, v, raw, k_full, k_empty, v_full, v_empty = buffers
-    keys_ptr, values_ptr, stride_key_block, stride_value_block, block_table_ptr = pages
+    k, v, raw, means, k_full, k_empty, v_full, v_empty = buffers
+    keys_ptr, values_ptr, stride_key_block, stride_value_block, block_table_ptr, means_ptr = pages
     last_tile = (end - 1) // BLOCK_N
     count = last_tile + 1 - first_tile
     AHEAD: gl.constexpr = CONFIG.raw_stages - 1 if CONFIG.raw_stages > 0 else 0
@@ -107,6 +108,11 @@ def produce_keys(buffers, pages, counter_ptr, first_tile, begin, end, used, CONF
             stage = ahead % CONFIG.k_stages
             mbarrier.wait(k_empty.index(stage), (ahead // CONFIG.k_stages & 1) ^ 1)
             copy_pages(k.index(stage), keys_ptr, block_table_ptr, start, begin, end, stride_key_block, CONFIG)
+            if CONFIG.has_mean:  # noqa: SIM102 - the outer condition is a constant, the inner one is not
+                if (start + BLOCK_N) % mean_tokens() == 0:
+                    cols = gl.arange(0, CONFIG.size, gl.BlockedLayout([4], [32], [4], [0]))
+                    mean_ptr = means_ptr + start // mean_tokens() * CONFIG.size
+                    async_copy.async_copy_global_to_shared(means.index(stage), mean_ptr + cols)
             async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
         if CONFIG.raw_stages > 0:
             async_copy.commit_group()
@@ -136,7 +142,7 @@ def produce(inputs, numbers, queries, buffers, CONFIG: gl.constexpr):
     memory and its mbarriers.
     """
     (q_ptr, query_starts_ptr, seq_lens_ptr, block_tables_ptr, counter_ptr, stride_q_token, stride_q_head, stride_block_table) = inputs[0]
-    keys_ptr, values_ptr, stride_key_block, stride_key_head, stride_value_block, stride_value_head = inputs[1]
+    keys_ptr, values_ptr, stride_key_block, stride_key_head, stride_value_block, stride_value_head, means_ptr, stride_mean_head = inputs[1]
     first_row, num_rows, decode_count_ptr, row_count_ptr = numbers
     q, tile, q_full, q_empty, tile_full = queries
     GROUP_TILES: gl.constexpr = (CONFIG.group + CONFIG.heads - 1) // CONFIG.heads
@@ -192,7 +198,10 @@ def produce(inputs, numbers, queries, buffers, CONFIG: gl.constexpr):
             head_keys_ptr = keys_ptr + kv_head.to(gl.int64) * stride_key_head
             head_values_ptr = values_ptr + kv_head.to(gl.int64) * stride_value_head
             block_table_ptr = block_tables_ptr + row.to(gl.int64) * stride_block_table
-            pages = (head_keys_ptr, head_values_ptr, stride_key_block, stride_value_block, block_table_ptr)
+            head_means_ptr = head_keys_ptr  # not used
+            if CONFIG.has_mean:
+                head_means_ptr = means_ptr + kv_head.to(gl.int64) * stride_mean_head
+            pages = (head_keys_ptr, head_values_ptr, stride_key_block, stride_value_block, block_table_ptr, head_means_ptr)
             used, ticket = produce_keys(buffers, pages, counter_ptr, first_tile, begin, end, used, CONFIG)
         else:
             ticket = gl.atomic_add(counter_ptr, 1)

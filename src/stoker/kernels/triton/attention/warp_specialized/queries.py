@@ -31,6 +31,12 @@ def query_layout(key_bits):
     return gl.DotOperandLayout(0, scores_layout(key_bits), 32 // key_bits)
 
 
+@gluon.constexpr_function
+def mean_layout(key_bits):
+    """The layout of a mean of keys [size] that queries are multiplied by."""
+    return gl.SliceLayout(0, query_layout(key_bits))
+
+
 @gluon.jit
 def read_queries(q, CONFIG: gl.constexpr):
     """The queries q in shared memory [64, size], with e4m3 keys the sums of their terms, which float16 has exactly."""
@@ -46,7 +52,7 @@ def read_queries(q, CONFIG: gl.constexpr):
 @gluon.jit
 def load_mean(mean_ptr, tile, CONFIG: gl.constexpr):
     """float32 [size]: the mean of the keys of `tile`. `mean_ptr`: the means of the KV head."""
-    cols = gl.arange(0, CONFIG.size, gl.SliceLayout(0, query_layout(CONFIG.key_bits)))
+    cols = gl.arange(0, CONFIG.size, mean_layout(CONFIG.key_bits))
     return gl.load(mean_ptr + tile * BLOCK_N // mean_tokens() * CONFIG.size + cols)
 
 
