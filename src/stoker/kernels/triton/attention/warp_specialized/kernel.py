@@ -16,7 +16,7 @@ tensor cores as long as one of 16 bits, and the producer converts values only. b
 Theoretical floor: as in `prefill_kernel`, 790 TFLOP/s. Reached on an H100 with 32 / 8 heads of 128, TFLOP/s of the causal half, and in
 brackets those of `prefill_kernel` and of cuDNN: 1 × 8,192 tokens 541 (442, 545), 4 × 2,048 tokens 423 (351, 468), 1 × 2,048 tokens 427
 (379, 396). Without the copies of keys and values, 1 × 8,192 tokens would reach 742: two stages do not hide their latency. Over an e4m3
-cache on an H200, keys less their means, when keys were converted too: 421 (328) and 4 × 2,048 tokens 335 (274).
+cache on an H200, keys less their means: 544 (328), 4 × 2,048 tokens 423 (276), 8 × 1,024 tokens 318 (227).
 
 Shared memory and mbarriers are described in `pipeline`, the copies in `producer`, the products and the softmax in `consumer`.
 """
