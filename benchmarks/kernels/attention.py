@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,9 +28,12 @@ from stoker.kernels.reference import attention as reference
 from stoker.kernels.triton.aot.offline_target import compiling
 from stoker.kernels.triton.attention import launch as kernels
 from stoker.kernels.triton.attention.tiles import AttentionTile, Splits
-from stoker.kernels.types import MEAN_TOKENS, AttentionParams
+from stoker.kernels.types import LONG_SPLIT, MEAN_TOKENS, AttentionParams
+from stoker.runtime.worker.split_length import split_length
 
 HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 128, 64
+SPLIT_ROWS = (33, 48, 64, 128, 256)
+RESIDENT_CTAS = 4 * 132  # of an H200, as `num_resident_rows` counts them
 READ_CEILING = 4.42e12  # bytes/s, measured read-only stream of an H200
 MATRIX_CEILING = 790e12  # bf16 FLOP/s
 PARAMS = AttentionParams(SIZE**-0.5)
@@ -41,7 +45,7 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 class Shape:
     """`rows` of `queries` tokens each over `context` keys; `bound` is the max_seq_len of a captured graph.
 
-    With `longest`, the first row has as many keys.
+    With `longest`, the first row has as many keys. Decodes have the length of splits that a step of these rows has.
     """
 
     rows: int
@@ -76,12 +80,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Variant:
-    """A tile and a number of splits. None: the choice of the launcher."""
+    """A tile and a number of splits. None: the choice of the launcher, with `tokens` per split, or 0: those that a step has."""
 
     tile: AttentionTile | None = None
     splits: Splits | None = None
+    tokens: int = 0
 
     def __str__(self) -> str:
+        if self.tokens:
+            return "not cut" if self.tokens == LONG_SPLIT else f"splits of {self.tokens}"
         tile = "tuned" if self.tile is None else f"{self.tile.block_m}x{self.tile.block_n} w{self.tile.num_warps} s{self.tile.num_stages}"
         return f"{tile}, " + ("tuned splits" if self.splits is None else f"{self.splits.count} splits")
 
@@ -92,6 +99,12 @@ class Problem:
     cache: KVCache
     batch: ForwardBatch
     out: Tensor
+    split_tokens: int  # of a step of these rows
+
+    def set_split_tokens(self, variant: Variant) -> None:
+        """Write the length of splits before a launch, as the host does before a step."""
+        assert self.batch.split_tokens is not None
+        self.batch.split_tokens.fill_(variant.tokens or self.split_tokens)
 
     def run(self, variant: Variant) -> None:
         launch = kernels.decode if self.batch.num_decodes else kernels.prefill
@@ -134,8 +147,11 @@ def problem(
         sum(n == 1 for n in queries),
         max(queries),
         bound,
+        split_tokens=torch.zeros(1, dtype=torch.int32, device=device),
     )
-    return Problem(q, cache, batch, torch.full((tokens, HEADS, SIZE), float("nan"), dtype=dtype, device=device))
+    split_tokens = split_length(np.array(lens[: batch.num_decodes]), RESIDENT_CTAS / kv_heads)
+    out = torch.full((tokens, HEADS, SIZE), float("nan"), dtype=dtype, device=device)
+    return Problem(q, cache, batch, out, split_tokens)
 
 
 def of_shape(shape: Shape, device: str) -> Problem:
@@ -158,6 +174,7 @@ def ragged_error(shape: Shape, variant: Variant, dtype: torch.dtype = BF16) -> f
     lens = [longest, *torch.randint(1 if is_decode else 2, longest + 1, (8 if is_decode else 3,)).tolist()]
     queries = [1 if is_decode else int(torch.randint(2, n + 1, ())) for n in lens]
     ragged = problem(lens, queries, shape.cache_dtype, shape.bound or shape.context, "cuda", dtype, shape.kv_heads, shape.has_mean)
+    ragged.set_split_tokens(variant)
     ragged.run(variant)
     torch.cuda.synchronize()
     return relative_error(ragged)
@@ -206,6 +223,8 @@ def measure(shape: Shape, variants: list[Variant]) -> list[dict[str, object]]:
     rows = []
     for variant in variants:
         error = ragged_error(shape, variant)
+        for made in problems:
+            made.set_split_tokens(variant)
         seconds = graph_time([lambda p=made, v=variant: p.run(v) for made in problems])
         rate = (
             (shape.kv_bytes / seconds, "TB/s", READ_CEILING) if shape.queries == 1 else (shape.flops / seconds, "TFLOP/s", MATRIX_CEILING)
@@ -225,7 +244,7 @@ def plan() -> dict[Shape, list[Variant]]:
         Variant(tile, Splits(n)) for tile in (whole, AttentionTile(16, 64, 4, 4), AttentionTile(16, 32, 1, 3)) for n in (1, 2, 4)
     ]
     variants = [Variant(tile) for tile in tiles]
-    ragged = [tuned, *(Variant(splits=Splits(n, keys // 64)) for n, keys in ((1, 64), (8, 1024), (16, 512), (32, 256)))]
+    lengths = [tuned, Variant(splits=Splits(1)), *(Variant(tokens=keys) for keys in (LONG_SPLIT, 2048, 1024, 512))]
     return {
         Shape(1, 1, 1000, bound=1024): [tuned, *variants, *(Variant(whole, Splits(n)) for n in (8,))],
         Shape(1, 1, 1000, bound=8192): [tuned],
@@ -237,8 +256,10 @@ def plan() -> dict[Shape, list[Variant]]:
         **{Shape(64, 1, keys, FP8, 4096, 4, True): [tuned, *half_of_70b] for keys in (250, 1000, 2000)},
         **{Shape(rows, 1, 1000, FP8, 4096, 4, True): [tuned, *half_of_70b] for rows in (16, 32, 128)},
         Shape(256, 1, 1000, FP8, 1024): [tuned, Variant(AttentionTile(16, 64, 4, 4))],
-        **{Shape(33, 1, keys, FP8, 6144, longest=4000): ragged for keys in (300, 2000)},
-        **{Shape(rows, 1, 1000, cache, 6144): ragged for rows in (48, 64, 128) for cache in (BF16, FP8)},
+        **{Shape(rows, 1, keys, cache, 6144): lengths for rows in SPLIT_ROWS for keys in (1100, 2100) for cache in (FP8, BF16)},
+        **{Shape(rows + 1, 1, keys, FP8, 6144, longest=4000): lengths for rows in (32, 64, 128, 256) for keys in (300, 1000, 2000)},
+        **{Shape(33, 1, keys, BF16, 6144, longest=4000): lengths for keys in (300, 2000)},
+        Shape(33, 1, 300, FP8, 131_072, longest=4000): lengths,
         Shape(4, 2048, 2048): [
             tuned,
             *(Variant(AttentionTile(*t)) for t in ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2))),

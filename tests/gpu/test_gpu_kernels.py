@@ -95,6 +95,33 @@ def test_attention(sizes: tuple[int, int, int], features: dict, block: int, dtyp
     assert relative_error(result, expected) < BOUND[dtype]
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("rows", [20, 40, 150])
+def test_a_captured_launch_splits_rows_by_the_length_of_each_step(rows: int, cache_dtype: torch.dtype) -> None:
+    lens = [random.randrange(1, 100) for _ in range(rows - 2)] + [600, 3000]
+    random.shuffle(lens)
+    cache, batch = ragged([(1, keys) for keys in lens], 8, 128, 64, torch.bfloat16)
+    pages = [page.nan_to_num().to(cache_dtype) for page in (cache.keys, cache.values)]  # type: ignore[union-attr]
+    q, params = torch.randn(rows, 32, 128).bfloat16(), AttentionParams(128**-0.5)
+    expected = attention_reference.attention(q.double(), KVCache(*(page.double() for page in pages)), batch, params)
+    split_tokens = torch.zeros(1, dtype=torch.int32, device="cuda")
+    on_device = ForwardBatch(
+        *(t.cuda() for t in (batch.token_ids, batch.positions, batch.slots, batch.query_starts, batch.seq_lens, batch.block_tables)),
+        rows, 1, 6144, split_tokens=split_tokens,
+    )  # fmt: skip
+    arguments = (q.cuda(), KVCache(*(page.cuda() for page in pages)), on_device, params)
+    ops.attention(*arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.attention(*arguments)
+    for tokens in (0, 64, 512, 1088, 8192, 512):
+        split_tokens.fill_(tokens)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert relative_error(out, expected) < BOUND[torch.bfloat16], tokens
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(

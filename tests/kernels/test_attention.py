@@ -14,10 +14,11 @@ from oracle import TOLERANCE, Case, expected_attention, padded, relative_error
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.kernels.reference import attention as reference
 from stoker.kernels.triton.attention import launch as kernels
+from stoker.kernels.triton.attention import tiles
 from stoker.kernels.triton.attention.arguments import SplitScratch
-from stoker.kernels.triton.attention.tiles import LONG_SPLIT, AttentionTile, Splits, choose_splits
+from stoker.kernels.triton.attention.tiles import AttentionTile, Splits, choose_splits
 from stoker.kernels.tuning.devices import tuning_for
-from stoker.kernels.types import AttentionParams
+from stoker.kernels.types import LONG_SPLIT, AttentionParams
 
 MIXED = [(1, 37), (1, 5), (1, 16), (3, 3), (13, 50)]
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -211,6 +212,49 @@ def test_results_do_not_depend_on_the_splits(tile: AttentionTile, splits: Splits
     assert relative_error(out.flatten(1), expected_attention(q, cache, batch, params)) < 1e-5
 
 
+def with_split_tokens(batch: ForwardBatch, tokens: int) -> ForwardBatch:
+    return replace(batch, split_tokens=torch.tensor([tokens], dtype=torch.int32))
+
+
+RAGGED = {
+    "equal": [100] * 5,
+    "one long": [9, 300, 5, 7],
+    "one key and a whole number of tiles": [1, 16, 128, 129, 127],
+    "ascending": [16 * i + i % 3 for i in range(1, 9)],
+    "random": [random.Random(3).randint(1, 250) for _ in range(7)],
+}
+
+
+@pytest.mark.parametrize("lens", RAGGED.values(), ids=RAGGED)
+def test_the_length_of_splits_is_read_on_the_device(lens: list[int]) -> None:
+    """The dummy step of a captured graph has 0. Rows that need more splits than the grid has get longer ones."""
+    q, cache, batch, params = Case([(1, n) for n in lens], dtype=BF16, cache_dtype=FP8, heads=8, block_size=32, sinks=True).build()
+    expected = expected_attention(q, cache, batch, params)
+    for tokens in (0, 1, 16, 40, 64, 1 << 30):
+        for tile, count in ((AttentionTile(16, 16, 4, 2), 2), (AttentionTile(16, 16, 4, 2), 7), (AttentionTile(16, 64, 4, 2), 16)):
+            out = torch.full(q.shape, float("nan"), dtype=BF16)
+            kernels.decode(q, cache, with_split_tokens(batch, tokens), params, out, tile, Splits(count, 99, by_lengths=True))
+            assert relative_error(out.flatten(1), expected) < TOLERANCE[BF16]
+            assert not kernels._finished_counters(q.device).any() and not kernels._flag_words(q.device).any()
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.rows[0][0] == 1])
+def test_rows_are_split_by_the_length_that_the_step_has(name: str, is_padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher's own choice on a device with one SM, which any row fills."""
+    case = CASES[name]
+    q, cache, batch, params = case.build()
+    kernels._empty_output(q, cache)  # memory that all tests share is allocated for the real number of SMs
+    monkeypatch.setattr(kernels, "num_sms", lambda device: 1)
+    monkeypatch.setattr(tiles, "SHORT_SPLIT", 16)
+    real = int(batch.query_starts[-1])
+    expected = expected_attention(q, cache, batch, params)
+    batch = with_split_tokens(padded(batch, 3) if is_padded and case.trees is None else batch, 33)
+    out = kernels.attention(q, cache, batch, params)
+    assert relative_error(out[:real], expected) < TOLERANCE[case.dtype]
+    assert not kernels._finished_counters(q.device).any() and not kernels._flag_words(q.device).any()
+
+
 @pytest.mark.parametrize("splits", [Splits(1), Splits(3), Splits(8, 2), Splits(16)])
 @pytest.mark.parametrize("block_n", [16, 64, 128])
 def test_key_means_in_splits_that_begin_anywhere(block_n: int, splits: Splits) -> None:
@@ -219,7 +263,10 @@ def test_key_means_in_splits_that_begin_anywhere(block_n: int, splits: Splits) -
     out = torch.empty(q.shape, dtype=BF16)
     kernels.decode(q, cache, batch, params, out, tile, splits)
     kernels.prefill(q, cache, batch, params, out, tile, splits)
-    assert relative_error(out.flatten(1), expected_attention(q, cache, batch, params)) < TOLERANCE[BF16]
+    expected = expected_attention(q, cache, batch, params)
+    assert relative_error(out.flatten(1), expected) < TOLERANCE[BF16]
+    kernels.decode(q, cache, with_split_tokens(batch, 900), params, out, tile, replace(splits, by_lengths=True))
+    assert relative_error(out.flatten(1), expected) < TOLERANCE[BF16]
 
 
 def test_flags_of_results_whose_bits_are_all_zero() -> None:
@@ -285,6 +332,18 @@ def test_splits_of_decodes_cut_long_rows_while_the_grid_is_small() -> None:
     assert splits(48, 16_384) == Splits(8, 2048 // 64)
     assert splits(50, 6144) == splits(600, 6144) == Splits(1)
     assert splits(33, 131_072) == Splits(16, LONG_SPLIT // 64)
+
+
+def test_a_grid_of_decodes_with_known_lengths_has_room_for_short_splits() -> None:
+    def count(rows: int, max_seq_len: int) -> int:
+        splits = choose_splits(8 * rows, max_seq_len // 64, max_seq_len, 132, is_decode=True, has_split_tokens=True)
+        assert splits.by_lengths == (splits.count > 1 and rows > 16)
+        return splits.count
+
+    assert count(8, 6144) == 2  # these do not fill the device
+    assert [count(rows, 512) for rows in (17, 64, 600)] == [1, 1, 1]
+    assert [count(rows, 6144) for rows in (33, 48, 64, 128, 256, 512)] == [16, 8, 8, 4, 2, 1]
+    assert [count(rows, 131_072) for rows in (33, 256)] == [16, 16]  # as LONG_SPLIT requires
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,11 @@ def expected(
     return expected_attention(q, after, batch, params), after
 
 
-def check(case: Case, dim: int, interleaved: bool, tile: AttentionTile | None = None, splits: Splits | None = None) -> None:
+def check(
+    case: Case, dim: int, interleaved: bool, tile: AttentionTile | None = None, splits: Splits | None = None, split_tokens: int = 32
+) -> None:
     q, k, v, rotary, cache, batch, params = new_tokens(case, dim, interleaved)
+    batch.split_tokens = torch.tensor([split_tokens], dtype=torch.int32)  # which `splits` may select
     expected_out, after = expected(q, k, v, rotary, cache, batch, params)
     if tile is None:
         result = kernels.rope_attention(q, k, v, rotary, cache, batch, params)
@@ -102,7 +105,9 @@ def test_equals_float64(name: str) -> None:
     check(*CASES[name])
 
 
-@pytest.mark.parametrize("splits", [Splits(1), Splits(2), Splits(3), Splits(8, 2), Splits(16)])
+@pytest.mark.parametrize(
+    "splits", [Splits(1), Splits(2), Splits(3), Splits(8, 2), Splits(16), Splits(2, by_lengths=True), Splits(16, by_lengths=True)]
+)
 @pytest.mark.parametrize("block_n", [16, 64])
 def test_results_do_not_depend_on_the_splits(block_n: int, splits: Splits) -> None:
     check(Case([(1, 90), (1, 1), (1, 40), (1, 33)], sinks=True, block_size=32), 64, False, AttentionTile(16, block_n, 4, 2), splits)

@@ -70,7 +70,7 @@ def test_a_captured_step_reads_its_plan(rows: int) -> None:
         packed = builder.pack(plan, shape)
         expected = builder.unpack(packed).batch
         builder.send(packed, static, tables)
-        for name in ("positions", "slots", "query_starts", "seq_lens", "state_slots", "logits_idx"):
+        for name in ("positions", "slots", "query_starts", "seq_lens", "state_slots", "logits_idx", "split_tokens"):
             assert torch.equal(getattr(batch, name), getattr(expected, name)), name
         assert torch.equal(batch.block_tables[:, : packed.width], expected.block_tables)
         assert batch.row_count is not None and batch.row_count.tolist() == [len(plan)]

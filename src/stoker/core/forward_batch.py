@@ -65,6 +65,7 @@ class ForwardBatch:
     verified: VerifiedRows | None = None  # None: no row verifies drafts
     tree: TreeMask | None = None  # None: no row has a tree
     adapter_ids: Tensor | None = None  # [T] int32, the low-rank adapter of each token; -1: none. None: no token has an adapter
+    split_tokens: Tensor | None = None  # int32 [1], the least tokens of a split of a decode row, chosen for seq_lens; None: not chosen
     # A captured step with prompts has any number of rows up to R, which is on the device:
     decode_count: Tensor | None = None  # int32 [1], the number of decodes, while num_decodes is 0; None: num_decodes is valid
     row_count: Tensor | None = None  # int32 [1], the number of rows before those of padding, which have no tokens; None: R

@@ -13,6 +13,8 @@ from stoker.distributed.group import SINGLE, Group
 
 MAX_MEAN_HEAD_SIZE = 128  # the largest head size for which keys can be stored less a mean (`KVCache.key_mean`)
 MEAN_TOKENS = 1024  # positions that share a mean; a multiple of every key tile
+SHORT_SPLIT = 512  # tokens: splits of decode rows are at least as long. Shorter ones take longer to combine than they save
+LONG_SPLIT = 8192  # tokens: longer splits are cut again, so that the CTAs of one row do not outlast the rest of the batch
 
 
 def supports_key_mean(head_size: int) -> bool:

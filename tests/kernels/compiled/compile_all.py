@@ -126,6 +126,8 @@ def attend(
     batch = ForwardBatch(index(tokens), index(tokens), index(tokens), index(rows + 1), index(rows), index(rows, 64), decodes, queries, 4096)
     if features.pop("captured", False):
         batch.decode_count, batch.row_count = index(1), index(1)
+    if features.pop("by_lengths", False):
+        batch.split_tokens = index(1)
     if features.pop("prefix", False):
         batch.prefix_lens = index(rows)
     if features.pop("tree", False):
@@ -136,11 +138,13 @@ def attend(
     (attention.decode if decodes else attention.prefill)(q, pages, batch, AttentionParams(0.1, **features), out, tile)  # type: ignore[arg-type]
 
 
-def rope_attend(rows: int, interleaved: bool = False, size: int = 128, dim: int = 128) -> None:
+def rope_attend(rows: int, interleaved: bool = False, size: int = 128, dim: int = 128, by_lengths: bool = False) -> None:
     """Decode rows whose last keys and values are not in the cache yet."""
     fused = meta(rows, 48 * size)
     heads = fused.view(rows, 48, size)
     batch = ForwardBatch(index(rows), index(rows), index(rows), index(rows + 1), index(rows), index(rows, 64), rows, 1, 4096)
+    if by_lengths:
+        batch.split_tokens = index(1)
     rotary = Rotary(batch.positions, meta(8192, dim, dtype=FP32) if dim else None, interleaved)
     attention.rope_attention(*heads.split((32, 8, 8), 1), rotary, cache(8, 64, size, size, BF16), batch, AttentionParams(0.1))
 
@@ -391,6 +395,12 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "decode 256": lambda: attend(256, 1),
     "decode fp8": lambda: attend(64, 1, cache_dtype=FP8),
     "decode fp8 512": lambda: attend(512, 1, cache_dtype=FP8),
+    "decode 64, split by lengths": lambda: attend(64, 1, by_lengths=True),
+    "decode fp8, split by lengths": lambda: attend(64, 1, cache_dtype=FP8, by_lengths=True),
+    "decode fp8 256, split by lengths": lambda: attend(256, 1, cache_dtype=FP8, by_lengths=True, captured=True),
+    "decode int8, split by lengths": lambda: attend(64, 1, cache_dtype=torch.int8, by_lengths=True),
+    "decode latent, split by lengths": lambda: attend(64, 1, by_lengths=True, **LATENT),  # type: ignore[arg-type]
+    "decode and rotate 64, split by lengths": lambda: rope_attend(64, by_lengths=True),
     "decode fp8 captured": lambda: attend(256, 1, cache_dtype=FP8, captured=True),
     "decode fp8, every feature": lambda: attend(64, 1, cache_dtype=FP8, **EVERY_FEATURE),  # type: ignore[arg-type]
     "decode int8": lambda: attend(64, 1, cache_dtype=torch.int8),

@@ -91,6 +91,7 @@ def attend() -> None:
     )
     for case, dim, splits, num_ctas in (
         (half, 64, Splits(3), 132), (half, 64, Splits(8, 2), 132), (half, 64, Splits(4), 8), (wide, 128, Splits(4), 132),
+        (half, 64, Splits(4, by_lengths=True), 8),
     ):  # fmt: skip
         with emulating(case.size, num_ctas):
             attention.check(case, dim, False, AttentionTile(16, 16, 4, 2), splits)

@@ -45,7 +45,7 @@ def fill_dummy_step(
 ) -> StepInputs:
     """Write a dummy step to the buffer `static` (int32), in the layout of InputBuilder. It stores no token and reads no key."""
     parts = split_buffer(static, _sizes(shape))
-    values = (0, 0, -1, 0, 0, 0, padding_row, 0, 0, 0, padding_row, 0, 0, NO_TREE, padding_row, 0, 0)
+    values = (0, 0, -1, 0, 0, 0, padding_row, 0, 0, 0, padding_row, 0, 0, NO_TREE, padding_row, 0, 0, 0)
     for part, value in zip(parts, values, strict=True):
         part.fill_(value)
     batch = ForwardBatch(
@@ -62,6 +62,7 @@ def fill_dummy_step(
         state_slots=parts[14],
         decode_count=parts[15] if bounds.is_counted and shape.rows > ONE_LAUNCH_ROWS else None,
         row_count=parts[16] if bounds.is_counted else None,
+        split_tokens=parts[17],
     )
     inputs = StepInputs(batch, parts[6], parts[7])
     if shape.max_drafts:
@@ -111,5 +112,5 @@ def _sizes(shape: Shape) -> tuple[int, ...]:
     """The sizes of the parts of a step's buffer, in int32 elements, without block tables."""
     tokens, rows = shape.tokens, shape.rows
     if shape.max_drafts:
-        return (*[tokens] * 3, rows + 1, rows, *[tokens] * 3, rows + 1, tokens, rows, tokens, 2 * tokens, rows, rows, 1, 1)
-    return (*[tokens] * 3, rows + 1, *[rows] * 4, *[0] * 6, rows, 1, 1)
+        return (*[tokens] * 3, rows + 1, rows, *[tokens] * 3, rows + 1, tokens, rows, tokens, 2 * tokens, rows, rows, 1, 1, 1)
+    return (*[tokens] * 3, rows + 1, *[rows] * 4, *[0] * 6, rows, 1, 1, 1)

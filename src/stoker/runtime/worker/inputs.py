@@ -19,10 +19,11 @@ from stoker.runtime.sampling.verification import node_masks, node_offsets
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.staging import StagingBuffers
 from stoker.runtime.worker.prefix_lm import fill_prefix_lm_positions
+from stoker.runtime.worker.split_length import split_length
 
 Buffer = TypeVar("Buffer", np.ndarray, Tensor)
 _NOTHING = torch.empty(0, dtype=torch.int32)
-BLOCK_TABLES = 17  # the part of the buffer whose size depends on the lengths of the rows; the parts before it have fixed places
+BLOCK_TABLES = 18  # the part of the buffer whose size depends on the lengths of the rows; the parts before it have fixed places
 _ALIGN = 4  # int32: each part of the buffer starts at a multiple of 16 bytes, so that Triton does not compile kernels for other alignments
 _CHAIN_MASKS = np.array([(2 << node) - 1 for node in range(64)], dtype=np.uint64).view(np.int64)  # of the nodes of a chain (`node_masks`)
 
@@ -69,7 +70,7 @@ class PackedStep:
         """The sizes of the buffer's parts, in int32 elements, in their order."""
         tokens, rows = self.shape.tokens, self.shape.rows
         sizes: tuple[int, ...] = (tokens, tokens, tokens, rows + 1, rows)
-        sizes = (*sizes, self.num_logits, self.num_sampled, self.num_sampled, *self._draft_sizes, rows, 1, 1, rows * self.width)
+        sizes = (*sizes, self.num_logits, self.num_sampled, self.num_sampled, *self._draft_sizes, rows, 1, 1, 1, rows * self.width)
         if self.is_prefix_lm:
             sizes = (*sizes, tokens, rows)
         if self.has_adapters:
@@ -166,10 +167,11 @@ class InputBuilder:
     """Builds the inputs of steps, one after another."""
 
     def __init__(
-        self, num_rows: int, max_blocks: int, block_size: int, device: torch.device, num_in_flight: int = 2, *, has_trees: bool = False
-    ) -> None:
-        """`has_trees`: drafts may be trees, so that steps with drafts have a TreeMask."""
-        self.has_trees = has_trees
+        self, num_rows: int, max_blocks: int, block_size: int, device: torch.device, num_in_flight: int = 2, *, has_trees: bool = False,
+        resident_rows: float = 0.0,
+    ) -> None:  # fmt: skip
+        """`has_trees`: drafts may be trees, so that steps with drafts have a TreeMask. `resident_rows`: see `split_length`."""
+        self.has_trees, self.resident_rows = has_trees, resident_rows
         self.tables = HostBlockTables(num_rows, max_blocks)
         self.num_rows = num_rows
         self.block_size = block_size
@@ -224,7 +226,7 @@ class InputBuilder:
         packed.host = self.buffer(buffer_size(sizes))
         parts = split_buffer(packed.host.numpy(), sizes)
         ids, positions, slots, query_starts, lens, logits_idx, sampled_rows, counters, *drafted, state_slots = parts[:15]
-        decode_count, row_count, flat_tables, *optional = parts[15:]
+        decode_count, row_count, split_tokens, flat_tables, *optional = parts[15:]
 
         query_starts[0] = 0
         np.cumsum(counts, out=query_starts[1 : num_rows + 1])
@@ -232,6 +234,7 @@ class InputBuilder:
         lens[:num_rows] = seq_lens
         lens[num_rows:] = 0
         decode_count[0], row_count[0] = plan.num_decodes, num_rows
+        split_tokens[0] = split_length(seq_lens[: plan.num_decodes], self.resident_rows)
         state_slots[:num_rows] = rows
         state_slots[num_rows:] = self.num_rows
         block_tables = flat_tables.reshape(shape.rows, packed.width)
@@ -301,9 +304,10 @@ class InputBuilder:
             max_query_len=packed.max_query_len,
             max_seq_len=packed.max_seq_len,
             logits_idx=views[5],
-            block_positions=views[18] if packed.is_prefix_lm else None,
-            prefix_lens=views[19] if packed.is_prefix_lm else None,
-            adapter_ids=views[20 if packed.is_prefix_lm else 18] if packed.has_adapters else None,
+            block_positions=views[BLOCK_TABLES + 1] if packed.is_prefix_lm else None,
+            prefix_lens=views[BLOCK_TABLES + 2] if packed.is_prefix_lm else None,
+            adapter_ids=views[BLOCK_TABLES + (3 if packed.is_prefix_lm else 1)] if packed.has_adapters else None,
+            split_tokens=views[17],
             ranks=packed.ranks,
         )
         inputs = StepInputs(batch, views[6], views[7])

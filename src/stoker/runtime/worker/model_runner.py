@@ -35,6 +35,7 @@ from stoker.runtime.worker.dummy_step import Bounds, allocate_dummy_step, pack_d
 from stoker.runtime.worker.inputs import InputBuilder, PackedStep, Shape, StepInputs
 from stoker.runtime.worker.parallel_inputs import AllRows, pack_parts, sampled_first, uniform_counts, with_counts
 from stoker.runtime.worker.row_tracker import RowTracker
+from stoker.runtime.worker.split_length import num_resident_rows
 from stoker.runtime.worker.step_handle import LazyHandle, StepHandle
 
 log = get_logger(__name__)
@@ -83,7 +84,10 @@ class ModelRunner:
         num_stages, data_parallel = world.stage.num_stages, world.data_parallel
         in_flight, num_blocks = max(num_stages, 2), -(-max_seq_len // block_size)
         # One buffer for each rank and step, and one for a drafter that catches up. The rows of all ranks are numbered together.
-        self.inputs = InputBuilder(num_rows, num_blocks, block_size, device, in_flight * (data_parallel + 1), has_trees=has_trees)
+        self.inputs = InputBuilder(
+            num_rows, num_blocks, block_size, device, in_flight * (data_parallel + 1),
+            has_trees=has_trees, resident_rows=num_resident_rows(model.config, world.tensor.size, device),
+        )  # fmt: skip
         self.sampler = Sampler(num_rows, model.config.vocab_size, device, grammars, in_flight)
         self.all_rows = AllRows(max_batch_size * data_parallel, device, in_flight) if data_parallel > 1 and world.is_leader else None
         self.prompt_scores = PromptScores()

@@ -43,7 +43,7 @@ def max_step_size(max_num_tokens: int, max_rows: int, max_blocks: int, data_para
 def _max_part_size(max_num_tokens: int, max_rows: int, max_blocks: int) -> int:
     """The largest number of int32 values of the step of one rank."""
     tokens, moves = max(max_num_tokens, max_rows), 16 * max_sampled_tokens(max_rows)
-    return buffer_size((*[tokens] * 10, 2 * tokens, max_rows + 1, max_rows + 1, *[max_rows] * 7, 1, 1, max_rows * max_blocks, moves))
+    return buffer_size((*[tokens] * 10, 2 * tokens, max_rows + 1, max_rows + 1, *[max_rows] * 7, 1, 1, 1, max_rows * max_blocks, moves))
 
 
 def encode_step(packed: PackedStep, all_greedy: bool) -> tuple[int, ...]:

@@ -8,11 +8,12 @@ For row r of `length` tokens, query head h and its KV head g = h // group:
     out   [rows, num_heads, value_size]         float32 sums, the queries' dtype
 
 Grid: axis 0 has one query tile per row and group of query heads, axis 1 the splits. A CTA attends with up to BLOCK_M query heads of one KV
-head to its share of the row's keys, BLOCK_N at a time. The number of splits that a row uses depends on its length, which only the device
-knows, so that one captured launch serves all lengths; CTAs of unused splits exit.
+head to its share of the row's keys, BLOCK_N at a time. The number of splits that a row uses depends on its length, which is read on the
+device, so that one captured launch serves all lengths; CTAs of unused splits exit. With `split_tokens_ptr`, the same is true for the length
+of a split, which the host chooses for the rows of each step.
 
     keys of a row     | tile | tile | tile | tile | tile | tile | tile |        a tile: BLOCK_N keys
-    splits            |      split 0       |      split 1       | sp.2 |        each at least `min_tiles` tiles
+    splits            |      split 0       |      split 1       | sp.2 |        each at least `min_tiles` tiles, or `split_tokens` keys
     combined          by counter or by flags (`split_combine`)
 
 With `new`, the row's last token is not in the cache yet and its query has not been rotated: see `new_token`.
@@ -51,6 +52,7 @@ def decode_attention_kernel(
     seq_lens_ptr,  # int32 [rows]
     block_tables_ptr,  # int32 [rows, max_blocks]
     decode_count_ptr,  # int32 [1], the rows to compute, or None: all
+    split_tokens_ptr,  # int32 [1], keys that a split takes at least; None: `min_tiles` is valid
     prefix_lens_ptr,  # int32 [rows] (prefix LM) or None
     alibi_slopes_ptr,  # float32 [num_heads] or None
     sinks_ptr,  # float32 [num_heads] or None
@@ -78,7 +80,7 @@ def decode_attention_kernel(
     """One CTA: attention of one query tile of a decode row over the keys of one split.
 
     `cache`: KVPages; `new`: NewTokens or None; `scratch`: SplitScratch; `scale`: the factor of scores. A split has at least `min_tiles` key
-    tiles. The constants are the named tuples of `arguments`; strides are in elements.
+    tiles, or `split_tokens_ptr` keys. The constants are the named tuples of `arguments`; strides are in elements.
     """
     PAIRS: tl.constexpr = FORMAT.pairs
     STEP: tl.constexpr = 1 if PAIRS is None else 2
@@ -109,6 +111,8 @@ def decode_attention_kernel(
     begin, end, _ = key_range(length - 1, length, prefix, SHAPE, TILE, OPTIONS)
     used = 1
     if SPLITS.power > 1:
+        if split_tokens_ptr is not None:
+            min_tiles = tl.maximum(tl.cdiv(tl.load(split_tokens_ptr, volatile=True), TILE.block_n), 1)
         tiles = tl.cdiv(end - begin, TILE.block_n)
         split_tiles = tl.maximum(tl.cdiv(tiles, num_splits), min_tiles)
         used = tl.maximum(tl.cdiv(tiles, split_tiles), 1)

@@ -134,7 +134,9 @@ def decode(
         tile = decode_tile(q.shape[2], q.dtype, group, num_rows * kv_heads, num_sms(q.device), device_tuning(q.device), pairs is not None)
     tile_heads = min(group, tile.block_m)
     num_tiles = num_rows * kv_heads * triton.cdiv(group, tile_heads)
-    splits = splits or _splits(num_tiles, tile_heads * out.shape[2], tile, batch.max_seq_len, q.device, is_decode=True)
+    if splits is None:
+        has_split_tokens = batch.split_tokens is not None
+        splits = _splits(num_tiles, tile_heads * out.shape[2], tile, batch.max_seq_len, q.device, True, has_split_tokens)
     tile = _aligned_to_means(tile, cache, params)
     shape = _head_shape(q, cache, out, tile, pairs)
     columns = 0
@@ -148,6 +150,7 @@ def decode(
         batch.seq_lens,
         batch.block_tables,
         batch.decode_count,
+        batch.split_tokens if splits.by_lengths else None,
         batch.prefix_lens,
         params.alibi_slopes,
         params.sinks,
@@ -241,15 +244,19 @@ def prefill(
     )
 
 
-def _splits(num_tiles: int, results: int, tile: AttentionTile, max_seq_len: int, device: torch.device, is_decode: bool = False) -> Splits:
+def _splits(
+    num_tiles: int, results: int, tile: AttentionTile, max_seq_len: int, device: torch.device, is_decode: bool = False,
+    has_split_tokens: bool = False,
+) -> Splits:  # fmt: skip
     """The number of splits for `num_tiles` query tiles, limited so that their results fit MAX_SCRATCH_BYTES.
 
-    `results` is the number of float32 values that each split of a tile stores. `is_decode`: as in `choose_splits`.
+    `results` is the number of float32 values that each split of a tile stores. The last two parameters are as in `choose_splits`.
     """
     most = MAX_SCRATCH_BYTES // (4 * results * num_tiles)
     if num_tiles > MAX_SPLIT_TILES or most < 2:
         return Splits()
-    chosen = choose_splits(num_tiles, triton.cdiv(max_seq_len, tile.block_n), max_seq_len, num_sms(device), is_decode)
+    key_tiles = triton.cdiv(max_seq_len, tile.block_n)
+    chosen = choose_splits(num_tiles, key_tiles, max_seq_len, num_sms(device), is_decode, has_split_tokens)
     return chosen if chosen.count <= most else replace(chosen, count=1 << (most.bit_length() - 1))
 
 

@@ -9,11 +9,13 @@ import triton
 
 from stoker.kernels.tuning.attention import AttentionRow
 from stoker.kernels.tuning.table import TuningTable
+from stoker.kernels.types import LONG_SPLIT, SHORT_SPLIT
 
-LONG_SPLIT = 8192  # tokens: longer splits are cut again, so that the CTAs of one row do not outlast the rest of the batch
-RAGGED_SPLIT = 1024  # tokens: the same in decode batches that fill the device with at most RAGGED_TILES query tiles per SM
+# Of decode batches whose rows have unknown lengths, those that fill the device with at most RAGGED_TILES query tiles per SM are cut into
+# splits of RAGGED_SPLIT tokens.
+RAGGED_SPLIT = 1024
 RAGGED_TILES = 3
-RAGGED_CTAS = 32  # per SM: the largest grid that is cut into RAGGED_SPLIT. CTAs of unused splits exit at once, but each has to be started
+RAGGED_CTAS = 32  # per SM: the largest grid for splits below LONG_SPLIT. CTAs of unused splits exit at once, but each has to be started
 MAX_SPLITS = 64
 MAX_VERIFIED_ROWS = 64  # queries of a row with draft tokens that one tile holds
 MAX_VERIFIED_HEAD = 256  # features of their heads
@@ -35,6 +37,7 @@ class Splits:
 
     count: int = 1
     min_tiles: int = 1
+    by_lengths: bool = False  # each takes at least `ForwardBatch.split_tokens` keys instead, which are on the device
 
 
 def decode_tile(
@@ -93,26 +96,32 @@ def _dtype_name(dtype: torch.dtype, narrow: bool) -> str:
     return "float32" if dtype == torch.float32 else "8-bit" if narrow else "16-bit"
 
 
-def choose_splits(num_tiles: int, max_key_tiles: int, max_seq_len: int, num_sms: int, is_decode: bool = False) -> Splits:
+def choose_splits(
+    num_tiles: int, max_key_tiles: int, max_seq_len: int, num_sms: int, is_decode: bool = False, has_split_tokens: bool = False
+) -> Splits:
     """The splits that fill the device when there are few query tiles, and that cut rows longer than LONG_SPLIT in any case.
 
     Filling means about one CTA per SM: with two, 8 rows over 1,000 keys took 20 µs instead of 14. `max_key_tiles` is the number of key
     tiles of a row of `max_seq_len` tokens. Shorter rows use fewer splits: each CTA computes its keys on the device, so that one captured
     launch serves every length up to the limit.
 
-    With `is_decode`, small batches that fill the device without splits are cut from RAGGED_SPLIT tokens on. Otherwise a single long row
-    outlasts them: on one H200, a row of 4,000 FP8 tokens beside 32 of 300 took 68 µs, with these splits 33. Splits of 512 tokens would
-    take 24, but 48 rows of 1,000 tokens 47.5 instead of 43.9. Larger batches are not cut, because results of splits have to be combined: a
-    step of 64 rows of 1,100 tokens took 4.86 ms in splits of 1,024 tokens, and 4.53 without.
+    With `is_decode`, batches that fill the device without splits may have rows that outlast the others: on one H200, a row of 4,000 FP8
+    tokens beside 32 of 300 took 68 µs, in splits of 1,024 tokens 33, and of 512 tokens 24. Rows of equal lengths must not be cut, because
+    results of splits have to be combined: a step of 64 rows of 1,100 tokens took 4.86 ms in splits of 1,024 tokens, and 4.53 without. With
+    `has_split_tokens`, the length of splits is therefore chosen in each step (`runtime.worker.split_length`), and the grid has room for
+    SHORT_SPLIT. Without, small batches are cut from RAGGED_SPLIT tokens on.
     """
     fill = min(1 << max(0, (num_sms // num_tiles).bit_length() - 1), _power_of_2(max_key_tiles), MAX_SPLITS)
-    longest = RAGGED_SPLIT if is_decode and fill == 1 and num_tiles <= RAGGED_TILES * num_sms else LONG_SPLIT
+    by_lengths = is_decode and has_split_tokens and fill == 1
+    longest = SHORT_SPLIT if by_lengths else LONG_SPLIT
+    if is_decode and not has_split_tokens and fill == 1 and num_tiles <= RAGGED_TILES * num_sms:
+        longest = RAGGED_SPLIT
     while longest < LONG_SPLIT and num_tiles * _power_of_2(triton.cdiv(max_seq_len, longest)) > RAGGED_CTAS * num_sms:
         longest *= 2
     count = min(_power_of_2(triton.cdiv(max_seq_len, longest)), MAX_SPLITS)
     if fill >= count:
         return Splits(fill, 1)
-    return Splits(count, max(1, triton.cdiv(max_key_tiles * longest, max_seq_len) // (4 * fill if fill > 1 else 1)))
+    return Splits(count, max(1, triton.cdiv(max_key_tiles * longest, max_seq_len) // (4 * fill if fill > 1 else 1)), by_lengths)
 
 
 def _power_of_2(n: int) -> int:
