@@ -401,6 +401,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "decode int8, split by lengths": lambda: attend(64, 1, cache_dtype=torch.int8, by_lengths=True),
     "decode latent, split by lengths": lambda: attend(64, 1, by_lengths=True, **LATENT),  # type: ignore[arg-type]
     "decode and rotate 64, split by lengths": lambda: rope_attend(64, by_lengths=True),
+    "decode and rotate 256, split by lengths": lambda: rope_attend(256, by_lengths=True),
     "decode fp8 captured": lambda: attend(256, 1, cache_dtype=FP8, captured=True),
     "decode fp8, every feature": lambda: attend(64, 1, cache_dtype=FP8, **EVERY_FEATURE),  # type: ignore[arg-type]
     "decode int8": lambda: attend(64, 1, cache_dtype=torch.int8),

@@ -27,6 +27,7 @@ BOUNDS = {
     "decode fp8 512": (224, 0),  # nine CTAs of one warp per SM
     "decode 64, split by lengths": (FOUR_CTAS, 0), "decode fp8, split by lengths": (FOUR_CTAS, 0),
     "decode fp8 256, split by lengths": (224, 0), "decode and rotate 64, split by lengths": (FOUR_CTAS, 0),
+    "decode and rotate 256, split by lengths": (FOUR_CTAS, 0),
     "decode int8, split by lengths": (144, 0), "decode latent, split by lengths": (192, 32),
     "decode int8": (144, 0), "decode 64 wide": (FOUR_CTAS, 0), "decode 256 wide": (FOUR_CTAS, 0),
     "decode latent": (192, 32),

@@ -143,6 +143,9 @@ def decode(
     if num_tiles * splits.count <= num_sms(q.device):  # all CTAs are resident at once
         columns = flag_columns(splits.count, tile_heads, shape.value_size, tile.num_warps)
     split_shape, scratch = _split_arguments(q, shape, tile, splits, num_tiles, tile_heads, columns)
+    if new is not None and splits.by_lengths:
+        # Combining all rows at once takes 144 registers beside the rotation, with which three CTAs fit an SM; in two passes it is 112.
+        split_shape = split_shape._replace(combine_rows=max(1, split_shape.combine_rows // 2))
     tokens, rotary = (None, None) if new is None else _new_tokens(new, batch)
     decode_attention_kernel[(num_tiles, splits.count)](
         q,
