@@ -75,7 +75,8 @@ class Shape:
         kind = "decode" if self.queries == 1 else "prefill"
         cache = str(self.cache_dtype).removeprefix("torch.") + (" less means" if self.has_mean else "")
         context = f"{self.context} and {self.longest}" if self.longest else str(self.context)
-        return f"{kind} {self.rows} x {self.queries} over {context}, {self.kv_heads} heads, {cache}"
+        limit = f", limit {self.bound}" if self.bound > 8192 else ""
+        return f"{kind} {self.rows} x {self.queries} over {context}{limit}, {self.kv_heads} heads, {cache}"
 
 
 @dataclass(frozen=True)
