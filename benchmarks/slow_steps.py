@@ -65,7 +65,7 @@ def steady(executor: Executor, rows: int, isl: int, osl: int, seconds: float) ->
         mailbox.submit(random_requests(1, isl, max(osl * (row + 1) // rows, 2), vocab, seed=1000 + row))
     seeds = itertools.count(10_000)
     first = executor.step_history.num_steps
-    steps: dict[int, list[float]] = {}  # durations in milliseconds of steps of all rows, by tokens
+    steps: dict[int, list[tuple[float, float]]] = {}  # (end, duration in milliseconds) of steps of all rows, by tokens
     pauses, started, warm_up = CollectorPauses(), time.monotonic(), 2.0
     while (elapsed := time.monotonic() - started) < seconds + warm_up:
         for _ in range(256):
@@ -75,7 +75,7 @@ def steady(executor: Executor, rows: int, isl: int, osl: int, seconds: float) ->
                     mailbox.submit(random_requests(1, isl, osl, vocab, seed=next(seeds)))
         for step in executor.step_history.steps(first):
             if elapsed > warm_up and step.rows == rows:
-                steps.setdefault(step.tokens, []).append(step.duration_s * 1e3)
+                steps.setdefault(step.tokens, []).append((step.end_s - started, step.duration_s * 1e3))
         first = executor.step_history.num_steps
     found = pauses.close()
     mixed = {str(tokens): slowest(times) for tokens, times in sorted(steps.items()) if tokens > rows and len(times) >= FEWEST}
@@ -85,13 +85,14 @@ def steady(executor: Executor, rows: int, isl: int, osl: int, seconds: float) ->
     }  # fmt: skip
 
 
-def slowest(times_ms: list[float]) -> dict[str, float]:
-    """The number of steps of a kind, their median, p99 and maximum, and the largest one compared with the median of those around it."""
+def slowest(steps: list[tuple[float, float]]) -> dict[str, Any]:
+    """The times of the steps of a kind, (end, ms) each, and those that are slow compared with the median of the steps around them."""
+    times_ms = [duration for _, duration in steps]
     ratios = [value / statistics.median(times_ms[max(i - NEIGHBOURS, 0) : i + NEIGHBOURS]) for i, value in enumerate(times_ms)]
-    ranked = sorted(times_ms)
+    slow = [{"second": round(end, 3), "ms": ms, "by_median": ratio} for (end, ms), ratio in zip(steps, ratios, strict=True) if ratio > SLOW]
     return {
-        "steps": len(times_ms), "median_ms": statistics.median(times_ms), "p99_ms": ranked[int(len(ranked) * 0.99)], "max_ms": ranked[-1],
-        "slow_steps": sum(ratio > SLOW for ratio in ratios), "max_by_median": max(ratios),
+        "steps": len(times_ms), "median_ms": statistics.median(times_ms), "p99_ms": sorted(times_ms)[int(len(times_ms) * 0.99)],
+        "max_ms": max(times_ms), "max_by_median": max(ratios), "slow_steps": len(slow), "slowest": slow[:100],
     }  # fmt: skip
 
 
