@@ -67,6 +67,8 @@ CASES = (
     Case("Mixtral bfloat16", "mixtral-8x7b", (1, 64), 2, 2, 2),
     Case("gpt-oss-20b MXFP4", "gpt-oss-20b", (1, 8, 64), 2, 2, 2, expert_bytes=MXFP4),
     Case("gpt-oss-20b bfloat16", "gpt-oss-20b", (1, 8, 64), 2, 2, 2),
+    Case("Qwen3-30B-A3B MXFP4", "qwen3-30b-a3b", (1, 8, 64), 2, 2, 2, expert_bytes=MXFP4),
+    Case("Qwen3-30B-A3B FP8", "qwen3-30b-a3b", (1, 8, 64), 1, 1, 2),
     Case("70B FP8_KV", "llama-3.1-70b", (1, 8, 64), 1, 1, 1),
     Case("70B FP8_KV, two GPUs", "llama-3.1-70b", (1, 2, 8, 16, 32, 64), 1, 1, 1, 2),
     Case("70B FP8_KV, four GPUs", "llama-3.1-70b", (1,), 1, 1, 1, 4),

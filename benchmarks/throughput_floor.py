@@ -32,17 +32,21 @@ BLOCK = 64  # tokens of a block of the cache
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """Operations and bytes per second, and bytes per stored value."""
+    """Operations and bytes per second, and bytes per stored value. The weights of experts have `weight_bytes` without `expert_bytes`."""
 
     linear_tflops: float
     attention_tflops: float
     memory_tbs: float
     weight_bytes: float
     cache_bytes: float
+    expert_bytes: float | None = None
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes in a config.json that determine the work of a token. A dense model has one expert."""
+    """The sizes in a config.json that determine the work of a token. A dense model has one expert.
+
+    Qwen3's mixtures of experts have `num_experts` instead of `num_local_experts`, and `moe_intermediate_size`.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -52,7 +56,14 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     head_dim: int = 128
     num_local_experts: int = 1
+    num_experts: int | None = None
     num_experts_per_tok: int = 1
+    moe_intermediate_size: int | None = None
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer."""
+        return self.num_local_experts if self.num_experts is None else self.num_experts
 
     @property
     def attention_weights(self) -> int:
@@ -63,7 +74,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def expert_weights(self) -> int:
         """Weights of one expert of each layer."""
-        return 3 * self.num_hidden_layers * self.hidden_size * self.intermediate_size
+        size = self.intermediate_size if self.moe_intermediate_size is None else self.moe_intermediate_size
+        return 3 * self.num_hidden_layers * self.hidden_size * size
 
     @property
     def multiplied_weights(self) -> int:
@@ -72,7 +84,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     def experts_read(self, tokens: int) -> float:
         """The mean number of experts of a layer that at least one of `tokens` tokens chooses, if they choose evenly."""
-        return self.num_local_experts * (1 - (1 - self.num_experts_per_tok / self.num_local_experts) ** tokens)
+        return self.experts * (1 - (1 - self.num_experts_per_tok / self.experts) ** tokens)
 
     @property
     def head_weights(self) -> int:
@@ -119,10 +131,12 @@ class Floor(msgspec.Struct, kw_only=True):
             self.decode_rows_beside_prompts += plan.num_decodes
         else:
             self.decode_steps += count
-        read = model.attention_weights + model.experts_read(tokens) * model.expert_weights
+        experts = model.experts_read(tokens) * model.expert_weights
+        read = model.attention_weights * rates.weight_bytes
+        read += experts * (rates.weight_bytes if rates.expert_bytes is None else rates.expert_bytes)
         self.linears_s += count * _product_s(tokens, model.multiplied_weights, read, rates)
         sampled, head = plan.num_decodes + sum(plan.samples[-len(plan.sequences) :]), model.head_weights
-        self.head_s += count * _product_s(sampled, head, head, rates)
+        self.head_s += count * _product_s(sampled, head, head * rates.weight_bytes, rates)
         pairs = sum(new * start + new * (new + 1) // 2 for start, new in zip(plan.starts, plan.num_new, strict=True))
         self.prompt_attention_s += pairs * model.pair_operations / (1e12 * rates.attention_tflops)
         keys = count * (plan.num_context_tokens - sum(plan.starts)) + plan.num_decodes * count * (count - 1) // 2
@@ -130,8 +144,8 @@ class Floor(msgspec.Struct, kw_only=True):
 
 
 def _product_s(rows: int, weights: int, read: float, rates: Rates) -> float:
-    """Seconds of `rows` tokens times `weights` weights each, where `read` weights are read."""
-    return max(2 * rows * weights / (1e12 * rates.linear_tflops), read * rates.weight_bytes / (1e12 * rates.memory_tbs)) if rows else 0.0
+    """Seconds of `rows` tokens times `weights` weights each, where `read` bytes of weights are read."""
+    return max(2 * rows * weights / (1e12 * rates.linear_tflops), read / (1e12 * rates.memory_tbs)) if rows else 0.0
 
 
 def floor_of(isl: int, osl: int, count: int, model: Model, rates: Rates, kv_cache_tokens: int, max_num_tokens: int) -> Floor:
@@ -166,6 +180,7 @@ def main() -> None:
     parser.add_argument("--attention-tflops", type=float, default=420.0, help="of prompts of this length")
     parser.add_argument("--memory-tbs", type=float, default=4.3)
     parser.add_argument("--weight-bytes", type=float, default=1.0, help="bytes per weight")
+    parser.add_argument("--expert-bytes", type=float, help="bytes per weight of experts; without it, those of all weights")
     parser.add_argument("--cache-bytes", type=float, default=2.0, help="bytes per key or value")
     parser.add_argument(
         "--kv-cache-gb", type=float, default=125.0, help="of all ranks; an H200 with 8B FP8 weights: 125, with 16 bits: 118"

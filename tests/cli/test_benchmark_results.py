@@ -8,6 +8,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -107,6 +108,17 @@ def test_floor_of_a_run_with_experts_and_ranks() -> None:
     assert floor.head_s == pytest.approx(2 * model.head_weights / 1e9)
     assert floor.prompt_attention_s == pytest.approx(128 * 129 / 2 * 4 * 2 * 2 * 128 / 1e9)
     assert floor.decode_attention_s == 0.0
+
+
+def test_floor_reads_experts_in_their_own_format() -> None:
+    """Qwen3-30B-A3B has 128 experts of 3 x 2048 x 768 weights in each of 48 layers. One answer token of a prompt of one token."""
+    script = run_benchmark("throughput_floor")
+    model = msgspec.json.decode((BENCHMARKS / "models" / "qwen3-30b-a3b" / "config.json").read_bytes(), type=script["Model"])
+    assert model.experts == 128 and model.expert_weights == 48 * 3 * 2048 * 768 and model.experts_read(1) == pytest.approx(8)
+    rates = script["Rates"](linear_tflops=1e3, attention_tflops=1e3, memory_tbs=1.0, weight_bytes=2.0, cache_bytes=2.0, expert_bytes=0.5)
+    floor = script["floor_of"](1, 1, 1, model, rates, kv_cache_tokens=4096, max_num_tokens=8192)
+    assert floor.linears_s == pytest.approx((2 * model.attention_weights + 0.5 * 8 * model.expert_weights) / 1e12)
+    assert floor.head_s == pytest.approx(2 * model.head_weights / 1e12)
 
 
 def run_benchmark(name: str) -> dict[str, Any]:
