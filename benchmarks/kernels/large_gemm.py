@@ -1,10 +1,15 @@
 """Measures the persistent GEMM for many rows on one Hopper GPU, compared with float64 and with the library's GEMM.
 
     PYTHONPATH=src python benchmarks/kernels/large_gemm.py [--dtypes fp8,bf16] [--rows 1024,2048,8192] [--json large_gemm.json]
+    PYTHONPATH=src python benchmarks/kernels/large_gemm.py --medium [--rows 96,128,192,256,384,512] [--json medium_gemm.json]
 
 Shapes are those of Llama-3.1-8B and 70B on one rank or two. A linear is timed twice: the product alone, and with what a prefill step
 computes around it: silu(gate) × up and the quantization for `down` after `gate_up`, the residual after `out` and `down`. Times are medians
 of CUDA graph replays, in which inputs rotate and all variants take turns, so that they find the same clock.
+
+--medium measures FP8 linears of 96 to 512 rows of 8B, and of 70B on two ranks, with the quantization of their rows before them: the
+library, the quantized kernel where its tiles run at the same time (`quantized`), and tiles of this GEMM as block_m/block_n/slices.
+`rule` in the printed line is what `packed_linear` uses.
 """
 
 from __future__ import annotations
@@ -17,17 +22,22 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
 import torch
 from torch import Tensor
 
 from stoker.cli.benchmark.results import provenance
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.triton import activation
 from stoker.kernels.triton.aot.offline_target import compiling
-from stoker.kernels.triton.gemm.large.launch import LargeGemmTile, large_gemm
+from stoker.kernels.triton.device import num_sms
+from stoker.kernels.triton.gemm.large.launch import NARROW_TILE, SPLIT_TILE, TILE, LargeGemmTile, large_gemm
+from stoker.kernels.triton.gemm.large.launch import medium_tile as rule
 from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
+from stoker.kernels.triton.gemm.quantized.launch import medium_tile, quantized_activation_linear
+from stoker.kernels.types import Fusion
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 PEAK = {"bf16": 989.4, "fp8": 1978.9}  # TFLOP/s, dense, of the data sheet of H100 SXM and H200
@@ -35,6 +45,9 @@ MODELS = {  # hidden size, size of q, k and v together, intermediate size
     "8b": (4096, 6144, 14336),
     "70b": (8192, 10240, 28672),
 }
+MEDIUM_MODELS = [("8b", 1), ("70b", 2)]  # and their ranks
+MEDIUM_ROWS = "96,128,192,256,384,512"
+MEDIUM_TILES = [NARROW_TILE, SPLIT_TILE, TILE]
 CHECKED_ROWS = 192
 
 
@@ -69,6 +82,7 @@ class Inputs:
     residual: Tensor
     x_scale: Tensor | None = None
     weight_scale: Tensor | None = None
+    source: Tensor | None = None  # x before its quantization
 
     @staticmethod
     def random(case: Case, rows: int, dtype: str, device: str = "cuda") -> Inputs:
@@ -78,11 +92,32 @@ class Inputs:
         if dtype == "bf16":
             return Inputs(x, weight, residual)
         rows_of, weights = quantize_rows(x, "fp8", case.k), quantize_rows(weight, "fp8", case.k)
-        return Inputs(rows_of.values, weights.values, residual, rows_of.scale, weights.scale)
+        return Inputs(rows_of.values, weights.values, residual, rows_of.scale, weights.scale, x)
 
     @property
     def num_bytes(self) -> int:
         return (self.x.numel() + self.weight.numel()) * self.x.element_size()
+
+    def quantized(self, case: Case) -> Inputs:
+        """These inputs after another quantization of `source`."""
+        assert self.source is not None
+        rows = quantize_rows(self.source, "fp8", case.k)
+        return replace(self, x=rows.values, x_scale=rows.scale)
+
+    def by_quantized_kernel(self, case: Case) -> Tensor:
+        """The quantization and the product by the kernel for few rows."""
+        assert self.source is not None
+        return quantized_activation_linear(self.source, self._packed(), "fp8", "fp8", self._fusion(case))
+
+    def has_quantized_tile(self, case: Case) -> bool:
+        assert self.source is not None
+        return medium_tile(self.source, self._packed(), "fp8", self._fusion(case)) is not None
+
+    def _packed(self) -> PackedWeight:
+        return PackedWeight("fp8", self.weight, self.weight_scale, activations="token")
+
+    def _fusion(self, case: Case) -> Fusion:
+        return Fusion(gate="silu" if case.gated else None, residual=self.residual if case.residual else None)
 
     def own(self, case: Case, tile: LargeGemmTile, fused: bool) -> Tensor:
         y = large_gemm(
@@ -133,7 +168,7 @@ def precompile(jobs: list[tuple[Case, str, LargeGemmTile]]) -> None:
 def _compile(job: tuple[Case, str, LargeGemmTile]) -> None:
     case, dtype, tile = job
     with compiling():
-        Inputs.random(case, 4096, dtype, "meta").own(case, tile, fused=True)
+        Inputs.random(case, 1024, dtype, "meta").own(case, tile, fused=True)
 
 
 def time_in_turn(variants: dict[str, Callable[[Inputs], object]], inputs: list[Inputs], repeats: int) -> dict[str, float]:
@@ -192,12 +227,41 @@ def measure(case: Case, rows: int, dtype: str, tiles: list[LargeGemmTile], repea
     return result
 
 
+def measure_medium(case: Case, rows: int, repeats: int, launches: int) -> dict[str, object]:
+    """FP8 with the quantization of the rows: the library, the quantized kernel, and all `MEDIUM_TILES`."""
+    inputs = [Inputs.random(case, rows, "fp8") for _ in range(launches)]
+    variants: dict[str, Callable[[Inputs], object]] = {"library": lambda each: each.quantized(case).library(case, True)}
+    if inputs[0].has_quantized_tile(case):
+        variants["quantized"] = lambda each: each.by_quantized_kernel(case)
+    errors = {}
+    for tile in MEDIUM_TILES:
+        key = name_of(tile)
+        torch.full((rows, case.n), torch.nan, device="cuda", dtype=BF16)  # freed, and then the memory of the output
+        errors[key] = inputs[0].error(case, inputs[0].own(case, tile, True), True)
+        variants[key] = lambda each, tile=tile: each.quantized(case).own(case, tile, True)
+    times = time_in_turn(variants, inputs, repeats)
+    tile = rule(rows, case.n, case.k, "silu" if case.gated else None, num_sms(torch.device("cuda")))
+    chosen = "quantized" if "quantized" in variants else "library" if tile is None else name_of(tile)
+    operations = 2e-6 * rows * case.k * case.n * (2 if case.gated else 1) / PEAK["fp8"]
+    listed = "  ".join(f"{name} {took:.1f}" for name, took in sorted(times.items(), key=lambda item: item[1]))
+    print(f"{case.name:16} M={rows:<4} floor {operations:5.1f}  rule {chosen:9}  {listed}  err {max(errors.values()):.1e}", flush=True)
+    return {
+        "linear": case.name, "rows": rows, "n": case.n, "k": case.k,
+        "rule": chosen, "floor_us": operations, "us": times, "error": errors,
+    }  # fmt: skip
+
+
+def name_of(tile: LargeGemmTile) -> str:
+    return f"{tile.block_m}/{tile.block_n}/{tile.slices}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtypes", default="fp8,bf16")
     parser.add_argument("--models", default="8b,70b")
     parser.add_argument("--ranks", default="1,2")
-    parser.add_argument("--rows", default="1024,2048,8192")
+    parser.add_argument("--medium", action="store_true", help="FP8 linears of 96 to 512 rows")
+    parser.add_argument("--rows", help=f"1024,2048,8192 by default, {MEDIUM_ROWS} with --medium")
     parser.add_argument("--tiles", default="128/256/4/16,128/256/4/8", help="comma-separated: block_m/block_n/num_stages/group_m")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--launches", type=int, default=6)
@@ -205,17 +269,24 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     begin, results = time.monotonic(), []
-    tiles = [LargeGemmTile(*map(int, tile.split("/"))) for tile in args.tiles.split(",")]
-    dtypes = args.dtypes.split(",")
-    listed = list(cases(args.models.split(","), [int(tp) for tp in args.ranks.split(",")]))
+    if args.medium:
+        dtypes, tiles = ["fp8"], MEDIUM_TILES
+        listed = [case for model, ranks in MEDIUM_MODELS for case in cases([model], [ranks])]
+    else:
+        dtypes, tiles = args.dtypes.split(","), [LargeGemmTile(*map(int, tile.split("/"))) for tile in args.tiles.split(",")]
+        listed = list(cases(args.models.split(","), [int(tp) for tp in args.ranks.split(",")]))
     kinds = {(case.gated, case.residual): case for case in listed}  # sizes do not specialize a kernel
     precompile([(case, dtype, tile) for case in kinds.values() for dtype in dtypes for tile in tiles])
     print(f"compiled in {time.monotonic() - begin:.0f} s", torch.cuda.get_device_name(), flush=True)
-    for case, dtype, rows in itertools.product(listed, dtypes, [int(rows) for rows in args.rows.split(",")]):
+    all_rows = args.rows or (MEDIUM_ROWS if args.medium else "1024,2048,8192")
+    for case, dtype, rows in itertools.product(listed, dtypes, [int(rows) for rows in all_rows.split(",")]):
         if time.monotonic() - begin > args.limit_s:
             print("out of time before", dtype, case, rows, flush=True)
             continue
-        results.append(measure(case, rows, dtype, tiles, args.repeats, args.launches))
+        if args.medium:
+            results.append(measure_medium(case, rows, args.repeats, args.launches))
+        else:
+            results.append(measure(case, rows, dtype, tiles, args.repeats, args.launches))
         torch.cuda.empty_cache()
     if args.json:
         with open(args.json, "w") as file:

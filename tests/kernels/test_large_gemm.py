@@ -1,4 +1,7 @@
-"""Which linears use the GEMM for many rows. The kernel itself: tests/gpu/test_gpu_large_gemm.py, and compiled/ for its resources."""
+"""Which linears use the GEMM for many rows, and its tiles.
+
+The kernel itself: emulator/emulate.py, tests/gpu/test_gpu_large_gemm.py, and compiled/ for its resources.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.triton.aot.offline_target import compilation_target
-from stoker.kernels.triton.gemm.large.launch import MIN_OCCUPANCY, MIN_ROWS, is_faster, occupancy
+from stoker.kernels.triton.gemm.large.launch import (
+    MEDIUM_ROWS,
+    MIN_OCCUPANCY,
+    MIN_ROWS,
+    NARROW_TILE,
+    SPLIT_TILE,
+    TILE,
+    LargeGemmTile,
+    faster_tile,
+    large_gemm,
+    medium_tile,
+    occupancy,
+)
+from stoker.kernels.triton.gemm.quantized import fp8
+from stoker.kernels.triton.gemm.quantized.tiles import one_round_tile
+from stoker.kernels.tuning.devices import tuning_for
 from stoker.kernels.types import PLAIN, Fusion
+from stoker.runtime.worker.aot_trace import EAGER_TOKENS
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 GATED = Fusion(gate="silu")
@@ -40,16 +60,87 @@ def added(rows: int, n: int) -> Fusion:
 )
 def test_which_linears_are_faster(x: Tensor, weight: Tensor, fusion: Fusion, expected: bool) -> None:
     with compilation_target(90):
-        assert is_faster(x, weight, fusion) is expected
+        assert faster_tile(x, weight, fusion) == (TILE if expected else None)
 
 
 @pytest.mark.parametrize("capability", [80, 89, 100, 120])
 def test_other_devices_use_the_library(capability: int) -> None:
     with compilation_target(capability):
-        assert not is_faster(meta(2048, 4096), meta(28672, 4096), GATED)
+        assert faster_tile(meta(2048, 4096), meta(28672, 4096), GATED) is None
 
 
 def test_the_last_round_of_tiles_must_use_most_sms() -> None:
     assert occupancy(2048, 4096, None, 132) == 256 / 264 > MIN_OCCUPANCY
     assert occupancy(1152, 4096, None, 132) == 144 / 264 < MIN_OCCUPANCY
     assert occupancy(1024, 7168, "silu", 132) == 448 / 528 < MIN_OCCUPANCY
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "gate", "expected"),
+    [
+        (128, 8192, 4096, None, NARROW_TILE),
+        (256, 6144, 4096, None, NARROW_TILE),
+        (384, 6144, 4096, None, TILE),  # 144 narrow tiles take two rounds, 72 wide ones take one
+        (256, 4096, 14336, None, SPLIT_TILE),  # 64 tiles
+        (384, 4096, 14336, None, NARROW_TILE),  # the halves of 96 tiles would not run at the same time
+        (256, 4096, 4096, None, NARROW_TILE),  # adding two slices takes longer than half of the features
+        (512, 28672, 4096, None, None),  # the library is faster in several rounds, unless a gate is saved
+        (256, 14336, 4096, "silu", TILE),
+        (384, 14336, 4096, "silu", TILE),
+        (512, 14336, 4096, "silu", None),
+    ],
+)
+def test_tiles_of_medium_rows(m: int, n: int, k: int, gate: str | None, expected: LargeGemmTile | None) -> None:
+    assert medium_tile(m, n, k, gate, 132) == expected
+
+
+@pytest.mark.parametrize("rows", [64, 65, 129, 256, 512, 513])
+def test_fp8_rows_with_tiles_of_their_own(rows: int) -> None:
+    with compilation_target(90):
+        found = faster_tile(meta(rows, 4096, dtype=FP8), meta(4096, 4096, dtype=FP8), added(rows, 4096))
+        assert found == (NARROW_TILE if 65 <= rows <= 512 else None)
+        assert faster_tile(meta(rows, 4096), meta(4096, 4096), added(rows, 4096)) is None
+
+
+def linear_of(out: int, features: int, **settings: object) -> PackedWeight:
+    settings = {"activations": "token", **settings}
+    return PackedWeight("fp8", meta(out, features, dtype=FP8), meta(out, dtype=torch.float32), **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "expected"),
+    [
+        (meta(256, 4096), linear_of(28672, 4096), True),
+        (meta(64, 4096), linear_of(28672, 4096), False),
+        (meta(512, 4096), linear_of(28672, 4096), False),  # four rounds: the library
+        (meta(100, 576), linear_of(3072, 576), False),  # all tiles of the quantized kernel run at the same time
+        (meta(256, 4096, dtype=torch.float16), linear_of(28672, 4096), False),  # the library supports bfloat16 only
+        (meta(256, 4096), linear_of(28672, 4096, activations="none"), False),
+        (meta(256, 4096), linear_of(28672, 4096, group_size=128, block_rows=128), False),
+    ],
+)
+def test_which_linears_gate_their_output(x: Tensor, weight: PackedWeight, expected: bool) -> None:
+    with compilation_target(90):
+        assert fp8.gates_output(x, weight) is expected
+
+
+def test_linears_of_other_devices_do_not_gate_their_output() -> None:
+    with compilation_target(89):
+        assert not fp8.gates_output(meta(256, 4096), linear_of(28672, 4096))
+
+
+@pytest.mark.parametrize("gate", [None, "silu"])
+@pytest.mark.parametrize("k", [4096, 8192])
+def test_the_ahead_of_time_trace_has_all_tiles(k: int, gate: str | None) -> None:
+    """Every tile of 65 to 512 rows is also that of a number of tokens of the trace, also where other kernels compute some numbers."""
+    for n in range(512, 40000, 128):
+        found = {rows: medium_tile(rows, n, k, gate, 132) for rows in MEDIUM_ROWS}
+        quantized = {rows: one_round_tile(rows, n, k, gate is not None, 132, tuning_for("NVIDIA H200", 90)) for rows in MEDIUM_ROWS}
+        used = {rows: quantized[rows] or found[rows] for rows in MEDIUM_ROWS}
+        assert {used[rows] for rows in EAGER_TOKENS if rows in MEDIUM_ROWS} == set(used.values()), n
+
+
+def test_split_k_rejects_sizes_that_it_cannot_divide() -> None:
+    scales = {"x_scale": meta(256, dtype=torch.float32), "weight_scale": meta(4096, dtype=torch.float32)}
+    with pytest.raises(ValueError, match="more than 128 features, not for 64 and 128"):
+        large_gemm(meta(256, 128, dtype=FP8), meta(4096, 128, dtype=FP8), SPLIT_TILE, **scales)

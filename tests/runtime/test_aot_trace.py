@@ -56,3 +56,45 @@ def test_the_launches_of_published_models_are_listed(form: int, part: int, tmp_p
     assert all(kernels.total() > 1 for kernels in listed.values())
     for name in listed.keys() & set(FUSED):
         assert listed[name]["fused_layer_small_batch_kernel"] >= 4, "for one token and for several, between layers and after the last layer"
+
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+    "max_position_embeddings": 1024, "num_attention_heads": 32, "num_hidden_layers": 1, "num_key_value_heads": 8, "head_dim": 128,
+    "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False, "vocab_size": 128, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+
+# Prints [block_m, block_n, slices, gate, whether it adds a residual] of the variants of the GEMM for many rows.
+LARGE_GEMMS = """
+import json, sys
+from stoker.base.config import Limits
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+from stoker.engine.reader import Engine
+from stoker.kernels.triton.aot.specialization import Specialization
+from stoker.kernels.triton.gemm.large.kernel import large_gemm_kernel
+from stoker.runtime.worker.aot_trace import kernels_of
+limits = Limits(max_batch_size=4, max_input_len=512, max_output_len=64, max_num_tokens=512)
+config = BuildConfig(
+    device="cuda", compute_capability="9.0", dtype="bfloat16", dummy_weights=True, limits=limits, quantization="FP8",
+)
+engine = Engine.open(build(sys.argv[1], sys.argv[2], config, verify="none").path)
+tile, gate, residual = (large_gemm_kernel.arg_names.index(name) for name in ("TILE", "GATE", "residual_ptr"))
+for job in kernels_of(engine, 90).values():
+    if job.name == "large_gemm_kernel":
+        constants = Specialization.from_json(job.specialization).constants
+        sizes = constants[(tile,)]
+        print(json.dumps([sizes.block_m, sizes.block_n, sizes.slices, constants[(gate,)], (residual,) not in constants]))
+"""
+
+
+def test_tiles_of_fp8_steps_of_up_to_512_tokens_are_listed(tmp_path: Path, uninterpreted: Callable[..., str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    printed = uninterpreted("-c", LARGE_GEMMS, tmp_path, tmp_path / "engine")
+    assert {tuple(json.loads(line)) for line in printed.splitlines()} == {
+        (128, 128, 1, None, False),  # q, k and v, up to 256 tokens
+        (128, 256, 1, None, False),  # with more
+        (128, 128, 1, None, True),  # output projection, and down projection of more than 256 tokens
+        (128, 128, 2, None, True),  # down projection of up to 256 tokens
+        (128, 256, 1, "silu", False),  # gate and up
+    }

@@ -42,6 +42,7 @@ from stoker.kernels.reference import mamba2 as mamba2_ref
 from stoker.kernels.reference import moe as moe_ref
 from stoker.kernels.reference import norm as norm_ref
 from stoker.kernels.reference import pages as pages_ref
+from stoker.kernels.reference import quant_fp8 as fp8_ref
 from stoker.kernels.reference import quant_int8 as int8_ref
 from stoker.kernels.reference import rope as rope_ref
 from stoker.kernels.reference import row_tokens as row_tokens_ref
@@ -296,6 +297,17 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
     if order is None:
         return module.packed_linear(x, weight, fusion)
     return around(x, fusion, lambda rows: module.packed_linear(rows.index_select(-1, order), weight))
+
+
+def gates_output(x: Tensor, weight: PackedWeight) -> bool:
+    """Whether the product of x [M, K] and a packed weight would gate its output in its epilogue, and is faster so than without a gate.
+
+    For numbers of rows for which the next linear could gate its input in the launch that quantizes it (`Fusion.input_gate`).
+    """
+    launcher = _GPU.get(fp8_ref)
+    if launcher is None or x.is_cpu or weight.format != "fp8" or weight.column_order is not None:
+        return False
+    return bool(launcher.gates_output(x, weight))
 
 
 def score_tokens(

@@ -80,7 +80,7 @@ class MLP:
             wide = self.up(x, up_fusion)
             wide.narrow(-1, 0, wide.shape[-1] // 2).mul_(self.gate_scale)
             return ops.gated(wide, self.activation), PLAIN
-        if x.shape[0] >= self.down.min_input_gate_rows:
+        if x.shape[0] >= self.down.min_input_gate_rows and not self.up.gates_output(x):
             return self.up(x, up_fusion), self._gated_input
         return self.up(x, self._gate if norm is None else norm.gated_fusion(self.activation)), PLAIN
 

@@ -39,6 +39,10 @@ class LinearOp(ABC):
         """The number of rows from which gating the input (`Fusion.input_gate`) is faster than gating the preceding linear's output."""
         return math.inf
 
+    def gates_output(self, x: Tensor) -> bool:
+        """Whether gating this linear's output for x is faster than gating the next linear's input, although that has enough rows."""
+        return False
+
     @property
     def is_embedding(self) -> bool:
         """Whether `embed` is supported, as the token embedding and a head that is tied to it require."""
@@ -84,6 +88,9 @@ class PackedLinear(LinearOp):
     @property
     def min_input_gate_rows(self) -> float:
         return self._min_input_gate_rows
+
+    def gates_output(self, x: Tensor) -> bool:
+        return ops.gates_output(x, self.weight)
 
     @property
     def is_embedding(self) -> bool:

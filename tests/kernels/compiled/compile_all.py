@@ -301,17 +301,25 @@ def fused_layer_of(
     fused_layer.fused_layer(meta(rows, heads), meta(rows, hidden), made)
 
 
-def large_gemm(dtype: torch.dtype, gate: str | None = None, residual: bool = False, bias: bool = False) -> Tensor:
+def large_gemm(
+    dtype: torch.dtype, gate: str | None = None, residual: bool = False, bias: bool = False, tile: large.LargeGemmTile = large.TILE
+) -> Tensor:
     rows, kind = (2048 if gate else 1024), BF16 if dtype == FP8 else dtype
     scales = {"x_scale": meta(4096, dtype=FP32), "weight_scale": meta(rows, dtype=FP32)} if dtype == FP8 else {}
     added = {"bias": meta(rows, dtype=kind) if bias else None, "residual": meta(4096, 1024, dtype=kind) if residual else None}
-    return large.large_gemm(meta(4096, 512, dtype=dtype), meta(rows, 512, dtype=dtype), **scales, **added, gate=gate)
+    return large.large_gemm(meta(4096, 512, dtype=dtype), meta(rows, 512, dtype=dtype), tile, **scales, **added, gate=gate)
 
 
 LAUNCHES: dict[str, Callable[[], object]] = {
     "large gemm bfloat16, gated": lambda: large_gemm(BF16, gate="silu"),
     "large gemm float16, gated, with bias and residual": lambda: large_gemm(torch.float16, "gelu_tanh", residual=True, bias=True),
     "large gemm fp8, with residual": lambda: large_gemm(FP8, residual=True),
+    "large gemm fp8, gated, with bias": lambda: large_gemm(FP8, "silu", bias=True),
+    "large gemm fp8, 128 × 128, with residual": lambda: large_gemm(FP8, residual=True, tile=large.NARROW_TILE),
+    "large gemm fp8, 128 × 128, gated": lambda: large_gemm(FP8, "silu", tile=large.NARROW_TILE),
+    "large gemm fp8, two slices": lambda: large_gemm(FP8, tile=large.SPLIT_TILE),
+    "large gemm fp8, two slices, with bias and residual": lambda: large_gemm(FP8, residual=True, bias=True, tile=large.SPLIT_TILE),
+    "large gemm fp8, two slices, gated, with bias": lambda: large_gemm(FP8, "silu", bias=True, tile=large.SPLIT_TILE),
     "fused layer bfloat16": lambda: fused_layer_of("bfloat16"),
     "fused layer float16 135M, with biases": lambda: fused_layer_of("float16", biased=True, sizes=(576, 576, 1536, 960)),
     "fused layer fp8": lambda: fused_layer_of("fp8"),

@@ -43,7 +43,10 @@ BOUNDS = {
     # its spills are outside the loops over blocks.
     # Three warpgroups of one CTA; setmaxnreg moves registers from the producer to the consumers.
     "large gemm bfloat16, gated": (168, 0), "large gemm float16, gated, with bias and residual": (168, 0),
-    "large gemm fp8, with residual": (168, 0),
+    "large gemm fp8, with residual": (168, 0), "large gemm fp8, gated, with bias": (168, 0),
+    "large gemm fp8, 128 × 128, with residual": (168, 0), "large gemm fp8, 128 × 128, gated": (168, 0),
+    "large gemm fp8, two slices": (168, 0), "large gemm fp8, two slices, with bias and residual": (168, 0),
+    "large gemm fp8, two slices, gated, with bias": (168, 0),
     "fused layer of 6 rows": (128, 0), "fused layer of 16 rows, last, with biases": (128, 0),
     "fused layer of 32 rows": (128, 64), "fused layer of 64 rows": (128, 64),
     "fused layer of 64 rows 70B": (128, 64), "fused layer of 32 rows in groups of 32": (128, 64),

@@ -1,4 +1,4 @@
-"""Run kernels on an emulated device: `fused_layer FORM`, for one weight format, `attention` or `prompts`.
+"""Run kernels on an emulated device: `fused_layer FORM`, for one weight format, `attention`, `prompts` or `large_gemm`.
 
 A process without TRITON_INTERPRET.
 """
@@ -16,6 +16,7 @@ from fused_layer_cases import check, problem
 from oracle import TOLERANCE, Case, expected_attention, padded, relative_error
 from test_attention import DRAFTED, test_draft_tokens_combine_by_flags, test_flags_of_results_whose_bits_are_all_zero
 
+from stoker.kernels.reference import linear as linear_reference
 from stoker.kernels.triton import norm
 from stoker.kernels.triton.attention import launch as kernels
 from stoker.kernels.triton.attention.tiles import AttentionTile, Splits
@@ -23,8 +24,10 @@ from stoker.kernels.triton.attention.warp_specialized import launch as prompts
 from stoker.kernels.triton.fused_layer.large_batch import launch as large_batch
 from stoker.kernels.triton.fused_layer.requirements import first_weight
 from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
+from stoker.kernels.triton.gemm.large.launch import LargeGemmTile, finished_counters, large_gemm
+from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
 from stoker.kernels.tuning.devices import tuning_for
-from stoker.kernels.types import FusedLayer
+from stoker.kernels.types import FusedLayer, Fusion
 
 Results = tuple[torch.Tensor, torch.Tensor | None]
 # Features of the heads, of the residual stream, of the MLP, and of q, k and v: some end inside an iteration, some CTAs have no tile, and
@@ -166,6 +169,56 @@ def attend_outliers(case: Case) -> None:
     assert torch.equal(found, out), case
 
 
+# rows, outputs, features, dtype, tile, bias, gate and residual, CTAs: rows, outputs and features end inside a tile, and CTAs have several
+# units, or no unit. Slices have equal numbers of blocks, or not.
+NARROW_TILE, WIDE_TILE = LargeGemmTile(128, 128, 2, 16), LargeGemmTile(128, 256, 2, 1)
+SPLIT_TILE = NARROW_TILE._replace(slices=2)
+LARGE_GEMM_CASES = [
+    (150, 200, 592, torch.float8_e4m3fn, SPLIT_TILE, "br", 5),
+    (130, 72, 336, torch.float8_e4m3fn, SPLIT_TILE, "bgr", 13),
+    (70, 264, 200, torch.float8_e4m3fn, SPLIT_TILE, "", 3),
+    (150, 200, 304, torch.float8_e4m3fn, NARROW_TILE, "r", 3),
+    (130, 144, 240, torch.float8_e4m3fn, WIDE_TILE, "g", 2),
+    (40, 136, 104, torch.float16, NARROW_TILE, "", 4),
+    (70, 144, 120, torch.bfloat16, WIDE_TILE, "bgr", 2),
+]
+
+
+def multiply() -> None:
+    """The GEMM for many rows. FP8 rows are quantized by the launch before it."""
+    for rows, n, k, dtype, tile, parts, num_ctas in LARGE_GEMM_CASES:
+        kind = torch.float16 if dtype == torch.float16 else torch.bfloat16
+        source, weight = torch.randn(rows, k).to(kind), torch.randn(2 * n if "g" in parts else n, k).to(kind)
+        bias = torch.randn(len(weight)).to(kind) if "b" in parts else None
+        residual = torch.randn(rows, n).to(kind) if "r" in parts else None
+        gate = "silu" if "g" in parts else None
+        outputs = []
+        for seed in range(2):
+            with emulating(seed, num_ctas + seed):
+                x, x_scale, wide_x = _operand(source, dtype)
+                w, weight_scale, wide_weight = _operand(weight, dtype)
+                out = large_gemm(x, w, tile, x_scale=x_scale, weight_scale=weight_scale, bias=bias, residual=residual, gate=gate)
+            outputs.append(out)
+        assert not finished_counters(outputs[0].device).any(), "counters are not zero"
+        fusion = Fusion(gate=gate, residual=None if residual is None else residual.double())
+        want = linear_reference.linear(wide_x, wide_weight, None if bias is None else bias.double(), fusion)
+        assert relative_error(outputs[0], want) < TOLERANCE[kind], (rows, n, k, dtype, tile)
+        assert torch.equal(*outputs), "the result depends on the order of CTAs"
+
+
+def _operand(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(values, scale of each row or None, real values in float64). Beyond the features, values are NaN."""
+    k, padded = x.shape[1], x.shape[1] // 16 * 16 + 32
+    if dtype != torch.float8_e4m3fn:
+        values = torch.full((len(x), padded), torch.nan, dtype=dtype)
+        values[:, :k] = x
+        return values[:, :k], None, x.double()
+    quantized = quantize_rows(x, "fp8", padded)
+    values, scale = quantized.values, quantized.scale
+    values.view(torch.int8)[:, k:] = 127
+    return values[:, :k], scale, values[:, :k].double() * scale[:, None].double()
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    {"attention": attend, "prompts": attend_prompts, "fused_layer": lambda: fused_layer(sys.argv[2])}[sys.argv[1]]()
+    {"attention": attend, "prompts": attend_prompts, "large_gemm": multiply, "fused_layer": lambda: fused_layer(sys.argv[2])}[sys.argv[1]]()

@@ -16,9 +16,12 @@ from stoker.kernels.triton.attention import launch as kernels
 from stoker.kernels.triton.attention.tiles import AttentionTile, Splits
 from stoker.kernels.triton.fused_layer.large_batch import launch as large_batch
 from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
+from stoker.kernels.triton.gemm.large import launch as large_gemm
 from stoker.kernels.triton.gemm.quantized import int4
+from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
 
-SCRATCH = (small_batch.barrier_counter, kernels._finished_counters, kernels._flag_words)  # kept between launches
+# Allocated once for all launches.
+SCRATCH = (small_batch.barrier_counter, kernels._finished_counters, kernels._flag_words, large_gemm.finished_counters)
 Edit = Callable[[str, str], str]
 NUM_CTAS = 3
 
@@ -76,7 +79,23 @@ def skinny(edit: Edit) -> None:
     assert relative_error(y, x.double() @ real.T) < 0.01
 
 
-CASES = {"large batch": large, "small batch": small, "attention": decode, "skinny": skinny}
+def split_k(edit: Edit) -> None:
+    """304 FP8 features in two slices, of rows that the launch before has quantized; twice, because counters must be zero again."""
+    torch.manual_seed(0)
+    source, weight = torch.randn(70, 304).bfloat16(), torch.randn(136, 304).bfloat16()
+    tile = large_gemm.LargeGemmTile(128, 128, 2, 16, slices=2)
+    with emulating(0, NUM_CTAS, edit_ptx=edit):
+        w = quantize_rows(weight, "fp8", 304)
+        for _ in range(2):
+            x = quantize_rows(source, "fp8", 304)
+            scales = {"x_scale": x.scale, "weight_scale": w.scale}
+            y = large_gemm.large_gemm(x.values, w.values, tile, **scales)
+            want = (x.values.double() * x.scale[:, None].double()) @ (w.values.double() * w.scale[:, None].double()).T
+            assert relative_error(y, want) < TOLERANCE[torch.bfloat16]
+    assert not large_gemm.finished_counters(y.device).any(), "counters are not zero"
+
+
+CASES = {"split-K": split_k, "large batch": large, "small batch": small, "attention": decode, "skinny": skinny}
 
 
 def run(case: str, edit: Edit) -> None:

@@ -26,6 +26,7 @@ class Mutant(NamedTuple):
 _LARGE = ("large batch", "fused_layer_large_batch_kernel")
 _SMALL = ("small batch", "fused_layer_small_batch_kernel")
 _ATTENTION = ("attention", "decode_attention_kernel")
+_SPLIT_K = ("split-K", "large_gemm_kernel")
 _SKINNY = ("skinny", "skinny_gemm_kernel")
 
 MUTANTS = {
@@ -52,6 +53,12 @@ MUTANTS = {
         *_ATTENTION, r"(st\.global\.b16(?:(?!bar\.sync)[^\0])*)bar\.sync\s+0;", r"\1", 0
     ),
     "splits counted without a release": Mutant(*_ATTENTION, r"atom\.global\.gpu\.acq_rel\.add", "atom.global.gpu.acquire.add"),
+    "slices counted without a release": Mutant(*_SPLIT_K, r"atom\.global\.gpu\.acq_rel\.add", "atom.global.gpu.acquire.add"),
+    "slices combined without an acquire": Mutant(*_SPLIT_K, r"atom\.global\.gpu\.acq_rel\.add", "atom.global.gpu.release.add"),
+    "no barrier before slices are counted": Mutant(*_SPLIT_K, r"bar\.sync\s+\d+, 128;((?:(?!bar\.sync)[^\0])*atom\.global)", r"\1"),
+    "a counter of slices that is not reset": Mutant(*_SPLIT_K, r"@%p\d+ st\.global\.b32 \[ %rd\d+ \+ 0 \], \{ %r\d+ \};", ""),
+    "a GEMM that does not wait for its activations": Mutant(*_SPLIT_K, r"griddepcontrol\.wait;", ""),
+    "outputs staged before the last store has read its buffer": Mutant(*_SPLIT_K, r"cp\.async\.bulk\.wait_group\.read\s+1;", ""),
     "a skinny GEMM that does not wait for its activations": Mutant(*_SKINNY, r"griddepcontrol\.wait;", ""),
     "the scales of other rows": Mutant(*_SKINNY, r"(@%p\d+ ld\.global\.b32 \{ %r\d+ \}, \[ %rd\d+) \+ 0", r"\1 + 4", 0),
 }

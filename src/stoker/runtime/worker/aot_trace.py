@@ -40,7 +40,8 @@ from stoker.runtime.worker.row_tracker import make_tracker
 
 META = torch.device("meta")
 EAGER_ROWS = (1, 3, 6, 7, 16, 20, 32, 40, 64, 100)
-EAGER_TOKENS = (5, 16, 40, 64, 100, 160, 200, 500, 1000, 1500)
+# One of each 64 up to 512, because the tiles of linears depend on how many tiles of 64 or 128 rows there are.
+EAGER_TOKENS = (5, 16, 40, 64, 100, 160, 200, 300, 350, 420, 500, 1000, 1500)
 SHORT_PROMPTS = (2, 3, 4, 8, 9)  # new tokens of prompts whose beginning is cached or was computed before
 MAX_SHORT_PROMPTS = 64  # with more, no launch splits keys
 MIN_KEYS = 32  # smallest length of the longest row that is traced

@@ -22,6 +22,7 @@ What remains invisible:
 - Lanes of a diverged warp run together, and `wgmma.fence`, scopes below the device, and fences between CTAs (`fence.acq_rel`, `membar`)
   are not modelled; the last raise NotImplementedError.
 - In warp-specialized kernels (`warps`), the order of accesses to shared memory: it follows from mbarriers and barriers of some warps, which
-  have no stamps. A missing wait gives a wrong result only if the random order of warps makes it one.
+  have no stamps. A missing wait gives a wrong result only if the random order of warps makes it one. Accesses to global memory have stamps,
+  in which a barrier of some warps counts as one of all.
 - An order of CTAs or warps that the seed does not produce; the time that anything takes; whether all CTAs of a launch are resident.
 """

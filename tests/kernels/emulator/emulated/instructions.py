@@ -14,6 +14,7 @@ from emulated.mbarriers import mbarriers
 from emulated.operands import Mask, Read, Step, read, write
 from emulated.parse import Instruction, Operand
 from emulated.products import warp_products, warpgroup_products
+from emulated.tensor_copies import tensor_copies
 from emulated.transfers import async_copies, matrix_loads_and_stores, memory, warp_shuffles
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def step_of(instruction: Instruction) -> Step:
         return lambda program, mask: None
     for kind in (
         memory,
+        tensor_copies,
         async_copies,
         mbarriers,
         warp_shuffles,
@@ -118,8 +120,10 @@ def _packed_arithmetic(instruction: Instruction, formula: Callable[..., Values],
 
 
 def _moves_and_selects(instruction: Instruction, parts: list[str]) -> Step | None:
-    """selp, setp, and mov between one wide register and several narrow ones."""
+    """selp, setp, cvta, and mov between one wide register and several narrow ones."""
     target, *sources = instruction.operands
+    if parts[0] == "cvta":
+        return elementwise(target, [read(sources[0], "u64")], lambda address: address)
     if parts[0] == "selp":
         inputs = [read(source, parts[1]) for source in sources[:2]] + [read(sources[2], "pred")]
         return elementwise(target, inputs, lambda a, b, which: np.where(which, a, b))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from triton.compiler import CompiledKernel
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from emulated.memory import Tensors
@@ -21,6 +22,7 @@ from emulated.ordering import History
 from emulated.parse import Kernel, parse
 from emulated.program import Launch, run_grids
 from emulated.stream import Stream
+from emulated.tensor_copies import TensorMap
 from stoker.kernels.triton.aot.offline_target import compilation_target
 
 
@@ -33,6 +35,12 @@ class _Prepared:
     grid: tuple[int, int, int]
     shared_bytes: int
     is_dependent: bool
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for _, value in self.arguments:
+            if isinstance(value, torch.Tensor | TensorDescriptor):
+                yield value.base if isinstance(value, TensorDescriptor) else value
 
 
 @contextmanager
@@ -75,22 +83,35 @@ def emulating(
 
 def _prepare(compiled: CompiledKernel, ptx: str, arguments: list[Any], grid: tuple[int, ...]) -> _Prepared:
     kinds = list(compiled.src.signature.values())
-    flat = [(kind, value) for kind, value in zip(_flat(kinds), _flat(arguments, kinds), strict=True) if kind != "constexpr"]
+    flat = [
+        (kind, value)
+        for of_argument, argument in zip(_flat(kinds), _flat(arguments, kinds), strict=True)
+        if of_argument != "constexpr"
+        for kind, value in _parameters(of_argument, argument)
+    ]
     x, y, z = (*grid, 1, 1)[:3]
     return _Prepared(parse(ptx), flat, (x, y, z), compiled.metadata.shared, bool(compiled.metadata.launch_pdl))
 
 
 def _launch(ranks: list[_Prepared], shared: Sequence[torch.Tensor], seed: int, conflicts: Counter[str], stream: Stream) -> None:
     """Run the launches of all ranks together. Their tensors are at different addresses of one memory."""
-    values = [value for rank in ranks for _, value in rank.arguments]
-    tensors = Tensors([*shared, *(value for value in values if isinstance(value, torch.Tensor))])
+    tensors = Tensors([*shared, *(tensor for rank in ranks for tensor in rank.tensors)])
     memory, granule = tensors.memory, min(rank.kernel.granule("global") for rank in ranks)
     is_dependent, has_async_proxy = all(rank.is_dependent for rank in ranks), any(rank.kernel.has_async_proxy for rank in ranks)
     pending = stream.begin(tensors, granule, is_dependent)
     memory.history = History("global", len(memory.data), memory.begin, granule, has_async_proxy, pending)
     addresses = {tensor.data_ptr(): tensors.address(tensor) for tensor in shared}
     launches = [
-        Launch(rank.kernel, _params(rank, tensors, addresses), memory, rank.shared_bytes, rank.grid, rank.is_dependent, conflicts)
+        Launch(
+            rank.kernel,
+            _params(rank, tensors, addresses),
+            memory,
+            rank.shared_bytes,
+            rank.grid,
+            rank.is_dependent,
+            conflicts,
+            _tensor_maps(rank, tensors),
+        )
         for rank in ranks
     ]
     stream.end(tensors, memory.history, run_grids(launches, seed), is_dependent)
@@ -101,9 +122,31 @@ def _params(prepared: _Prepared, tensors: Tensors, addresses: Mapping[int, int])
     """The values of a kernel's parameters by name. addresses: maps integers that are addresses on the host to addresses on the device."""
     params = {}
     for name, (kind, value) in zip(prepared.kernel.params, prepared.arguments, strict=False):  # Triton's own parameters are not used
+        if isinstance(value, TensorDescriptor):
+            continue
         value = tensors.address(value) if isinstance(value, torch.Tensor) else addresses.get(value, value) if kind == "i64" else value
         params[name] = np.array([value], np.float32 if kind == "fp32" else np.int64).view(np.uint32 if kind == "fp32" else np.uint64)
     return params
+
+
+def _parameters(kind: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """(kind, value) of the kernel parameters of an argument: those of a descriptor are a tensor map, its shape and its strides."""
+    yield kind, value
+    if isinstance(value, TensorDescriptor):
+        yield from (("i32", size) for size in value.shape)
+        yield from (("i64", stride) for stride in value.strides)
+
+
+def _tensor_maps(prepared: _Prepared, tensors: Tensors) -> dict[str, TensorMap]:
+    """The tensor maps of a kernel's parameters by name."""
+    return {
+        name: TensorMap(
+            tensors.address(value.base), (value.shape[0], value.shape[1]), value.strides[0] * value.base.itemsize, value.base.itemsize,
+            (value.block_shape[0], value.block_shape[1]), value.layout.swizzle_byte_width,
+        )
+        for name, (_, value) in zip(prepared.kernel.params, prepared.arguments, strict=False)
+        if isinstance(value, TensorDescriptor)
+    }  # fmt: skip
 
 
 def _flat(values: Any, like: Any = None) -> Iterator[Any]:

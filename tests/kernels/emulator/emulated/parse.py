@@ -27,14 +27,23 @@ class Address:
     offset: int
 
 
-Operand = Register | Address | int | str | tuple["Operand", ...]  # str: a special register such as %tid.x, or a label
+@dataclass(frozen=True, slots=True)
+class TensorAddress:
+    """An operand in brackets with braces: a tensor map, and the coordinates of a box of its tensor, the innermost one first."""
+
+    base: Register
+    coordinates: tuple[Operand, ...]
+
+
+Operand = Register | Address | TensorAddress | int | str | tuple["Operand", ...]  # str: a special register such as %tid.x, or a label
 
 
 @dataclass(slots=True)
 class Instruction:
     """One instruction.
 
-    predicate: the register that enables it, and whether that is negated. target: the index of the instruction that a branch continues at.
+    predicate: the register that enables it, and whether that is negated. target: the index of the instruction that a branch continues at;
+    targets: those of an indexed branch.
     """
 
     name: str
@@ -42,6 +51,7 @@ class Instruction:
     predicate: tuple[Register, bool] | None
     text: str
     target: int = -1
+    targets: tuple[int, ...] = ()
 
     @property
     def depends_on_others(self) -> bool:
@@ -63,7 +73,7 @@ class Kernel:
     @property
     def is_warp_specialized(self) -> bool:
         """Whether some warps wait for others at barriers of their own."""
-        return any(each.name == "bar.arrive" for each in self.instructions)
+        return any(each.name == "bar.arrive" or each.name.startswith("setmaxnreg") for each in self.instructions)
 
     @property
     def has_async_proxy(self) -> bool:
@@ -101,9 +111,10 @@ def parse(ptx: str) -> Kernel:
     ptx = re.sub(r"^\s*\.(loc|pragma)\b[^\n]*$", "", ptx, flags=re.M)
     signature, _, rest = ptx.partition(".entry")[2].partition(")")
     tuning, _, body = rest.partition("{")
-    kernel = Kernel(params=re.findall(r"(\w+)\s*(?:,|$)", signature.partition("(")[2].strip()))
+    kernel = Kernel(params=re.findall(r"(\w+)(?:\[\d+\])?\s*(?:,|$)", signature.partition("(")[2].strip()))
     kernel.threads = int(re.search(r"\.(?:req|max)ntid\s+(\d+)", tuning).group(1))  # type: ignore[union-attr]
     branches: list[tuple[Instruction, str, tuple[_Scope, ...]]] = []
+    tables: dict[int, list[str]] = {}  # lists of branch targets, by the index of the instruction after them
     scopes, at = [_Scope()], 0
     while scopes:
         body = body[at:].lstrip()
@@ -121,13 +132,18 @@ def parse(ptx: str) -> Kernel:
             text = " ".join(statement.split())
             if text.startswith(".reg"):
                 _declare(text, scopes[-1], kernel)
+            elif text.startswith(".branchtargets"):
+                tables[len(kernel.instructions)] = [name.strip() for name in text.removeprefix(".branchtargets").split(",")]
             elif text:
                 instruction = _instruction(text, scopes)
                 kernel.instructions.append(instruction)
-                if instruction.name.startswith("bra"):
-                    branches.append((instruction, str(instruction.operands[0]), tuple(scopes)))
+                if instruction.name.startswith(("bra", "brx")):
+                    branches.append((instruction, str(instruction.operands[-1]), tuple(scopes)))
     for instruction, label, around in branches:
-        instruction.target = next(scope.labels[label] for scope in reversed(around) if label in scope.labels)
+        place = lambda name, around=around: next(scope.labels[name] for scope in reversed(around) if name in scope.labels)  # noqa: E731
+        instruction.target = place(label)
+        if instruction.name.startswith("brx"):
+            instruction.targets = tuple(place(name) for name in tables[instruction.target])
     return kernel
 
 
@@ -155,10 +171,17 @@ def _operand(text: str, scopes: list[_Scope]) -> Operand:
     if text.startswith("{"):
         return tuple(_operand(part.strip(), scopes) for part in text[1:-1].split(","))
     if text.startswith("["):
+        base, _, coordinates = text[1:-1].partition(",")
+        if coordinates:
+            tensor_map, numbers = _operand(base.strip(), scopes), _operand(coordinates.strip(), scopes)
+            assert isinstance(tensor_map, Register) and isinstance(numbers, tuple), text
+            return TensorAddress(tensor_map, numbers)
         base, _, offset = text[1:-1].partition("+")
         match = _operand(base.strip(), scopes)
         assert isinstance(match, Register | str), text
         return Address(match, int(offset or 0))
+    if "|" in text:
+        return tuple(_operand(part, scopes) for part in text.split("|"))
     if text[:2] in ("0f", "0F"):
         return int(text[2:], 16)
     if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", text):

@@ -18,10 +18,12 @@ from emulated.operands import UNSIGNED, Mask, Step
 from emulated.ordering import Clock, History, NoHistory, RaceError
 from emulated.parse import Instruction, Kernel
 from emulated.queues import Arrivals, Queue
+from emulated.tensor_copies import TensorMap
 from emulated.warps import Warps
 
 Threads = NDArray[np.int64]
 Index = tuple[int, int, int]
+TENSOR_MAPS = 1 << 48  # the address of the first tensor map among the parameters
 MAX_TURNS = 1000  # per CTA, without one that ends or stores
 
 
@@ -36,6 +38,7 @@ class Launch:
     grid: Index
     waits_for_predecessor: bool  # launched with the PDL attribute
     bank_conflicts: Counter[str]
+    tensor_maps: Mapping[str, TensorMap]  # by the name of their parameter
 
     @property
     def num_ctas(self) -> int:
@@ -63,7 +66,9 @@ class Program:
         unset = {width: np.full(self.num_threads, -1 if width > 1 else 0).astype(kind) for width, kind in UNSIGNED.items()}
         self.registers = [unset[width] for width in kernel.widths]
         self.bank_conflicts = launch.bank_conflicts
-        self.copies, self.products = Queue(self.num_threads // 32), Queue(self.num_threads // 32)
+        self.copies, self.products, self.bulk_stores = (Queue(self.num_threads // 32) for _ in range(3))
+        places = {name: TENSOR_MAPS + 128 * i for i, name in enumerate(launch.tensor_maps)}
+        self.tensor_maps = {places[name]: tensor_map for name, tensor_map in launch.tensor_maps.items()}  # by their address
         self.arrivals: dict[int, Arrivals] = {}  # mbarriers by address
         self._at = np.zeros(self.num_threads, np.int64)  # each thread's next instruction, where they differ
         self._none, self.generator = np.zeros(self.num_threads, bool), generator
@@ -73,6 +78,7 @@ class Program:
             "%laneid": self.lane,
             "%warpid": self.thread // 32,
             "global_smem": for_all_threads(0),
+            **{name: for_all_threads(place) for name, place in places.items()},
             **{f"%ctaid.{axis}": for_all_threads(at) for axis, at in zip("xyz", index, strict=True)},
             **{f"%nctaid.{axis}": for_all_threads(size) for axis, size in zip("xyz", grid, strict=True)},
         }
@@ -201,7 +207,7 @@ class Program:
 
 
 def _is_control(instruction: Instruction) -> bool:
-    return instruction.name.startswith(("bra", "bar.", "barrier.")) or instruction.name == "ret"
+    return instruction.name.startswith(("bra", "brx", "bar.", "barrier.")) or instruction.name == "ret"
 
 
 def run_grids(launches: Sequence[Launch], seed: int) -> list[Clock]:

@@ -22,7 +22,16 @@ if TYPE_CHECKING:
 
 
 def warp_shuffles(instruction: Instruction, parts: list[str]) -> Step | None:
-    """shfl and redux. All lanes of a warp participate."""
+    """shfl, redux and elect. All lanes of a warp participate."""
+    if parts[0] == "elect":  # the first lane
+        assert isinstance(instruction.operands[0], tuple)
+        target_register, is_elected = instruction.operands[0]
+
+        def elect(program: Program, mask: Mask) -> None:
+            write(program, target_register, np.zeros(1, np.uint32), mask)
+            write(program, is_elected, program.lane == 0, mask)
+
+        return elect
     if parts[0] == "shfl":
         target_register, source, amount, *_ = instruction.operands
         values, distance = read(source, "b32"), read(amount, "u32")

@@ -1,7 +1,7 @@
 """Runs a CTA of a warp-specialized kernel warp by warp, in a random order: each warp until it waits.
 
 Warps wait at numbered barriers of some threads (`bar.sync` and `barrier.sync`; `bar.arrive` does not wait), and for mbarriers, which they
-poll. Branches are of whole warps.
+poll. Branches are of whole warps. The history of global memory counts a barrier of some threads as one of the CTA.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from emulated.operands import read
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from emulated.parse import Instruction
+    from emulated.parse import Instruction, Operand
     from emulated.program import Program
 
 MAX_IDLE_TURNS = 4000  # turns of warps that only poll
@@ -66,7 +66,7 @@ class Warps:
                 continue
             if step is None:
                 self._control(warp, instruction, enabled)
-                has_progress |= not instruction.name.startswith("bra")
+                has_progress |= not instruction.name.startswith(("bra", "brx"))
                 if instruction.name == "bar.arrive" and program.generator.random() < PAUSE:
                     break
                 continue
@@ -86,6 +86,8 @@ class Warps:
         assert (enabled == self.masks[warp]).all(), f"a warp diverges: {instruction.text}"
         if instruction.name.startswith("bra"):
             self.at[warp] = instruction.target
+        elif instruction.name.startswith("brx"):
+            self.at[warp] = instruction.targets[self._number(warp, instruction.operands[0])]
         elif instruction.name == "ret":
             self.runnable.remove(warp)
             self.ended.add(warp)
@@ -94,7 +96,7 @@ class Warps:
 
     def _arrive(self, warp: int, instruction: Instruction) -> None:
         """Arrive at the barrier with this number, and wait there unless the instruction is `bar.arrive`."""
-        numbers = [int(np.broadcast_to(read(part, "u32")(self.program), len(self.masks) * 32)[32 * warp]) for part in instruction.operands]
+        numbers = [self._number(warp, part) for part in instruction.operands]
         number, count = (*numbers, self.program.num_threads)[:2]
         barrier = self._barriers.setdefault(number, _Barrier(count))
         barrier.arrived += 32
@@ -105,6 +107,11 @@ class Warps:
         if barrier.arrived == count:
             self.runnable.update(barrier.waiting)
             del self._barriers[number]
+            self.program.clock.cta_barrier()
+
+    def _number(self, warp: int, operand: Operand) -> int:
+        """The value of an operand in a warp's threads."""
+        return int(np.broadcast_to(read(operand, "u32")(self.program), len(self.masks) * 32)[32 * warp])
 
     def _places(self) -> list[str]:
         return [self.program.kernel.instructions[at - 1].text for at in self.at]

@@ -32,8 +32,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion
     if x.shape[0] > MAX_ROWS:
         if fusion.norm_kind is not None:
             x, fusion = _apply_norm(x, fusion)
-        if large.is_faster(x, weight, fusion):
-            return large.large_gemm(x, weight, bias=bias, residual=fusion.residual, gate=fusion.gate)
+        tile = large.faster_tile(x, weight, fusion)
+        if tile is not None:
+            return large.large_gemm(x, weight, tile, bias=bias, residual=fusion.residual, gate=fusion.gate)
         return library_linear(x, weight, bias, fusion)
     if fusion.needs_separate_norm:
         x, fusion = _apply_norm(x, fusion)

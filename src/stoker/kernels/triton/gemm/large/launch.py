@@ -12,10 +12,20 @@ Time of the library with separate kernels ÷ time here, on an H100, 1024, 2048 a
 
 Those in parentheses use the library. The product alone takes 0.95 to 1.11 times as long as the library's where tiles fill the SMs, so
 linears without a gate or a residual use the library, too.
+
+FP8 with 65 to 512 rows, µs with the quantization of rows, library → here, on an H200 (benchmarks/results/h200_medium_gemm.json). Without
+numbers: other kernels, which are faster. In parentheses: the library is used. Ranks of 70B add no residual:
+
+    | rows | 8B: q, k, v | out         | gate, up    | down        | 70B, a half: q, k, v | out         | gate, up      | down        |
+    | 128  |             |             | 44.8 → 44.0 |             |                      | 18.7 → 16.9 | 75.9 → 76.7   | 45.2 → 42.9 |
+    | 256  | 20.6 → 18.5 | 20.3 → 17.3 | 64.0 → 59.2 | 46.3 → 36.8 | 29.8 → 28.8          | 19.9 → 19.1 | 112.4 → 110.0 | 50.5 → 51.2 |
+    | 384  | 30.7 → 29.6 | 22.2 → 19.0 | 88.0 → 85.4 | 50.7 → 48.0 | 31.5 → 30.8          | 30.1 → 30.2 | 158.0 → 155.7 | 85.4 → 83.6 |
+    | 512  | 31.7 → 31.7 | 23.7 → 19.7 | (106, 111)  | 54.7 → 53.4 | 50.4 → 49.3          | 31.6 → 31.7 | (192, 201)    | 93.4 → 94.5 |
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -26,50 +36,79 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from stoker.kernels.triton.device import num_sms, supports
 from stoker.kernels.triton.gemm.large.kernel import large_gemm_kernel
+from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.types import Fusion
 
 
 class LargeGemmTile(NamedTuple):
-    """The output tile of a CTA, the depth of its pipeline, and the order of tiles."""
+    """The output tile of a CTA, the depth of its pipeline, the order of tiles, and whether two CTAs share a tile."""
 
     block_m: int  # rows of x
     block_n: int  # rows of the weight
     num_stages: int
     group_m: int  # tiles of rows that share a tile of the weight in L2
+    slices: int = 1  # of the features: 1, or 2 with split-K
 
 
 TILE = LargeGemmTile(128, 256, 4, 16)
-MIN_ROWS = 1024
+NARROW_TILE = LargeGemmTile(128, 128, 6, 16)
+SPLIT_TILE = LargeGemmTile(128, 128, 6, 16, slices=2)
+BLOCK_BYTES = 128  # of the features of a row in a stage
+MIN_ROWS = 1024  # of `TILE`, apart from FP8 with MEDIUM_ROWS
 MAX_ROW_BYTES = 32 << 10  # of x: with longer rows, adding the residual is too small a part of the time
 MIN_OCCUPANCY = 0.85  # the library has other tiles, with which the last round leaves fewer SMs idle
+MEDIUM_ROWS = range(65, 513)  # of FP8, with tiles of `medium_tile`
+NARROW_ROUND = 0.55  # the time of a round of NARROW_TILE, as a part of that of TILE: 0.51 to 0.67
+MAX_GATED_ROUNDS, MAX_ROUNDS = 3, 1  # of TILE or their time: with four rounds, the library is up to 5 % faster than gated tiles
+MIN_SPLIT_FEATURES = 8192  # with 4096, two slices take up to a fifth longer than one
+MAX_SPLIT_TILES = 1024  # of a launch with split-K
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 _REGISTERS = 168  # per thread at the start: what three warpgroups of one CTA can have
 
 
-def is_faster(x: Tensor, weight: Tensor, fusion: Fusion) -> bool:
-    """Whether `large_gemm` supports the product of x [m, k] and weight [n, k] with the gate or residual of `fusion`, and is faster.
+def faster_tile(x: Tensor, weight: Tensor, fusion: Fusion) -> LargeGemmTile | None:
+    """The tile with which `large_gemm` is faster than the library for x [m, k] × weight [n, k] with the gate or residual of `fusion`.
 
-    x and weight have the same dtype: bfloat16, float16 or float8_e4m3fn.
+    x and weight have the same dtype: bfloat16, float16 or float8_e4m3fn. None: it is not faster, or does not support the product.
     """
     m, n = x.shape[0], weight.shape[0] // (2 if fusion.gate else 1)
+    if x.dtype not in _TYPES or x.dtype != weight.dtype or n % 8 or not (_has_descriptor(x) and _has_descriptor(weight)):
+        return None
+    if not supports(x, "large_gemm"):
+        return None
+    if fusion.residual is not None and not (fusion.residual.is_contiguous() and fusion.residual.shape == (m, n)):
+        return None
+    if m in MEDIUM_ROWS and x.itemsize == 1:
+        return medium_tile(m, n, x.shape[1], fusion.gate, num_sms(x.device))
     if fusion.gate is not None:
         has_faster_epilogue = x.itemsize == 2
     else:
         has_faster_epilogue = fusion.residual is not None and x.shape[1] * x.itemsize <= MAX_ROW_BYTES
-    if m < MIN_ROWS or not has_faster_epilogue or not supports(x, "large_gemm"):
-        return False
-    if x.dtype not in _TYPES or x.dtype != weight.dtype or n % 8 or not (_has_descriptor(x) and _has_descriptor(weight)):
-        return False
-    if fusion.residual is not None and not (fusion.residual.is_contiguous() and fusion.residual.shape == (m, n)):
-        return False
+    if m < MIN_ROWS or not has_faster_epilogue:
+        return None
     # The ahead-of-time trace runs few numbers of rows, and must list the kernel if any number uses it.
-    return x.is_meta or occupancy(m, n, fusion.gate, num_sms(x.device)) >= MIN_OCCUPANCY
+    return TILE if x.is_meta or occupancy(m, n, fusion.gate, num_sms(x.device)) >= MIN_OCCUPANCY else None
 
 
 def occupancy(m: int, n: int, gate: str | None, num_sms: int) -> float:
     """The used part of all SMs over the rounds of tiles that an output [m, n] takes."""
     tiles = _count_tiles(m, n, TILE, gate)
     return tiles / (triton.cdiv(tiles, num_sms) * num_sms)
+
+
+def medium_tile(m: int, n: int, k: int, gate: str | None, num_sms: int) -> LargeGemmTile | None:
+    """The tile for an output [m, n] of MEDIUM_ROWS rows and k features of FP8, or None where the library is faster.
+
+    It is the one whose rounds take less time, or half a tile per CTA where all halves run at the same time. What is saved is a constant
+    (the start of a launch, the residual or the gate), so with many rounds the library, whose tiles are a few percent faster, wins.
+    """
+    narrow, wide = _count_tiles(m, n, NARROW_TILE, gate), _count_tiles(m, n, TILE, gate)
+    if 2 * narrow <= num_sms and k >= MIN_SPLIT_FEATURES:
+        return SPLIT_TILE
+    narrow_time, wide_time = NARROW_ROUND * triton.cdiv(narrow, num_sms), triton.cdiv(wide, num_sms)
+    if min(narrow_time, wide_time) > (MAX_GATED_ROUNDS if gate else MAX_ROUNDS):
+        return None
+    return NARROW_TILE if narrow_time <= wide_time else TILE
 
 
 def large_gemm(
@@ -87,12 +126,20 @@ def large_gemm(
 
     x and weight are bfloat16 or float16, as is the result, or both float8_e4m3fn with float32 scales x_scale [m] and weight_scale [rows of
     the weight]; the result is bfloat16. Rows must begin at multiples of 16 bytes; `residual` [m, n] and the scales are dense.
+    Split-K is for at most MAX_SPLIT_TILES tiles, and for more than BLOCK_BYTES bytes of features.
     """
     m, k = x.shape
     n = weight.shape[0] // (2 if gate else 1)
     out = torch.empty((m, n), dtype=torch.bfloat16 if x.itemsize == 1 else x.dtype, device=x.device)
-    half, block_k = tile.block_n // 2, 128 // x.itemsize
-    large_gemm_kernel[(min(num_sms(x.device), _count_tiles(m, n, tile, gate)),)](
+    half, block_k = tile.block_n // 2, BLOCK_BYTES // x.itemsize
+    tiles = _count_tiles(m, n, tile, gate)
+    partial = finished = None
+    if tile.slices > 1:
+        if tiles > MAX_SPLIT_TILES or k <= block_k:
+            raise ValueError(f"split-K is for at most {MAX_SPLIT_TILES} tiles and more than {block_k} features, not for {tiles} and {k}")
+        partial = torch.empty((tiles, 2, tile.slices, tile.block_m // 2, tile.block_n), dtype=torch.float32, device=x.device)
+        finished = finished_counters(x.device)
+    large_gemm_kernel[(min(num_sms(x.device), tiles * tile.slices),)](
         _descriptor(x, tile.block_m, block_k),
         _descriptor(weight, half, block_k),
         _descriptor(out, tile.block_m // 2, half // 2),
@@ -100,6 +147,8 @@ def large_gemm(
         weight_scale,
         bias,
         residual,
+        partial,
+        finished,
         m,
         n,
         k,
@@ -107,8 +156,15 @@ def large_gemm(
         GATE=gate,
         num_warps=4,
         maxnreg=_REGISTERS,
+        **pdl_launch_options(x),
     )
     return out
+
+
+@cache
+def finished_counters(device: torch.device) -> Tensor:
+    """Counters of finished slices, int32 [tile, consumer]: zero after every launch. The launches of a device run one after another."""
+    return torch.zeros((MAX_SPLIT_TILES, 2), dtype=torch.int32, device=device)
 
 
 def _count_tiles(m: int, n: int, tile: LargeGemmTile, gate: str | None) -> int:

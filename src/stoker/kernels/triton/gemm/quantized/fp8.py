@@ -19,6 +19,7 @@ from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import quant_fp8 as reference
+from stoker.kernels.triton.device import num_sms, supports
 from stoker.kernels.triton.gemm.large import launch as large
 from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
 from stoker.kernels.triton.gemm.quantized.fp8_gemv import fp8_gemv, gemv_tile
@@ -69,15 +70,25 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
     return quantized_activation_linear(x, weight, "fp8", "fp8", fusion)
 
 
+def gates_output(x: Tensor, weight: PackedWeight) -> bool:
+    """Whether `gemm.large` gates the output of the linear in its epilogue (`ops.gates_output`)."""
+    if not supports(x, "large_gemm") or x.shape[0] not in large.MEDIUM_ROWS or not _library_supports(x, weight):
+        return False
+    if weight.group_size or weight.activations == "none" or medium_tile(x, weight, "fp8", PLAIN) is not None:
+        return False
+    return large.medium_tile(x.shape[0], weight.out_features // 2, weight.in_features, "silu", num_sms(x.device)) is not None
+
+
 def large_fp8_linear(x: Tensor, weight: PackedWeight, fusion: Fusion) -> Tensor:
-    """A linear with a scale for each row of both operands: by `gemm.large` where its epilogue is faster, or by the library's GEMM."""
+    """A linear with a scale for each row of both operands: by `gemm.large` where it is faster, or by the library's GEMM."""
     x, fusion = apply_unfused_norm(x, fusion)
     k, scale = weight.in_features, weight.scale
     assert scale is not None
     q = quantize_rows(x, "fp8", k, 0, fusion.norm_weight, fusion.norm_eps, weight.input_scale, fusion.input_gate)
-    if large.is_faster(q.values, weight.values, fusion):
+    tile = large.faster_tile(q.values, weight.values, fusion)
+    if tile is not None:
         scales = {"x_scale": q.scale, "weight_scale": scale}
-        return large.large_gemm(q.values, weight.values, **scales, bias=weight.bias, residual=fusion.residual, gate=fusion.gate)
+        return large.large_gemm(q.values, weight.values, tile, **scales, bias=weight.bias, residual=fusion.residual, gate=fusion.gate)
     y = torch._scaled_mm(
         q.values, weight.values.t(), q.scale[:, None], scale[None, :], bias=weight.bias, out_dtype=x.dtype, use_fast_accum=True
     )
