@@ -19,6 +19,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -98,13 +99,18 @@ class Measured:
 
     def __init__(self, python: str, name: str, path: Path, threads: int) -> None:
         command = [python, __file__, "--serve", name, str(path), str(threads)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True)
         self.version = self._answer()
         self.best: dict[str, list[float]] = {}
 
     def _answer(self) -> Any:
         assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
+        line = self.process.stdout.readline()
+        if not line:
+            self.errors.seek(0)
+            raise RuntimeError(f"{self.process.args} ended with {self.process.wait()}:\n{self.errors.read()[-4000:]}")
+        return json.loads(line)
 
     def run(self, measure: str) -> None:
         assert self.process.stdin is not None
@@ -116,6 +122,7 @@ class Measured:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
+        self.errors.close()
 
 
 def compare(paths: dict[str, Path], pythons: dict[str, str], threads: int, rounds: int) -> dict[str, Any]:
