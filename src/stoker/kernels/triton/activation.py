@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels.reference.activation import ACTIVATIONS
+from stoker.kernels.triton.integers import cdiv
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 
 BLOCK = 1024  # eight elements per thread of four warps: one 16-byte access per operand in bfloat16
@@ -102,7 +103,7 @@ def xielu(x: Tensor, parameters: Tensor) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     if count := out.numel():
-        xielu_kernel[(triton.cdiv(count, BLOCK),)](x, parameters, out, count, BLOCK=BLOCK, num_warps=4, **pdl_launch_options(x))
+        xielu_kernel[(cdiv(count, BLOCK),)](x, parameters, out, count, BLOCK=BLOCK, num_warps=4, **pdl_launch_options(x))
     return out
 
 
@@ -123,6 +124,6 @@ def _launch(x: Tensor, size: int, is_gated: bool, activation: str) -> Tensor:
     x = x.contiguous()
     out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
     if out.numel():
-        grid = (out.numel() // size, triton.cdiv(size, BLOCK))
+        grid = (out.numel() // size, cdiv(size, BLOCK))
         activation_kernel[grid](x, out, SIZE=size, GATED=is_gated, ACTIVATION=activation, BLOCK=BLOCK, num_warps=4, **pdl_launch_options(x))
     return out

@@ -11,7 +11,6 @@ The norm that follows is a separate kernel. Within this one a CTA would need a w
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from stoker.distributed.inbox import EMPTY, TURNS, UNIT_BYTES, Inbox, Inboxes
 from stoker.kernels.reference import all_reduce as reference
 from stoker.kernels.triton.all_reduce_kernel import all_reduce_kernel
 from stoker.kernels.triton.device import num_sms
+from stoker.kernels.triton.integers import cdiv
 from stoker.kernels.triton.pdl import pdl_launch_options
 
 log = get_logger(__name__)
@@ -48,7 +48,7 @@ def sum_through_inbox(x: Tensor, residual: Tensor | None, inbox: Inbox, max_poll
     out = torch.empty_like(x)
     num_values, bits = x.numel(), BITS[x.element_size()]
     unit = UNIT_BYTES // x.element_size()
-    all_reduce_kernel[(triton.cdiv(num_values, unit),)](
+    all_reduce_kernel[(cdiv(num_values, unit),)](
         x,
         residual if residual is None else residual.contiguous(),
         out,

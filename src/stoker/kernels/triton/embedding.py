@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 
 
@@ -48,8 +49,8 @@ def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
     size = table.shape[1]
     out = torch.empty((*token_ids.shape, size), dtype=table.dtype, device=table.device)
     if out.numel():
-        block = min(2048, triton.next_power_of_2(size))
-        grid = (token_ids.numel(), triton.cdiv(size, block))
+        block = min(2048, next_power_of_2(size))
+        grid = (token_ids.numel(), cdiv(size, block))
         embedding_kernel[grid](
             token_ids.contiguous(),
             table,
@@ -82,7 +83,7 @@ def resolve(token_ids: Tensor, last_ids: Tensor) -> Tensor:
     out = torch.empty_like(token_ids)
     count = token_ids.shape[0]
     if count:
-        grid = (triton.cdiv(count, 1024),)
+        grid = (cdiv(count, 1024),)
         resolve_kernel[grid](token_ids, last_ids, out, count, BLOCK=1024, num_warps=4, **pdl_launch_options(token_ids))
     return out
 
@@ -102,5 +103,5 @@ def remember(last_ids: Tensor, rows: Tensor, token_ids: Tensor) -> None:
     """Store the sampled token of each row for the next step's `resolve` (`ops.remember`)."""
     count = token_ids.shape[0]
     if count:
-        grid = (triton.cdiv(count, 1024),)
+        grid = (cdiv(count, 1024),)
         remember_kernel[grid](last_ids, rows, token_ids, count, BLOCK=1024, num_warps=4, **pdl_launch_options(token_ids))

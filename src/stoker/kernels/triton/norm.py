@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 
 KINDS = ("rms", "layer")
@@ -82,9 +83,9 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind
     num_rows = outer * inner
     if num_rows == 0:
         return out
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     rows = max(1, 2048 // block) if num_rows >= 1024 else 1
-    norm_kernel[(triton.cdiv(num_rows, rows),)](
+    norm_kernel[(cdiv(num_rows, rows),)](
         view,
         weight,
         bias if kind == "layer" else None,

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels.triton.integers import next_power_of_2
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def move_tokens(caches: list[KVCache], moves: Tensor) -> None:
             stride_head,
             BLOCK_SIZE=block_size,
             SIZE=size,
-            WIDTH=triton.next_power_of_2(size),
+            WIDTH=next_power_of_2(size),
             num_warps=1,
             **pdl_launch_options(moves),
         )

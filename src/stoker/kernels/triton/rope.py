@@ -20,6 +20,7 @@ Theoretical floor: reading q, k, v and writing as much, at the speed of memory. 
 
 from __future__ import annotations
 
+from functools import cache as cached
 from typing import TYPE_CHECKING, NamedTuple
 
 import triton
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from stoker.kernels.reference.rope import power_of_2_divisor
 from stoker.kernels.triton.hadamard import hadamard_blocks
+from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.kv_pages import kv_pages, mean_tokens, require_dense_pages
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 
@@ -324,8 +326,8 @@ def rope_store(
     kv_heads, half = k.shape[1], 0 if cos_sin is None else cos_sin.shape[1] // 2
     value_size = 0 if cache.values is None else cache.values.shape[-1]
     heads, num_warps = (4, 1) if cache.key_balance is not None else (8, 4) if tokens >= 64 else (4, 2)
-    q_tiles = triton.cdiv(num_heads, heads) if half or cache.key_balance is not None else 0
-    kv_tiles = triton.cdiv(kv_heads, heads)
+    q_tiles = cdiv(num_heads, heads) if half or cache.key_balance is not None else 0
+    kv_tiles = cdiv(kv_heads, heads)
     if cache.values is None:
         v = k
     qkv = QKV(q, k, v, num_heads, kv_heads, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
@@ -373,7 +375,7 @@ def rotate_heads(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: boo
     """Rotate x in place and return it (`ops.rotate_heads`)."""
     tokens, heads, size = x.shape
     if tokens:
-        rotate_heads_kernel[(tokens, triton.cdiv(heads, 4))](
+        rotate_heads_kernel[(tokens, cdiv(heads, 4))](
             x,
             positions,
             cos_sin,
@@ -388,8 +390,9 @@ def rotate_heads(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: boo
     return x
 
 
+@cached
 def _features(size: int, value_size: int, half: int, interleaved: bool) -> HeadFeatures:
     """The constants FEATURES: the sizes of a head's parts, rounded up to powers of two for tiles."""
     rest = size - 2 * half
-    blocks = [triton.next_power_of_2(max(n, 1)) for n in (half, rest, value_size)]
+    blocks = [next_power_of_2(max(n, 1)) for n in (half, rest, value_size)]
     return HeadFeatures(size, value_size, half, interleaved, *blocks, power_of_2_divisor(half), power_of_2_divisor(rest))

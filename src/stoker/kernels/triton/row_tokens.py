@@ -25,6 +25,7 @@ from torch import Tensor
 
 from stoker.base.config import LOOKUP_SIZES
 from stoker.core.forward_batch import ForwardBatch
+from stoker.kernels.triton.integers import next_power_of_2
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from stoker.kernels.types import RowTokens
 
@@ -198,7 +199,7 @@ def append_tokens(known: RowTokens, rows: Tensor, token_ids: Tensor, num_accepte
             COLUMNS=columns,
             WIDTH=0 if known.text is None else known.text.shape[1],
             HAS_DRAFTS=num_accepted is not None,
-            NODES=triton.next_power_of_2(columns),
+            NODES=next_power_of_2(columns),
             num_warps=1,
             **pdl_launch_options(token_ids),
         )

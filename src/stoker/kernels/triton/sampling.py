@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from stoker.kernels.types import DrawParams
 
@@ -44,7 +45,7 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows == 0:
         return out
-    chunks = triton.cdiv(vocab, _CHUNK)
+    chunks = cdiv(vocab, _CHUNK)
     best = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
     best_id = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     partial_argmax_kernel[(rows, chunks)](
@@ -64,7 +65,7 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
         vocab,
         logits.stride(0),
         chunks,
-        CHUNKS=triton.next_power_of_2(chunks),
+        CHUNKS=next_power_of_2(chunks),
         BLOCK=_BLOCK,
         GREEDY=params.all_greedy,
         num_warps=8,
@@ -83,7 +84,7 @@ def verify(
     newest, last = torch.empty_like(num_accepted), torch.empty_like(num_accepted)
     is_yielded = torch.zeros(len(sampled), dtype=torch.bool, device=sampled.device)
     if count:
-        block = triton.next_power_of_2(max_drafts + 1)
+        block = next_power_of_2(max_drafts + 1)
         verify_kernel[(count,)](
             sampled,
             token_ids,

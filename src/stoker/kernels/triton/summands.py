@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels.reference import summands as reference
+from stoker.kernels.triton.integers import cdiv
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 
 BLOCK = 1024  # eight elements per thread of four warps: one 16-byte access per operand in bfloat16
@@ -47,4 +48,4 @@ def add_summands(summands: tuple[Tensor, ...], residual: Tensor, out: Tensor) ->
         return
     a, b = summands
     count = out.numel()
-    add_summands_kernel[(triton.cdiv(count, BLOCK),)](a, b, residual, out, count, BLOCK=BLOCK, num_warps=4, **pdl_launch_options(out))
+    add_summands_kernel[(cdiv(count, BLOCK),)](a, b, residual, out, count, BLOCK=BLOCK, num_warps=4, **pdl_launch_options(out))

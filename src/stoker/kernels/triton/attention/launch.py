@@ -10,7 +10,6 @@ from functools import cache as cached
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from stoker.kernels.triton.attention.arguments import (
@@ -33,6 +32,7 @@ from stoker.kernels.triton.attention.warp_specialized.launch import (
     warp_specialized_prefill,
 )
 from stoker.kernels.triton.device import device_tuning, num_sms
+from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.kv_pages import kv_pages, require_dense_pages
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.triton.rope import rope_store
@@ -133,7 +133,7 @@ def decode(
     if tile is None:
         tile = decode_tile(q.shape[2], q.dtype, group, num_rows * kv_heads, num_sms(q.device), device_tuning(q.device), pairs is not None)
     tile_heads = min(group, tile.block_m)
-    num_tiles = num_rows * kv_heads * triton.cdiv(group, tile_heads)
+    num_tiles = num_rows * kv_heads * cdiv(group, tile_heads)
     if splits is None:
         has_split_tokens = batch.split_tokens is not None
         splits = _splits(num_tiles, tile_heads * out.shape[2], tile, batch.max_seq_len, q.device, True, has_split_tokens)
@@ -199,13 +199,13 @@ def prefill(
     group = q.shape[1] // kv_heads
     num_tokens, num_rows = q.shape[0] - batch.num_decodes, batch.num_rows - batch.num_decodes
     if tile is None:
-        num_tiles, narrow = triton.cdiv(num_tokens * group, 128) * kv_heads, cache.keys.dtype.itemsize == 1
-        size = triton.next_power_of_2(q.shape[2]) if _needs_one_part(cache) else q.shape[2]
+        num_tiles, narrow = cdiv(num_tokens * group, 128) * kv_heads, cache.keys.dtype.itemsize == 1
+        size = next_power_of_2(q.shape[2]) if _needs_one_part(cache) else q.shape[2]
         arguments = (size, q.dtype, batch.max_query_len * group, num_tiles, num_sms(q.device), device_tuning(q.device), narrow)
         tile = (verify_tile(*arguments) if batch.max_query_len <= MAX_VERIFIED_TOKENS else None) or prefill_tile(*arguments)
     tile_heads = min(group, tile.block_m)
     tokens = tile.block_m // tile_heads
-    num_tiles = (num_tokens // tokens + num_rows) * kv_heads * triton.cdiv(group, tile_heads)  # upper bound: see `row_tiles`
+    num_tiles = (num_tokens // tokens + num_rows) * kv_heads * cdiv(group, tile_heads)  # upper bound: see `row_tiles`
     splits = splits or _splits(num_tiles, tokens * tile_heads * out.shape[2], tile, batch.max_seq_len, q.device)
     tile = _aligned_to_means(tile, cache, params)
     shape = _head_shape(q, cache, out, tile, None)
@@ -258,7 +258,7 @@ def _splits(
     most = MAX_SCRATCH_BYTES // (4 * results * num_tiles)
     if num_tiles > MAX_SPLIT_TILES or most < 2:
         return Splits()
-    key_tiles = triton.cdiv(max_seq_len, tile.block_n)
+    key_tiles = cdiv(max_seq_len, tile.block_n)
     chosen = choose_splits(num_tiles, key_tiles, max_seq_len, num_sms(device), is_decode, has_split_tokens)
     return chosen if chosen.count <= most else replace(chosen, count=1 << (most.bit_length() - 1))
 
@@ -270,7 +270,7 @@ def _split_arguments(
 
     `columns` > 0 selects the combination by flags (see `flag_columns`); 0 by counter.
     """
-    power = triton.next_power_of_2(splits.count)
+    power = next_power_of_2(splits.count)
     partial = lse = words = None
     if columns:
         words = _flag_words(q.device)
@@ -278,7 +278,7 @@ def _split_arguments(
         partial = torch.empty((num_tiles, splits.count, tile_rows, shape.value_size), dtype=torch.float32, device=q.device)
         lse = torch.empty(partial.shape[:3], dtype=torch.float32, device=q.device)
     row_values = power * shape.value_part1  # float32 values that a CTA holds per row that it combines: at most 64 per thread in all
-    combine_rows = min(triton.next_power_of_2(tile_rows), max(1, 2048 * tile.num_warps // row_values))
+    combine_rows = min(next_power_of_2(tile_rows), max(1, 2048 * tile.num_warps // row_values))
     return SplitShape(power, combine_rows, columns), SplitScratch(partial, lse, _finished_counters(q.device), words)
 
 
@@ -308,10 +308,10 @@ def _parts(size: int, is_whole: bool = False) -> tuple[int, int]:
     16 is the smallest side of a matrix instruction. With `is_whole` there is one part that holds all features.
     """
     if is_whole:
-        return max(16, triton.next_power_of_2(size)), 0
+        return max(16, next_power_of_2(size)), 0
     first = max(16, 1 << (size.bit_length() - 1))
     rest = size - first
-    return first, max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
+    return first, max(16, next_power_of_2(rest)) if rest > 0 else 0
 
 
 def _needs_one_part(cache: KVCache) -> bool:
@@ -364,9 +364,9 @@ def flag_columns(num_splits: int, tile_rows: int, size: int, num_warps: int, ver
     splits) a step took 3.04 ms instead of 2.96. The rows of draft tokens in a tile, at most `verified_rows`, may be two slices per split,
     because the counter's last split would combine them alone, a few rows at a time. Each thread of a CTA reads at least two words.
     """
-    power, used_rows = triton.next_power_of_2(num_splits), verified_rows or tile_rows
-    columns = min(size, max(16, triton.next_power_of_2(used_rows * size) // power))
-    slices = triton.cdiv(used_rows * (size // columns), power)
+    power, used_rows = next_power_of_2(num_splits), verified_rows or tile_rows
+    columns = min(size, max(16, next_power_of_2(used_rows * size) // power))
+    slices = cdiv(used_rows * (size // columns), power)
     fits = power > 1 and slices <= (2 if verified_rows else 1) and power * columns >= 64 * num_warps
     return columns if fits and size & (size - 1) == 0 and tile_rows * size <= MAX_FLAG_WORDS else 0
 

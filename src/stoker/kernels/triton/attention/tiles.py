@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
+from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.tuning.attention import AttentionRow
 from stoker.kernels.tuning.table import TuningTable
 from stoker.kernels.types import LONG_SPLIT, SHORT_SPLIT
@@ -53,7 +53,7 @@ def decode_tile(
     µs with these, and 407 with CTAs of one warp, which never waits for another.
     """
     row = _first_match(tuning, "decode", _dtype_name(dtype, paired), head_size, heads, num_tiles, num_sms)
-    return AttentionTile(min(32, max(16, triton.next_power_of_2(heads))), row.block_n, row.num_warps, row.num_stages)
+    return AttentionTile(min(32, max(16, next_power_of_2(heads))), row.block_n, row.num_warps, row.num_stages)
 
 
 def prefill_tile(
@@ -116,14 +116,14 @@ def choose_splits(
     longest = SHORT_SPLIT if by_lengths else LONG_SPLIT
     if is_decode and not has_split_tokens and fill == 1 and num_tiles <= RAGGED_TILES * num_sms:
         longest = RAGGED_SPLIT
-    while longest < LONG_SPLIT and num_tiles * _power_of_2(triton.cdiv(max_seq_len, longest)) > RAGGED_CTAS * num_sms:
+    while longest < LONG_SPLIT and num_tiles * _power_of_2(cdiv(max_seq_len, longest)) > RAGGED_CTAS * num_sms:
         longest *= 2
-    count = min(_power_of_2(triton.cdiv(max_seq_len, longest)), MAX_SPLITS)
+    count = min(_power_of_2(cdiv(max_seq_len, longest)), MAX_SPLITS)
     if fill >= count:
         return Splits(fill, 1)
-    return Splits(count, max(1, triton.cdiv(max_key_tiles * longest, max_seq_len) // (4 * fill if fill > 1 else 1)), by_lengths)
+    return Splits(count, max(1, cdiv(max_key_tiles * longest, max_seq_len) // (4 * fill if fill > 1 else 1)), by_lengths)
 
 
 def _power_of_2(n: int) -> int:
     """The smallest power of two that is at least n, and at least 1."""
-    return triton.next_power_of_2(max(1, n))
+    return next_power_of_2(max(1, n))

@@ -11,7 +11,6 @@ speed of memory; a large one is a grouped matrix product, for which `library_gem
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
@@ -26,6 +25,7 @@ from stoker.kernels.triton.gemm.quantized.launch import (
     weight_pointers,
 )
 from stoker.kernels.triton.gemm.quantized.tiles import largest_block
+from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.moe import library_gemm
 from stoker.kernels.triton.moe.kernel import ExpertOptions, expert_linear_kernel
 from stoker.kernels.triton.moe.operands import ExpertOperands, expert_operands
@@ -56,7 +56,7 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
     ids = torch.empty((tokens, params.top_k), dtype=torch.int32, device=logits.device)
     order = torch.empty(ids.numel(), dtype=torch.int32, device=logits.device)
     offsets = torch.empty(experts + 1, dtype=torch.int32, device=logits.device)
-    groups = triton.next_power_of_2(params.num_groups)
+    groups = next_power_of_2(params.num_groups)
     if tokens:
         choose_experts_kernel[(tokens,)](
             logits,
@@ -73,12 +73,12 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
             TOP2=params.group_score == "top2",
             TOP_K=params.top_k,
             BLOCK_GROUPS=groups,
-            BLOCK_SIZE=triton.next_power_of_2(experts // params.num_groups),
-            BLOCK_K=triton.next_power_of_2(params.top_k),
+            BLOCK_SIZE=next_power_of_2(experts // params.num_groups),
+            BLOCK_K=next_power_of_2(params.top_k),
             num_warps=1,
             **pdl_launch_options(logits),
         )
-    block = min(_BLOCK, triton.next_power_of_2(max(1, ids.numel())))
+    block = min(_BLOCK, next_power_of_2(max(1, ids.numel())))
     sort_choices_kernel[(experts + 1,)](
         ids, order, offsets, ids.numel(), BLOCK=block, num_warps=max(1, block // 256), **pdl_launch_options(logits)
     )
@@ -114,7 +114,7 @@ def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
     size = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
-        grid = (out.numel() // size, triton.cdiv(size, _BLOCK))
+        grid = (out.numel() // size, cdiv(size, _BLOCK))
         clipped_gate_kernel[grid](gate_up, out, size, limit, alpha, BLOCK=_BLOCK, num_warps=4, **pdl_launch_options(gate_up))
     return out
 
@@ -136,7 +136,7 @@ def _project(operands: ExpertOperands, routing: Routing, scatter: bool, dtype: t
     tokens = tile_tokens(m, experts)
     m_tiles = min(experts + 2, m) + m // tokens  # each segment may have one tile that is not full
     tile = tile or _tile(m, tokens, operands, weight_format)
-    num_tiles = m_tiles * triton.cdiv(n, tile.block_n)
+    num_tiles = m_tiles * cdiv(n, tile.block_n)
     tile_shape = gemm_tile(weight_format, tile, tokens, num_tiles)
     expert_linear_kernel[(num_tiles, tile_shape.splits)](
         operands.x,
@@ -156,7 +156,7 @@ def _project(operands: ExpertOperands, routing: Routing, scatter: bool, dtype: t
         FORMAT=weight_format,
         TILE=tile_shape,
         PRODUCT=product_format(values, weight_format, k, tile_shape, operands.digits),
-        EXPERTS=ExpertOptions(experts, triton.next_power_of_2(experts + 2), 0 if operands.is_sorted else routing.top_k, scatter),
+        EXPERTS=ExpertOptions(experts, next_power_of_2(experts + 2), 0 if operands.is_sorted else routing.top_k, scatter),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **pdl_launch_options(values),
@@ -169,7 +169,7 @@ def tile_tokens(rows: int, experts: int) -> int:
 
     With smaller tiles, an expert with slightly more rows than others would read its weights twice.
     """
-    return min(128, max(8, triton.next_power_of_2(2 * triton.cdiv(rows, experts))))
+    return min(128, max(8, next_power_of_2(2 * cdiv(rows, experts))))
 
 
 def _tile(rows: int, tokens: int, operands: ExpertOperands, weight_format: QuantizedWeightFormat) -> QuantTile:
@@ -190,7 +190,7 @@ def _tile(rows: int, tokens: int, operands: ExpertOperands, weight_format: Quant
     block_k, splits = _block_k(weight, form, max(64, 256 // item)), 1
     if tokens <= 8 and weight.is_fp4 and weight.in_features % _FP4_BLOCK_K == 0 and _FP4_BLOCK_K % (2 * group) == 0:
         block_k = _FP4_BLOCK_K
-    num_tiles = min(rows, weight.num_experts) * triton.cdiv(weight.out_features, 64)
+    num_tiles = min(rows, weight.num_experts) * cdiv(weight.out_features, 64)
     while num_tiles * splits < 2 * num_sms(values.device) and weight.in_features // (block_k * splits * 2) >= 4:
         splits *= 2
     return QuantTile(64, block_k, splits, 8 if operands.digits == 2 and tokens > 16 else 4, 4)
@@ -205,7 +205,7 @@ def _block_k(weight: PackedWeight, form: str, limit: int) -> int:
     if form == "int4":
         return largest_block(k, 2 * group, limit)
     if form == "grouped_int8":
-        return largest_block(triton.cdiv(k, group) * group, group, limit)
+        return largest_block(cdiv(k, group) * group, group, limit)
     return group if form == "block_fp8" else limit
 
 
@@ -217,6 +217,6 @@ def _combine(y: Tensor, routing: Routing, rows: Tensor | None = None) -> Tensor:
     tokens, size = routing.weights.shape[0], y.shape[1]
     out = torch.empty((tokens, size), dtype=y.dtype, device=y.device)
     if tokens:
-        grid = (tokens, triton.cdiv(size, _BLOCK))
+        grid = (tokens, cdiv(size, _BLOCK))
         combine_kernel[grid](y, rows, routing.weights, out, size, TOP_K=routing.top_k, BLOCK=_BLOCK, num_warps=4, **pdl_launch_options(y))
     return out

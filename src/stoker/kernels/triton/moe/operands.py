@@ -25,6 +25,7 @@ from stoker.kernels.triton.gemm.quantized.activations import quantize_groups, qu
 from stoker.kernels.triton.gemm.quantized.arguments import ActivationPointers
 from stoker.kernels.triton.gemm.quantized.fp8 import BLOCK_COLUMNS
 from stoker.kernels.triton.gemm.quantized.tiles import digits_are_faster
+from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 
 _BLOCK = 1024
@@ -85,7 +86,7 @@ def _group_operands(x: Tensor, weight: PackedWeight, tile_tokens: int, is_sorted
     group = weight.group_size
     if not digits_are_faster(tile_tokens, group, 4 if weight.format == "int4" else 8):
         return _unquantized(x, weight, is_sorted)
-    quantized = quantize_rows(x, "digits", triton.cdiv(weight.in_features, group) * group, group)
+    quantized = quantize_rows(x, "digits", cdiv(weight.in_features, group) * group, group)
     return ExpertOperands(ActivationPointers(quantized.values, quantized.scale, quantized.group_sums), weight, 2, is_sorted)
 
 
@@ -121,7 +122,7 @@ def gather_features(x: Tensor, features: Tensor, routing: Routing, is_sorted: bo
     rows, (experts, k) = routing.order.shape[0], features.shape
     out = torch.empty((rows, k), dtype=x.dtype, device=x.device)
     if rows:
-        gather_features_kernel[(rows, triton.cdiv(k, _BLOCK))](
+        gather_features_kernel[(rows, cdiv(k, _BLOCK))](
             x,
             features,
             routing.order,
@@ -130,7 +131,7 @@ def gather_features(x: Tensor, features: Tensor, routing: Routing, is_sorted: bo
             k,
             x.stride(0),
             EXPERTS=experts,
-            EXPERT_BLOCK=triton.next_power_of_2(experts),
+            EXPERT_BLOCK=next_power_of_2(experts),
             TOP_K=0 if is_sorted else routing.top_k,
             BLOCK=_BLOCK,
             num_warps=4,

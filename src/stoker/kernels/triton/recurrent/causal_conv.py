@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels.triton.activation import activated
+from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from stoker.kernels.triton.recurrent.rows import Mode, launches, row_of, row_tokens
 
@@ -122,9 +123,9 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, 
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for rows, count, mode in launches(batch):
-        conv_kernel[(count, triton.cdiv(num_channels, BLOCK_C))](
+        conv_kernel[(count, cdiv(num_channels, BLOCK_C))](
             x, weight, bias, states, states[-1:], out, rows, x.stride(0), states.stride(0), C=num_channels, TAPS=taps,
-            BLOCK_TAPS=triton.next_power_of_2(max(taps - 1, 1)), BLOCK_C=BLOCK_C, TOKENS=TOKENS, DECODE=mode is Mode.DECODE,
+            BLOCK_TAPS=next_power_of_2(max(taps - 1, 1)), BLOCK_C=BLOCK_C, TOKENS=TOKENS, DECODE=mode is Mode.DECODE,
             VERIFY=mode is Mode.VERIFY, ACTIVATION=activation, num_warps=4, **pdl_launch_options(x),
         )  # fmt: skip
     return out

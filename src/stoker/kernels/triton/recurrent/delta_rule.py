@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from stoker.kernels.triton.recurrent.rows import Mode, chunk_tile, launches, row_of, row_tokens, softplus
 from stoker.kernels.triton.row_tiles import find_row, num_token_tiles
@@ -265,12 +266,12 @@ def delta_rule(
     dt, beta = (t if t.stride(-1) == 1 else t.contiguous() for t in (dt, beta))
     inputs = DeltaInputs(q, k, v, dt, beta, *(t.stride(0) for t in (q, k, v, dt, beta)))
     parameters = DeltaParameters(params.a, params.dt_bias)
-    sizes = DeltaSizes(heads, heads // key_heads, key_size, value_size, max(16, triton.next_power_of_2(key_size)))
+    sizes = DeltaSizes(heads, heads // key_heads, key_size, value_size, max(16, next_power_of_2(key_size)))
     out = torch.empty(num_tokens, heads, value_size, dtype=v.dtype, device=v.device)
     options = pdl_launch_options(v)
     for rows, count, mode in launches(batch):
         if mode is not Mode.PREFILL:
-            delta_decode_kernel[(count, heads, triton.cdiv(value_size, BLOCK_V))](
+            delta_decode_kernel[(count, heads, cdiv(value_size, BLOCK_V))](
                 inputs, parameters, states, states[-1:], out, rows, states.stride(0), SIZES=sizes, BLOCK_V=BLOCK_V,
                 VERIFY=mode is Mode.VERIFY, num_warps=4, **options,
             )  # fmt: skip
@@ -281,7 +282,7 @@ def delta_rule(
             inputs, parameters, inverses, rows, batch.num_rows, SIZES=sizes, CHUNK=tile.tokens, PRECISION=tile.precision,
             num_warps=4, num_stages=1, **options,
         )  # fmt: skip
-        delta_prefill_kernel[(count, heads, triton.cdiv(value_size, tile.features))](
+        delta_prefill_kernel[(count, heads, cdiv(value_size, tile.features))](
             inputs, parameters, inverses, states, out, rows, states.stride(0), SIZES=sizes, BLOCK_V=tile.features, CHUNK=tile.tokens,
             PRECISION=tile.precision, num_warps=tile.num_warps, num_stages=1, **options,
         )  # fmt: skip

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels.triton.activation import activated
+from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.norm import MAX_SIZE
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 
@@ -67,10 +68,10 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: 
     if size > MAX_SIZE:
         raise ValueError(f"norm over {size} features; this kernel holds a group in registers and supports at most {MAX_SIZE}")
     out = torch.empty_like(x)
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     rows = max(1, 2048 // block) if num_rows >= 1024 else 1
     if num_rows:
-        gated_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        gated_norm_kernel[(cdiv(num_rows, rows),)](
             x, gate, weight, out, num_rows, gate.stride(0), eps, GROUPS=num_groups, SIZE=size, SHARED_WEIGHT=weight.shape[0] == size,
             GATE_FIRST=gate_first, ROWS=rows, BLOCK=block, num_warps=min(16, max(1, rows * block // 256)), **pdl_launch_options(x),
         )  # fmt: skip

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from stoker.kernels.triton.recurrent.rows import Mode, chunk_tile, launches, row_of, row_tokens, softplus
 from stoker.kernels.types import Mamba2Params
@@ -189,21 +190,21 @@ def mamba2(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, params: Mamba2Params, st
     inputs = Mamba2Inputs(x, dt, b, c, x.stride(0), dt.stride(0), b.stride(0), c.stride(0))
     limits = (params.min_step, _NO_LIMIT if params.max_step is None else params.max_step)
     parameters = Mamba2Parameters(params.a, params.dt_bias, params.skip, *limits)
-    sizes = Mamba2Sizes(heads, heads // groups, size, state_size, max(16, triton.next_power_of_2(state_size)))
+    sizes = Mamba2Sizes(heads, heads // groups, size, state_size, max(16, next_power_of_2(state_size)))
     out = torch.empty(num_tokens, heads, size, dtype=x.dtype, device=x.device)
     for rows, count, mode in launches(batch):
         if mode is not Mode.PREFILL:
             # About 4,096 elements of the state per CTA: eight 16-byte accesses per thread.
-            block_p = max(1, min(triton.next_power_of_2(size), 4096 // sizes.block_n))
-            mamba2_decode_kernel[(count, heads, triton.cdiv(size, block_p))](
+            block_p = max(1, min(next_power_of_2(size), 4096 // sizes.block_n))
+            mamba2_decode_kernel[(count, heads, cdiv(size, block_p))](
                 inputs, parameters, states, states[-1:], out, rows, states.stride(0), SIZES=sizes, BLOCK_P=block_p,
                 VERIFY=mode is Mode.VERIFY, num_warps=4, **pdl_launch_options(x),
             )  # fmt: skip
         else:
             tile = chunk_tile(x)
             features = tile.features if sizes.block_n <= 128 else tile.features // 2  # registers hold the states of all of them
-            block_p = max(16, min(triton.next_power_of_2(size), features))
-            mamba2_prefill_kernel[(count, heads, triton.cdiv(size, block_p))](
+            block_p = max(16, min(next_power_of_2(size), features))
+            mamba2_prefill_kernel[(count, heads, cdiv(size, block_p))](
                 inputs, parameters, states, out, rows, states.stride(0), SIZES=sizes, BLOCK_P=block_p, CHUNK=tile.tokens,
                 PRECISION=tile.precision, num_warps=tile.num_warps, num_stages=1, **pdl_launch_options(x),
             )  # fmt: skip

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from stoker.kernels.triton.recurrent.rows import Mode, launches, row_of, row_tokens, softplus
 from stoker.kernels.types import SelectiveScanParams
@@ -108,9 +109,9 @@ def selective_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, params: Selectiv
     parameters = ScanParameters(params.a, params.dt_bias, params.skip)
     out = torch.empty(num_tokens, num_features, dtype=x.dtype, device=x.device)
     for rows, count, mode in launches(batch):
-        selective_scan_kernel[(count, triton.cdiv(num_features, BLOCK_D))](
+        selective_scan_kernel[(count, cdiv(num_features, BLOCK_D))](
             inputs, parameters, states, states[-1:], out, rows, states.stride(0), D=num_features, N=state_size,
-            BLOCK_D=BLOCK_D, BLOCK_N=triton.next_power_of_2(state_size), DECODE=mode is Mode.DECODE, VERIFY=mode is Mode.VERIFY,
+            BLOCK_D=BLOCK_D, BLOCK_N=next_power_of_2(state_size), DECODE=mode is Mode.DECODE, VERIFY=mode is Mode.VERIFY,
             num_warps=2, **pdl_launch_options(x),
         )  # fmt: skip
     return out

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels.triton.integers import cdiv
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 
 BLOCK = 8192  # words: 32 KiB
@@ -40,5 +41,5 @@ def copy_states(storage: Tensor, pairs: Tensor) -> None:
     """Copy slot pairs[i, 0] to slot pairs[i, 1] for each i (`ops.copy_states`)."""
     if pairs.numel():
         words = storage.view(torch.int32)
-        grid = (pairs.shape[0], triton.cdiv(words.shape[1], BLOCK))
+        grid = (pairs.shape[0], cdiv(words.shape[1], BLOCK))
         copy_states_kernel[grid](words, pairs, words.shape[1], BLOCK=BLOCK, num_warps=8, **pdl_launch_options(storage))

@@ -6,12 +6,12 @@ from functools import cache as cached
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 from torch import Tensor
 
 from stoker.kernels.triton.attention.warp_specialized.kernel import warp_specialized_prefill_kernel
 from stoker.kernels.triton.attention.warp_specialized.pipeline import PrefillConfig
 from stoker.kernels.triton.device import num_sms, supports
+from stoker.kernels.triton.integers import cdiv
 from stoker.kernels.triton.kv_pages import kv_pages
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.types import AttentionParams
@@ -104,7 +104,7 @@ def _num_tiles(q: Tensor, cache: KVCache, batch: ForwardBatch) -> int:
     group = q.shape[1] // kv_heads
     heads = min(group, BLOCK_M)
     row_tiles = (q.shape[0] - batch.num_decodes) // (BLOCK_M // heads) + batch.num_rows - batch.num_decodes
-    return row_tiles * kv_heads * triton.cdiv(group, heads)
+    return row_tiles * kv_heads * cdiv(group, heads)
 
 
 @cached

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
 from stoker.kernels.triton.device import device_tuning, num_sms
@@ -15,6 +14,7 @@ from stoker.kernels.triton.fused_layer.large_batch.kernel import fused_layer_lar
 from stoker.kernels.triton.fused_layer.linear_args import linear_args, pack_linears, pack_numbers
 from stoker.kernels.triton.fused_layer.requirements import SHARED_BYTES, first_weight, linear_flags, scale_dtype
 from stoker.kernels.triton.fused_layer.small_batch.launch import barrier_counter
+from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.triton.ptx.pipeline import BLOCK_ROW_BYTES
 from stoker.kernels.triton.ptx.wgmma import operand_bytes
@@ -109,7 +109,7 @@ def plan_for(layer: FusedLayer, rows: int, num_ctas: int) -> Plan | None:
     """The plan for `rows` rows. None where shared memory has no room for MIN_STAGES stages, or the device's costs were not measured."""
     weight = first_weight(layer)
     costs = device_tuning(weight.values.device).costs.fused_layer_large_batch
-    return None if costs is None else _plan(_sizes(layer), weight.group_size, max(8, triton.next_power_of_2(rows)), num_ctas, costs)
+    return None if costs is None else _plan(_sizes(layer), weight.group_size, max(8, next_power_of_2(rows)), num_ctas, costs)
 
 
 def plan_with_split_k(layer: FusedLayer, num_tokens: int, split_k: tuple[int, ...]) -> Plan | None:
@@ -129,7 +129,7 @@ def _plan(sizes: tuple[tuple[int, int], ...], group_size: int, num_tokens: int, 
 
 def _plan_with_split_k(sizes: tuple[tuple[int, int], ...], group_size: int, num_tokens: int, split_k: tuple[int, ...]) -> Plan | None:
     """The plan with given numbers of slices, or None if shared memory has no room for MIN_STAGES stages."""
-    slice_blocks = max(triton.cdiv(blocks, count) for (_, blocks), count in zip(sizes, split_k, strict=True))
+    slice_blocks = max(cdiv(blocks, count) for (_, blocks), count in zip(sizes, split_k, strict=True))
     num_stages = min(_num_stages(num_tokens, slice_blocks, group_size), MAX_STAGES)
     return Plan(num_tokens, split_k, slice_blocks, num_stages) if num_stages >= MIN_STAGES else None
 
@@ -145,15 +145,15 @@ def _best_split_k(tiles: int, blocks: int, num_tokens: int, num_ctas: int, max_b
 
     def estimate_us(count: int) -> float:
         """The estimated time in µs of the linear with `count` slices."""
-        slice_blocks, cta_tiles = triton.cdiv(blocks, count), triton.cdiv(tiles, num_ctas // count)
-        steps = max(triton.cdiv(cta_tiles * slice_blocks, NUM_WARPGROUPS.value), slice_blocks)
+        slice_blocks, cta_tiles = cdiv(blocks, count), cdiv(tiles, num_ctas // count)
+        steps = max(cdiv(cta_tiles * slice_blocks, NUM_WARPGROUPS.value), slice_blocks)
         operand = (costs.first_operand_factor if is_first else 1) * slice_blocks * operand_bytes(num_tokens)
         partial_sums = costs.partial_sums_factor * cta_tiles * 256 * num_tokens
         return costs.block_us * steps + (operand + partial_sums) / costs.bytes_per_us
 
     counts = range(1, min(blocks, MAX_SPLIT_K, num_ctas) + 1)
-    without_empty_slices = [count for count in counts if triton.cdiv(blocks, triton.cdiv(blocks, count)) == count]
-    fitting = (count for count in without_empty_slices if triton.cdiv(blocks, count) <= max_blocks)
+    without_empty_slices = [count for count in counts if cdiv(blocks, cdiv(blocks, count)) == count]
+    fitting = (count for count in without_empty_slices if cdiv(blocks, count) <= max_blocks)
     return min(fitting, key=estimate_us, default=0)
 
 

@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
@@ -24,6 +23,7 @@ from stoker.kernels.triton.fused_layer.small_batch.config import (
     stage_bytes,
 )
 from stoker.kernels.triton.fused_layer.small_batch.kernel import fused_layer_small_batch_kernel
+from stoker.kernels.triton.integers import cdiv
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.triton.ptx.pipeline import BLOCK_ROW_BYTES
 from stoker.kernels.tuning.tiles import SmallBatchTile
@@ -184,11 +184,11 @@ def _plan(
         return None
     features, max_rows, step_blocks = [], [], tile.num_warps * tile.blocks_per_stage
     for outputs, rows, row_bytes in sizes:
-        of_cta = 16 * triton.cdiv(outputs // 16, num_ctas)
+        of_cta = 16 * cdiv(outputs // 16, num_ctas)
         if of_cta > 32 * tile.num_warps:
             return None
         max_rows.append(of_cta * (rows // outputs))
-        steps = triton.cdiv(row_bytes // BLOCK_ROW_BYTES.value, step_blocks)
+        steps = cdiv(row_bytes // BLOCK_ROW_BYTES.value, step_blocks)
         features.append(steps * step_blocks * block_features(config))
     config = replace(config, features=tuple(features), max_rows=tuple(max_rows))
     other_bytes = needed_bytes(config) + SCRATCH_BYTES

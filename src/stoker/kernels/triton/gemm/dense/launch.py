@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
 from stoker.kernels.triton import activation, norm
@@ -16,6 +15,7 @@ from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.gemm.dense.kernel import gemv_kernel, small_gemm_kernel
 from stoker.kernels.triton.gemm.dense.tiles import MAX_ROWS, linear_tile, padded_rows
 from stoker.kernels.triton.gemm.large import launch as large
+from stoker.kernels.triton.integers import cdiv
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.tuning.tiles import LinearTile
 from stoker.kernels.types import PLAIN, Fusion
@@ -80,7 +80,7 @@ def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion,
         "num_stages": tile.num_stages,
         **pdl_launch_options(x),
     }
-    num_tiles = triton.cdiv(n, tile.block_n)
+    num_tiles = cdiv(n, tile.block_n)
     if m == 1:
         gemv_kernel[(num_tiles,)](x, weight, bias, fusion.norm_weight, fusion.residual, out, n, k, fusion.norm_eps, **options)
         return out

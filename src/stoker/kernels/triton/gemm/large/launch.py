@@ -29,13 +29,13 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from stoker.kernels.triton.device import num_sms, supports
 from stoker.kernels.triton.gemm.large.kernel import large_gemm_kernel
+from stoker.kernels.triton.integers import cdiv
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.types import Fusion
 
@@ -93,7 +93,7 @@ def faster_tile(x: Tensor, weight: Tensor, fusion: Fusion) -> LargeGemmTile | No
 def occupancy(m: int, n: int, gate: str | None, num_sms: int) -> float:
     """The used part of all SMs over the rounds of tiles that an output [m, n] takes."""
     tiles = _count_tiles(m, n, TILE, gate)
-    return tiles / (triton.cdiv(tiles, num_sms) * num_sms)
+    return tiles / (cdiv(tiles, num_sms) * num_sms)
 
 
 def medium_tile(m: int, n: int, k: int, gate: str | None, num_sms: int) -> LargeGemmTile | None:
@@ -105,7 +105,7 @@ def medium_tile(m: int, n: int, k: int, gate: str | None, num_sms: int) -> Large
     narrow, wide = _count_tiles(m, n, NARROW_TILE, gate), _count_tiles(m, n, TILE, gate)
     if 2 * narrow <= num_sms and k >= MIN_SPLIT_FEATURES:
         return SPLIT_TILE
-    narrow_time, wide_time = NARROW_ROUND * triton.cdiv(narrow, num_sms), triton.cdiv(wide, num_sms)
+    narrow_time, wide_time = NARROW_ROUND * cdiv(narrow, num_sms), cdiv(wide, num_sms)
     if min(narrow_time, wide_time) > (MAX_GATED_ROUNDS if gate else MAX_ROUNDS):
         return None
     return NARROW_TILE if narrow_time <= wide_time else TILE
@@ -169,7 +169,7 @@ def finished_counters(device: torch.device) -> Tensor:
 
 def _count_tiles(m: int, n: int, tile: LargeGemmTile, gate: str | None) -> int:
     """The number of tiles of an output [m, n]."""
-    return triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n // (2 if gate else 1))
+    return cdiv(m, tile.block_m) * cdiv(n, tile.block_n // (2 if gate else 1))
 
 
 def _has_descriptor(x: Tensor) -> bool:
@@ -179,5 +179,10 @@ def _has_descriptor(x: Tensor) -> bool:
 
 def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """The TMA descriptor of x for copies of `rows` rows and `columns` columns. It is a kernel argument, so a graph captures it."""
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], _TYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], _layout(rows, columns, x.dtype))
+
+
+@cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """The layout in shared memory of a tile of `rows` × `columns`. Triton needs 5 µs to make one."""
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], _TYPES[dtype])

@@ -37,6 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels.triton.activation import activated
+from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 
 FP8_MAX, INT8_MAX, DIGIT_BASE = 448.0, 127.0, 254.0
@@ -280,7 +281,7 @@ def empty_activations(x: Tensor, form: str, padded_k: int, group: int = 0) -> Qu
     )
     group_sums = None
     if is_digits and group:
-        group_sums = torch.empty((triton.cdiv(padded_k, group), m), dtype=torch.float32, device=x.device)
+        group_sums = torch.empty((cdiv(padded_k, group), m), dtype=torch.float32, device=x.device)
     return QuantizedActivations(values, torch.empty(m, dtype=torch.float32, device=x.device), group_sums)
 
 
@@ -300,7 +301,7 @@ def quantize_rows(
     [M, 2 × K]: gates, then the values that act(gate) multiplies. `input_scale` replaces the scale per row.
     """
     result = empty_activations(x, form, padded_k, group)
-    row_features = max(triton.next_power_of_2(padded_k), 2 * group, 128)
+    row_features = max(next_power_of_2(padded_k), 2 * group, 128)
     is_in_registers = row_features <= _MAX_ROW_IN_REGISTERS
     features_per_thread = 64 if gate else 16
     num_warps = min(16, max(1, (row_features if is_in_registers else _CHUNK) // (32 * features_per_thread)))
@@ -325,7 +326,7 @@ def quantize_rows(
             GROUP=max(group, 1),
             GATE=gate,
             CHUNK=chunk,
-            NUM_CHUNKS=triton.cdiv(padded_k, chunk) if is_in_registers else 0,
+            NUM_CHUNKS=cdiv(padded_k, chunk) if is_in_registers else 0,
             num_warps=num_warps,
             maxnreg=_MAX_REGISTERS if gate and norm_weight is None and num_warps == 16 else None,
             **pdl_launch_options(x),
@@ -336,12 +337,12 @@ def quantize_rows(
 def quantize_groups(x: Tensor, group: int) -> QuantizedActivations:
     """x [M, K] quantized to float8_e4m3fn with a scale for each `group` neighbouring features (a power of two): scale [groups, M]."""
     rows, k = x.shape
-    groups = triton.cdiv(k, group)
+    groups = cdiv(k, group)
     values = torch.empty((rows, groups * group), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((groups, rows), dtype=torch.float32, device=x.device)
-    chunk = max(group, min(2048, triton.next_power_of_2(k)))
+    chunk = max(group, min(2048, next_power_of_2(k)))
     if rows:
-        quantize_groups_kernel[(rows, triton.cdiv(k, chunk))](
+        quantize_groups_kernel[(rows, cdiv(k, chunk))](
             x, values, scale, rows, k, groups * group, x.stride(0), GROUP=group, CHUNK=chunk, num_warps=4, **pdl_launch_options(x)
         )
     return QuantizedActivations(values, scale)

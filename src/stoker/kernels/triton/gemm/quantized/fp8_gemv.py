@@ -30,6 +30,7 @@ from torch import Tensor
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.triton.device import num_sms
 from stoker.kernels.triton.gemm.quantized.activations import FP8_MAX, row_quantization_step
+from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from stoker.kernels.triton.ptx.registers import ptx
 from stoker.kernels.types import Fusion
@@ -182,14 +183,14 @@ def gemv_tile(x: Tensor, weight: PackedWeight, fusion: Fusion) -> GemvTile | Non
     n, k = weight.values.shape
     if x.shape[0] != 1 or fusion.gate is not None or fusion.needs_separate_norm or k % 4 or k > MAX_FEATURES or n >= MAX_WEIGHT_ROWS:
         return None
-    return GemvTile(16 if triton.cdiv(n, 16) >= 2 * num_sms(x.device) else 8)
+    return GemvTile(16 if cdiv(n, 16) >= 2 * num_sms(x.device) else 8)
 
 
 def fp8_gemv(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: GemvTile) -> Tensor:
     """[1, n]: the product of x [1, k] and a float8_e4m3fn weight [n, k], after the fusion's RMS norm, with bias and residual added."""
     n, k = weight.values.shape
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
-    fp8_gemv_kernel[(triton.cdiv(n, tile.block_n),)](
+    fp8_gemv_kernel[(cdiv(n, tile.block_n),)](
         x,
         fusion.norm_weight,
         weight.input_scale,
@@ -205,7 +206,7 @@ def fp8_gemv(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: GemvTile) ->
         LIMIT=FP8_MAX,
         BLOCK_N=tile.block_n,
         WORDS=_WORDS,
-        CHUNK=triton.next_power_of_2(k),
+        CHUNK=next_power_of_2(k),
         PACKED=not x.is_cpu,
         num_warps=tile.num_warps,
         **pdl_launch_options(x),

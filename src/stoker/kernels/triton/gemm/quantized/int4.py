@@ -35,6 +35,7 @@ from stoker.kernels.triton.gemm.quantized.launch import (
 from stoker.kernels.triton.gemm.quantized.tiles import MAX_SKINNY_ROWS, MIN_INT8_GROUP, digits_are_faster
 from stoker.kernels.triton.gemm.skinny.launch import skinny_linear, supports_skinny
 from stoker.kernels.triton.gemm.skinny_int4.launch import skinny_int4_linear, supports_skinny_int4
+from stoker.kernels.triton.integers import cdiv
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from stoker.kernels.triton.ptx.unpack import unpack_fp4, unpack_int4
 from stoker.kernels.types import PLAIN, Fusion
@@ -55,7 +56,7 @@ def prepare_weight(weight: PackedWeight) -> PackedWeight:
     tensors = [weight.scale, weight.zero]
     if weight.group_size > group:
         tensors = [None if t is None else t.repeat_interleave(weight.group_size // group, dim=-1) for t in tensors]
-    pairs = triton.cdiv(weight.in_features, 2 * group)
+    pairs = cdiv(weight.in_features, 2 * group)
     scale, zero = (None if t is None else F.pad(t, (0, 2 * pairs))[..., : 2 * pairs].transpose(-1, -2).contiguous() for t in tensors)
     return replace(weight, values=_pair_groups(weight.values, pairs, group), scale=scale, zero=zero, group_size=group, layout="paired")
 
@@ -160,7 +161,7 @@ def dequantize_int4(weight: PackedWeight, first: int, last: int, in_features: in
     """Rows first : last of the weight, dequantized to `dtype`: [last - first, in_features]."""
     n, half = weight.values.shape
     out = torch.empty((last - first, in_features), dtype=dtype, device=weight.values.device)
-    dequantize_kernel[(triton.cdiv(last - first, 16), half // weight.group_size)](
+    dequantize_kernel[(cdiv(last - first, 16), half // weight.group_size)](
         weight.values,
         weight.scale,
         weight.zero,

@@ -20,6 +20,7 @@ from stoker.kernels.triton.device import num_sms
 from stoker.kernels.triton.gemm.quantized.launch import dequantized_linear, quantized_activation_linear
 from stoker.kernels.triton.gemm.quantized.tiles import MAX_DIGIT_ROWS, MAX_SKINNY_ROWS, digits_tile
 from stoker.kernels.triton.gemm.skinny.launch import skinny_linear, supports_skinny
+from stoker.kernels.triton.integers import cdiv
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from stoker.kernels.types import PLAIN, Fusion
 
@@ -94,7 +95,7 @@ def _dequantize_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype, ids: Ten
     size = weight.shape[1]
     out = torch.empty((weight.shape[0] if ids is None else ids.shape[0], size), dtype=dtype, device=weight.device)
     if out.numel():
-        int8_rows_kernel[(out.shape[0], triton.cdiv(size, _BLOCK))](
+        int8_rows_kernel[(out.shape[0], cdiv(size, _BLOCK))](
             weight, scale, ids, out, weight.shape[0], SIZE=size, BLOCK=_BLOCK, num_warps=4, **pdl_launch_options(weight)
         )
     return out

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
@@ -45,6 +44,7 @@ from stoker.kernels.triton.gemm.quantized.tiles import (
     padded_tokens,
     quant_tile,
 )
+from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.tuning.tiles import QuantTile
 from stoker.kernels.types import Fusion
@@ -162,15 +162,15 @@ def launch(
     if m == 0:
         return out
     values = operand.values_ptr
-    m_tiles = triton.cdiv(m, tokens)
-    num_tiles = m_tiles * triton.cdiv(n, tile.block_n)
+    m_tiles = cdiv(m, tokens)
+    num_tiles = m_tiles * cdiv(n, tile.block_n)
     weight_format = quantized_weight_format(values, weight)
     tile_shape = gemm_tile(weight_format, tile, tokens, num_tiles)
     row = options = None
     if unquantized is not None:
         norm_weight = fusion.norm_weight if fusion.norm_kind else None
         row = UnquantizedRow(unquantized, norm_weight, weight.input_scale)
-        options = QuantizeOptions(norm_weight is not None, limit, min(_CHUNK, max(triton.next_power_of_2(k), 128)))
+        options = QuantizeOptions(norm_weight is not None, limit, min(_CHUNK, max(next_power_of_2(k), 128)))
     quantized_linear_kernel[(num_tiles, tile_shape.splits)](
         operand,
         weight_pointers(weight, weight_format),

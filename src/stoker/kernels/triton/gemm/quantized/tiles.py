@@ -5,8 +5,7 @@ The limits say up to how many rows each way of multiplying is the fastest. Times
 
 from __future__ import annotations
 
-import triton
-
+from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.tuning.table import TuningTable
 from stoker.kernels.tuning.tiles import QuantTile
 
@@ -23,7 +22,7 @@ MAX_UPCAST_ROWS = 512  # of FP8 weights against unquantized activations
 
 def padded_tokens(rows: int, digits: int = 1, columns: int = 16) -> int:
     """The number of tokens of a tile: a power of two of at least `rows`, with at least `columns` columns at `digits` columns per token."""
-    return max(columns // digits, triton.next_power_of_2(rows))
+    return max(columns // digits, next_power_of_2(rows))
 
 
 def quant_tile(dtype: str, rows: int, n: int, k: int, gated: bool, num_sms: int, tuning: TuningTable, group: int = 0) -> QuantTile:
@@ -43,7 +42,7 @@ def quant_tile(dtype: str, rows: int, n: int, k: int, gated: bool, num_sms: int,
         block_k = largest_block(k, 2 * group, 256 if group < 128 else 2 * group)
     else:
         block_k = 256 if k % 256 == 0 else 128
-    splits = choose_splits(triton.cdiv(n, block_n), k, block_k, num_sms)
+    splits = choose_splits(cdiv(n, block_n), k, block_k, num_sms)
     is_wide = (gated and rows >= 32) or (group and rows > 32)  # 128 columns of sums need the registers of eight warps
     num_stages = tuning.fitting_stages(4, block_k * (block_n * (2 if gated else 1) + rows))
     return QuantTile(block_n, block_k, splits, 8 if is_wide else 4, num_stages, columns, encode=rows == 1 and k <= 8192)
@@ -56,8 +55,8 @@ def one_round_tile(rows: int, n: int, k: int, gated: bool, num_sms: int, tuning:
     Llama-3.1-8B's q, k and v, output and down projection in FP8 with a residual, µs on an H200: 128 rows 13.3, 10.3 and 27.5, with the
     library 14.8, 15.6 and 40.1; 192 rows (20.3), 12.9 and 36.8, with the library 14.7, 16.2 and 41.3.
     """
-    token_tiles = triton.cdiv(rows, MAX_SKINNY_ROWS)
-    if gated or token_tiles * triton.cdiv(n, 64) > MAX_ROUNDS * num_sms:
+    token_tiles = cdiv(rows, MAX_SKINNY_ROWS)
+    if gated or token_tiles * cdiv(n, 64) > MAX_ROUNDS * num_sms:
         return None
     return reading_tile(MAX_SKINNY_ROWS, n, k, False, num_sms, tuning, 16, token_tiles)
 
@@ -74,7 +73,7 @@ def reading_tile(
     rule: q, k and v 25.9 and 20.1, output 24.6 and 14.0, gate and up 86.4 and 72.0, down 50.2 and 37.7.
     """
     block_n = 64
-    num_ctas = token_tiles * triton.cdiv(n, block_n)
+    num_ctas = token_tiles * cdiv(n, block_n)
     splits = choose_splits(num_ctas, k, 256, num_sms, ctas_per_sm=0.9)
     rounds = num_ctas * splits / num_sms
     block_k = 128 if k % 256 or 1 < rounds <= 2 else 256
@@ -113,16 +112,16 @@ def dequantizing_tile(tokens: int, n: int, k: int, group: int, gated: bool, num_
     More stages would leave shared memory for fewer CTAs per SM.
     """
     block_k = largest_block(k, 2 * group, 256)
-    splits = choose_splits(triton.cdiv(n, 64), k, block_k, num_sms)
+    splits = choose_splits(cdiv(n, 64), k, block_k, num_sms)
     return QuantTile(64, block_k, splits, 4, 2 if gated and tokens > 32 else 3)
 
 
 def digits_tile(rows: int, n: int, num_sms: int) -> QuantTile:
     """The tile for int8 weights and MAX_SKINNY_ROWS / 2 to MAX_DIGIT_ROWS rows as digits; it has MAX_SKINNY_ROWS tokens."""
-    token_tiles = triton.cdiv(rows, MAX_SKINNY_ROWS)
-    if token_tiles * triton.cdiv(n, 128) >= num_sms // 2:
+    token_tiles = cdiv(rows, MAX_SKINNY_ROWS)
+    if token_tiles * cdiv(n, 128) >= num_sms // 2:
         return QuantTile(128, 128, 1, 8, 4)
-    return QuantTile(64, 128, 2 if token_tiles * triton.cdiv(n, 64) < 2 * num_sms else 1, 4, 4)
+    return QuantTile(64, 128, 2 if token_tiles * cdiv(n, 64) < 2 * num_sms else 1, 4, 4)
 
 
 def large_tile(tokens: int, item: int, group: int = 0, k: int = 0) -> QuantTile:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
@@ -13,6 +12,7 @@ from stoker.kernels.triton.gemm.quantized.launch import MAX_TILES, apply_unfused
 from stoker.kernels.triton.gemm.skinny.arguments import Epilogue, QuantizedTokens, QuantizedWeight, SplitKScratch, TileShape, WeightFormat
 from stoker.kernels.triton.gemm.skinny.kernel import skinny_gemm_kernel
 from stoker.kernels.triton.gemm.skinny.tiles import MAX_TOKENS, MAX_TOKENS_SMALL_GROUPS, column_tiles, skinny_tile
+from stoker.kernels.triton.integers import cdiv
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.tuning.tiles import SkinnyTile
 from stoker.kernels.types import Fusion
@@ -56,7 +56,7 @@ def skinny_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: SkinnyT
     num_chunks = values.shape[1] // max(group, CHUNK_BYTES)
     tile = tile or skinny_tile(weight.format, m, n, num_chunks, gated, num_sms(x.device), device_tuning(x.device))
     columns = column_tiles(m, digits)
-    grid = (triton.cdiv(n, 16 * tile.m_tiles // (2 if gated else 1)), tile.splits, triton.cdiv(m * digits, 8 * columns))
+    grid = (cdiv(n, 16 * tile.m_tiles // (2 if gated else 1)), tile.splits, cdiv(m * digits, 8 * columns))
     scratch = SplitKScratch(None, None)
     if tile.splits > 1:
         num_tiles = grid[0] * grid[2]

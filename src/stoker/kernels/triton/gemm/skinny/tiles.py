@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import triton
-
+from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.tuning.table import TuningTable
 from stoker.kernels.tuning.tiles import SkinnyTile
 
@@ -15,7 +14,7 @@ MAX_COLUMN_TILES = 4  # of 8 columns each; further columns belong to other CTAs,
 
 def column_tiles(tokens: int, digits: int) -> int:
     """The number of 8-column tiles of the product that a CTA computes, a power of two. A token has `digits` columns."""
-    return min(triton.next_power_of_2(triton.cdiv(tokens * digits, 8)), MAX_COLUMN_TILES)
+    return min(next_power_of_2(cdiv(tokens * digits, 8)), MAX_COLUMN_TILES)
 
 
 def skinny_tile(form: str, tokens: int, n: int, num_chunks: int, gated: bool, num_sms: int, tuning: TuningTable) -> SkinnyTile:
@@ -28,7 +27,7 @@ def skinny_tile(form: str, tokens: int, n: int, num_chunks: int, gated: bool, nu
     if form == "int4" and not gated:
         rows = 16
     warps = 8 if num_chunks >= 32 and not gated else 4
-    num_ctas, splits = triton.cdiv(n, rows), 1
+    num_ctas, splits = cdiv(n, rows), 1
     while 2 * num_ctas * splits <= num_sms and num_chunks // (warps * splits * 2) >= 2:
         splits *= 2
     is_one_wave = num_ctas * splits <= 4 * num_sms  # then each warp loads all of its chunks at once

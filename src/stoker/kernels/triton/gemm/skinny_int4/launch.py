@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
@@ -14,6 +13,7 @@ from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES, has_whole_chun
 from stoker.kernels.triton.gemm.skinny_int4.arrange import arrange_tokens_kernel
 from stoker.kernels.triton.gemm.skinny_int4.kernel import skinny_int4_gemm_kernel
 from stoker.kernels.triton.gemm.skinny_int4.tiles import MAX_GROUP, MAX_TOKENS, skinny_int4_tile, token_tiles
+from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.tuning.tiles import SkinnyInt4Tile
 from stoker.kernels.types import Fusion
@@ -46,7 +46,7 @@ def skinny_int4_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: Sk
     columns = token_tiles(m)
     tokens = arrange_tokens(x, weight, fusion, columns)
     tile = tile or skinny_int4_tile(weight.group_size, m, n, num_chunks, gated, num_sms(x.device), device_tuning(x.device))
-    grid = (triton.cdiv(n, 16 * tile.m_tiles * tile.num_warps // (2 if gated else 1)), tile.splits)
+    grid = (cdiv(n, 16 * tile.m_tiles * tile.num_warps // (2 if gated else 1)), tile.splits)
     scratch = SplitKScratch(None, None)
     if tile.splits > 1:
         assert grid[0] <= MAX_TILES
@@ -78,9 +78,9 @@ def arrange_tokens(x: Tensor, weight: PackedWeight, fusion: Fusion, tiles: int) 
     x, fusion = apply_unfused_norm(x, fusion)
     out = torch.empty((8 * tiles, weight.in_features), dtype=x.dtype, device=x.device)
     has_norm = fusion.norm_weight is not None
-    whole_row = max(128, triton.next_power_of_2(weight.in_features))
+    whole_row = max(128, next_power_of_2(weight.in_features))
     chunk = whole_row if has_norm and whole_row <= _MAX_WHOLE_ROW else min(whole_row, _CHUNK)
-    arrange_tokens_kernel[(x.shape[0], 1 if has_norm else triton.cdiv(weight.in_features, chunk))](
+    arrange_tokens_kernel[(x.shape[0], 1 if has_norm else cdiv(weight.in_features, chunk))](
         x,
         fusion.norm_weight,
         out,
