@@ -67,6 +67,14 @@ PRIVATE_APIS = (
     ),
     PrivateAPI(
         "triton",
+        "triton.runtime.jit",
+        ("native_specialize_impl", "JITFunction.run", "JITFunction.__getitem__", "knobs.runtime.launch_enter_hook.calls",
+         "knobs.runtime.launch_exit_hook.calls"),
+        "stoker.kernels.triton",
+        "launches with less work on the host",
+    ),
+    PrivateAPI(
+        "triton",
         "triton.runtime.cache",
         ("get_cache_key",),
         "stoker.kernels.triton.aot",
