@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 from live_http import asgi_client, events
+from prometheus_client import values
 from prometheus_client.mmap_dict import MmapedDict
 from scripted_service import ScriptedService
 
 from stoker.base.errors import ConfigError
+from stoker.base.metrics import EXHAUSTED
 from stoker.server.errors import describe
-from stoker.server.metrics.shared_files import KINDS, NUM_BYTES, allocate_files
+from stoker.server.metrics.frontend import MULTIPROCESS_DIR, FrontendMetrics
+from stoker.server.metrics.shared_files import KINDS, NUM_BYTES, use_files
 
 CONNECT = sqlite3.connect
 PAGES = 12  # of the database: the empty one fits, and no long response
@@ -76,12 +79,13 @@ def test_every_error_of_a_full_disk_has_a_reason() -> None:
 
 def test_the_files_of_the_counters_have_their_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write to a page of a sparse file on a full disk would end the frontend with SIGBUS."""
-    allocate_files(tmp_path)
+    monkeypatch.setattr(values, "ValueClass", values.ValueClass)
+    use_files(tmp_path, 1)
     for kind in KINDS:
-        path = tmp_path / f"{kind}_{os.getpid()}.db"
-        values = MmapedDict(str(path))
-        values.write_value('["a", "a", {}]', 5.0, 0.0)
-        values.close()
+        path = tmp_path / f"{kind}_1.db"
+        counts = MmapedDict(str(path))
+        counts.write_value('["a", "a", {}]', 5.0, 0.0)
+        counts.close()
         assert [value for _, value, _, _ in MmapedDict.read_all_values_from_file(str(path))] == [5.0]
         assert path.stat().st_blocks * 512 >= path.stat().st_size == NUM_BYTES
 
@@ -89,5 +93,21 @@ def test_the_files_of_the_counters_have_their_space(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ConfigError, match=r"counter_\d+\.db cannot be written: No space left on device\. .* TMPDIR"):
-        allocate_files(tmp_path)
+    for index in (0, 1):
+        with pytest.raises(ConfigError, match=rf"counter_{index}\.db cannot be written: No space left on device\. .* TMPDIR"):
+            use_files(tmp_path, index)
+    assert not (tmp_path / "counter_0.db").exists() and (tmp_path / "counter_1.db").exists(), "counts are not deleted"
+
+
+def test_a_frontend_continues_the_counts_of_the_one_with_its_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "ValueClass", values.ValueClass)
+    monkeypatch.setenv(MULTIPROCESS_DIR, str(tmp_path))
+    for total in (1, 2, 3):  # frontends with index 0, one after the other
+        metrics = FrontendMetrics(0)
+        counter = metrics.of(EXHAUSTED, "http")
+        assert counter.value == total - 1
+        metrics.counter_buffer._shared = False  # there is no event loop
+        counter.inc()
+        metrics.counter_buffer.write()
+    assert f'{EXHAUSTED.name}{{protocol="http"}} 3.0' in metrics._frontend_metrics().decode()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["counter_0.db", "histogram_0.db"]

@@ -61,7 +61,7 @@ class BufferedCounter:
 
     @property
     def value(self) -> int:
-        """The total count of this process."""
+        """The total count of this process, and of ended ones whose files it continues."""
         return int(self._child._value.get() + self._amount)
 
     def write(self) -> None:

@@ -16,7 +16,7 @@ from stoker.base.metrics import EXECUTOR_METRICS, FRONTEND_METRICS, Metric
 from stoker.frontend.repository import ModelRepository
 from stoker.runtime.request import ExecutorStats
 from stoker.server.metrics.counters import BufferedCounter, BufferedHistogram, CounterBuffer
-from stoker.server.metrics.shared_files import allocate_files
+from stoker.server.metrics.shared_files import use_files
 from stoker.server.metrics.statistics import ExecutorStatistics, KnownStatistics
 from stoker.server.metrics.triton import TritonMetrics, triton_names
 from stoker.server.metrics.triton_gauges import executor_families
@@ -28,12 +28,12 @@ MULTIPROCESS_DIR = "PROMETHEUS_MULTIPROC_DIR"  # prometheus-client reads it on i
 class FrontendMetrics:
     """The counters of this process. Several frontends write theirs to files, and each frontend reports the sums.
 
-    Raises ConfigError if there is no space for the files.
+    A frontend with an `index` continues the files of an ended one with that index. Raises ConfigError if there is no space for the files.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, index: int | None = None) -> None:
         if folder := env.text(MULTIPROCESS_DIR):
-            allocate_files(Path(folder))
+            use_files(Path(folder), index)
         disable_created_metrics()  # type: ignore[no-untyped-call]  # otherwise each counter gets a gauge with its creation time
         self.registry = CollectorRegistry()
         self._metrics = {metric.name: self._create(metric) for metric in FRONTEND_METRICS}

@@ -93,7 +93,7 @@ async def serve(task: FrontendTask, report_ready: Callable[[], Any]) -> None:
 
     The server accepts requests while the model loads and refuses them with status 503. Raises the error of a failed load.
     """
-    metrics, coordination = FrontendMetrics(), await connect_coordination(task)
+    metrics, coordination = FrontendMetrics(task.index), await connect_coordination(task)
     follow_log(coordination)
     model = EngineService(task.model_name, task.settings, metrics, coordination)
     context = Context(model.repository, task.settings, metrics, coordination)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from stoker.base.logging import get_logger
 from stoker.server.processes.child import Child
 from stoker.server.processes.restart_policy import RestartPolicy
@@ -39,7 +41,7 @@ class FrontendGroup:
 
     async def start(self) -> None:
         """Start all processes."""
-        self.children = list(await asyncio.gather(*(self._start_one() for _ in range(self._count))))
+        self.children = list(await asyncio.gather(*(self._start_one(index) for index in range(self._count))))
 
     def keep_running(self) -> None:
         """Start each frontend again when it ends, until `stop`."""
@@ -52,11 +54,13 @@ class FrontendGroup:
         await asyncio.gather(*self._keepers, return_exceptions=True)
         await asyncio.gather(*(child.stop(timeout_s) for child in self.children))
 
-    async def _start_one(self) -> Child:
-        """A new process."""
-        # prometheus-client sums the counters of several frontends through files in this directory.
-        shared = {"PROMETHEUS_MULTIPROC_DIR": str(self._task.run_dir)} if self._count > 1 else {}
-        return await Child.start("frontend", MODULE, self._task, pass_fds=self._task.socket_fds, environment=shared)
+    async def _start_one(self, index: int) -> Child:
+        """A new process with this index."""
+        task, shared = self._task, dict[str, str]()
+        if self._count > 1:  # prometheus-client sums the counters of several frontends through files in this directory
+            task = msgspec.structs.replace(task, index=index)
+            shared = {"PROMETHEUS_MULTIPROC_DIR": str(task.run_dir)}
+        return await Child.start("frontend", MODULE, task, pass_fds=task.socket_fds, environment=shared)
 
     async def _keep(self, index: int) -> None:
         """Start the frontend with this index again whenever it ends. Returns after too many restarts in a row."""
@@ -69,7 +73,7 @@ class FrontendGroup:
                 return self._give_up(child)
             log.error("a frontend (process %d) %s; it is started again in %g s.", child.process.pid, child.ending, delay_s)
             await asyncio.sleep(delay_s)
-            starting = asyncio.create_task(self._start_one())
+            starting = asyncio.create_task(self._start_one(index))
             try:
                 child = self.children[index] = await asyncio.shield(starting)
             except asyncio.CancelledError:

@@ -50,6 +50,7 @@ class FrontendTask(msgspec.Struct):
     grpc_address: str | None = None  # host:port; None: no gRPC
     run_dir: str | None = None  # directory of the supervisor's socket; None: there is no supervisor
     executor: ExecutorPlace | None = None  # without a supervisor, which otherwise publishes it
+    index: int | None = None  # among several frontends; one that is started again has the index of the one that ended
 
 
 # Names in the coordination: the ExecutorPlace while there is an executor; why there is none, or why it does not answer; and the number of
