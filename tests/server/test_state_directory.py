@@ -9,6 +9,8 @@ from live_http import asgi_client
 from scripted_service import ScriptedService
 from test_executor_restarts import stub, stub_server
 
+from stoker.server.state_directory import StateDirectory
+
 __all__ = ["stub"]
 
 
@@ -39,3 +41,14 @@ async def test_other_users_cannot_reach_the_sockets_of_a_server(stub: Path) -> N
         names = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "/stoker-" in line]
         folders = {folder for name in names if (folder := Path(name).parent).is_dir()}
         assert folders and all(folder.stat().st_mode & 0o077 == 0 for folder in folders)
+
+
+def test_the_locks_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    running = StateDirectory(str(tmp_path))
+    (tmp_path / "owners" / "killed.lock").touch()
+    other = StateDirectory(str(tmp_path))
+    assert {path.stem for path in (tmp_path / "owners").iterdir()} == {running.owner, other.owner}
+    assert other.is_running(running.owner) and running.is_running(other.owner) and not running.is_running("killed")
+    running.close()
+    other.close()
+    assert list((tmp_path / "owners").iterdir()) == []

@@ -32,8 +32,8 @@ class StateDirectory:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             (self.path / "owners").mkdir(exist_ok=True)
-            self._lock = os.open(self._lock_path(self.owner), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = self._create_lock()
+            self._remove_old_locks()
         except OSError as error:
             raise ConfigError(
                 f"state_dir={str(self.path)!r} cannot be used: {error.strerror}.", cure="Name a directory that the server can write."
@@ -62,6 +62,20 @@ class StateDirectory:
         self._lock_path(self.owner).unlink(missing_ok=True)
         if self._temporary is not None:
             self._temporary.cleanup()
+
+    def _create_lock(self) -> int:
+        """Create the file of this process. It appears under its name when it is locked."""
+        path = self._lock_path(self.owner)
+        created = path.with_suffix(".new")
+        lock = os.open(created, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        created.rename(path)
+        return lock
+
+    def _remove_old_locks(self) -> None:
+        """Remove the files of processes that were killed."""
+        for path in (self.path / "owners").glob("*.lock"):
+            self.is_running(path.stem)
 
     def _lock_path(self, owner: str) -> Path:
         """The file that `owner` locks while it runs."""

@@ -68,8 +68,10 @@ class ExecutorControl:
     async def launch(self) -> Child:
         """Start the process of an executor and publish its place. Returns before it is ready."""
         served, self._running = self._next, _identity(self._next)
+        if self._num_starts:
+            self._socket_path.unlink(missing_ok=True)  # an executor that was killed leaves it
         self._num_starts += 1
-        self._place = ExecutorPlace(f"ipc://{self._run_dir}/executor{self._num_starts}", str(served.tokenizer), str(served.engine))
+        self._place = ExecutorPlace(f"ipc://{self._socket_path}", str(served.tokenizer), str(served.engine))
         self._task = ExecutorTask(str(served.engine), served.runtime, self._place.address, served.nodes)
         self._load_timeout_s = served.settings.load_timeout_s
         prestarted, self._prestarted = self._prestarted, None
@@ -104,6 +106,11 @@ class ExecutorControl:
             await child.stop(STOP_S)
             raise EngineError(f"it was not ready after load_timeout_s={self._load_timeout_s:g}") from None
         return child
+
+    @property
+    def _socket_path(self) -> Path:
+        """The Unix socket of the newest executor. Each `launch` has another one: no frontend finds an executor of another engine."""
+        return self._run_dir / f"executor{self._num_starts}"
 
     @property
     def address(self) -> str:
