@@ -182,6 +182,9 @@ async def test_a_line_about_the_load(log_file: Path) -> None:
     event = load_event("m", before, now, 10.0)
     assert str(event) == "model=m output=50.0 tokens/s prompt=6.0 tokens/s running=3 waiting=2 kv=30.0% reuse=40.0% preemptions=1"
     assert load_event("m", now, now, 10.0) is None
+    restarted = load_event("m", now, ExecutorStats(num_steps=20, num_decode_tokens=30, num_prefill_tokens=70, num_reused_tokens=30), 10.0)
+    assert restarted is not None, "a new executor counts from 0"
+    assert (restarted.output_tokens_per_s, restarted.prompt_tokens_per_s, restarted.reuse, restarted.preemptions) == (3.0, 7.0, 0.3, 0)
     service = ScriptedService("Hello")
     load_log = LoadLog((await make_context(service)).repository, None)
     await load_log.write()

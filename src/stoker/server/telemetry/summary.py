@@ -23,6 +23,7 @@ log = get_logger("stoker.load")
 
 INTERVAL_S = 10.0
 LOCK = "summary.lock"
+COUNTS = ("num_steps", "num_prefill_tokens", "num_decode_tokens", "num_reused_tokens", "num_preemptions")  # since the executor's start
 
 
 class LoadEvent(LogEvent):
@@ -47,9 +48,14 @@ class LoadEvent(LogEvent):
 
 
 def load_event(model: str, before: ExecutorStats, now: ExecutorStats, interval_s: float) -> LoadEvent | None:
-    """The line of the last interval. None if no step was computed in it."""
+    """The line of the last interval. None if no step was computed in it.
+
+    After a restart of the executor, the line has what the new one has computed.
+    """
     if now.num_steps == before.num_steps:
         return None
+    if any(getattr(now, name) < getattr(before, name) for name in COUNTS):
+        before = ExecutorStats()
     reused = now.num_reused_tokens - before.num_reused_tokens
     computed = now.num_prefill_tokens - before.num_prefill_tokens
     return LoadEvent(
