@@ -171,14 +171,16 @@ def with_gpu(quantize: str, tokens: int, decodes: int, runs: int, folder: Path) 
     build(CONFIG, folder / quantize, settings, verify="none", kernels=compile_kernels)
     executor = load_executor(folder / quantize, RuntimeConfig(prefix_reuse=False), SynchronousMailbox)
     runner: ModelRunner = executor.runner
-    graphs, step = runner.graphs, model_launch(runner, tokens, decodes)
+    graphs, num_layers = runner.graphs, len(runner.model.layers)
     assert graphs is not None
+    with torch.inference_mode():
+        step = model_launch(runner, tokens, decodes)
     shapes = {"decodes_64": Shape(64, 64, is_decode=True), "tokens_1024": Shape(1024, graphs.shapes.mixed_rows[-1], is_decode=False)}
     ways = {"triton": launcher._run, "stoker": JITFunction.run}
     found: dict[str, dict[str, list[float]]] = {name: {"step": [], **{kind: [] for kind in shapes}} for name in ways}
     for number in range(runs + 1):
         for name, run in ways.items():
-            with mock.patch.object(JITFunction, "run", run):
+            with mock.patch.object(JITFunction, "run", run), torch.inference_mode():
                 torch.cuda.synchronize()
                 started = time.perf_counter()
                 step()
@@ -192,7 +194,7 @@ def with_gpu(quantize: str, tokens: int, decodes: int, runs: int, folder: Path) 
                     found[name][kind].append(time.perf_counter() - started)
     executor.close()
     medians = {name: {kind: round(1e3 * statistics.median(times[1:]), 2) for kind, times in kinds.items()} for name, kinds in found.items()}
-    return {"quantize": quantize, "tokens": tokens, "decodes": decodes, "layers": len(runner.model.layers), "ms": medians}
+    return {"quantize": quantize, "tokens": tokens, "decodes": decodes, "layers": num_layers, "ms": medians}
 
 
 def main() -> None:
@@ -206,7 +208,7 @@ def main() -> None:
     args = parser.parse_args()
     steps = [tuple(map(int, step.split("+"))) for step in args.steps.split(",")]
     rows = []
-    with tempfile.TemporaryDirectory() as name, torch.inference_mode():
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if args.gpu:
             logging.configure("INFO")
@@ -218,7 +220,7 @@ def main() -> None:
             driver.set_active(EmptyDriver())
             ops.use_launchers()
             launches = ctypes.c_int.in_dll(library, "launches")
-            with without_library():
+            with without_library(), torch.inference_mode():
                 for quantize in args.quantize.split(","):
                     for tokens, decodes in steps:
                         rows.append(without_gpu(quantize, tokens, decodes, args.layers, args.runs, folder, launches))
