@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from stoker.cli.benchmark.results import provenance
@@ -27,7 +26,6 @@ from stoker.kernels import ops
 from stoker.kernels.reference.quant_int4 import dequantize_int4, fp4_as_int8
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton.moe import launch as moe
-from stoker.kernels.tuning.tiles import QuantTile
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.profiling.tile_tuning import time_graph
 
@@ -97,18 +95,7 @@ def routings(rows: int, experts: int, top_k: int) -> list[Routing]:
     return found
 
 
-def expert_tiles(rows: int, k: int) -> list[QuantTile | None]:
-    """Tiles to compare with the one that the launcher chooses, which is None."""
-    blocks = [b for b in (64, 128, 192, 320) if k % b == 0]
-    if rows > 256:
-        shapes = [(128, b, 1, warps, stages) for b in blocks[:2] for warps, stages in ((4, 4), (8, 3), (8, 4))]
-    else:
-        shapes = [(64, b, splits, 4, 4) for b in blocks for splits in ((1, 2, 4) if rows <= 8 else (1, 2))]
-        shapes += [(32, blocks[-1], 1, 4, 4), (32, blocks[-1], 2, 4, 4), (128, blocks[-2], 1, 4, 4), (64, blocks[-2], 2, 8, 3)]
-    return [None, *(QuantTile(*shape) for shape in shapes)]
-
-
-def measure_experts(name: str, rows: int, down: bool, sweep: bool) -> Iterator[Result]:
+def measure_experts(name: str, rows: int, down: bool) -> Iterator[Result]:
     experts, top_k, hidden, size = EXPERTS[name]
     n, k = (hidden, size) if down else (2 * size, hidden)
     torch.manual_seed(rows)
@@ -120,23 +107,18 @@ def measure_experts(name: str, rows: int, down: bool, sweep: bool) -> Iterator[R
     exact = project(x, plain, routed[0])
     for form in FORMS:
         weight = plain if form == "bf16" else in_form(stored, form)
-        for tile in expert_tiles(rows, k) if sweep and form == "fp4" else [None]:
-            try:
-                error = error_of(project(x, weight, routed[0], tile), exact.double())
-                us = microseconds([lambda r=r, w=weight, t=tile: project(x, w, r, t) for r in routed])  # type: ignore[misc]
-            except triton.runtime.errors.OutOfResources:
-                continue
-            yield result(f"{name} {'down' if down else 'up'}", form, rows, us, used * weight.num_bytes / experts, error, used, str(tile))
+        error = error_of(project(x, weight, routed[0]), exact.double())
+        us = microseconds([lambda r=r, w=weight: project(x, w, r) for r in routed])  # type: ignore[misc]
+        yield result(f"{name} {'down' if down else 'up'}", form, rows, us, used * weight.num_bytes / experts, error, used)
 
 
-def result(what: str, form: str, rows: int, us: float, num_bytes: float, error: float, used: float = 0, tile: str = "") -> Result:
-    floor = num_bytes / READ_RATE
-    return {"what": what, "form": form, "rows": rows, "us": us, "floor": floor, "error": error, "experts": used, "tile": tile}
+def result(what: str, form: str, rows: int, us: float, num_bytes: float, error: float, used: float = 0) -> Result:
+    return {"what": what, "form": form, "rows": rows, "us": us, "floor": num_bytes / READ_RATE, "error": error, "experts": used}
 
 
-def jobs(sweep: bool) -> list[Job]:
+def jobs() -> list[Job]:
     linears = [("linear", name, rows) for name in LINEARS for rows in (1, 8, 32, 64, 2048)]
-    return [*[("experts", m, r, down, sweep) for m in EXPERTS for r in (1, 8, 64, 2048) for down in (False, True)], *linears]
+    return [*[("experts", m, r, down) for m in EXPERTS for r in (1, 8, 64, 2048) for down in (False, True)], *linears]
 
 
 def run(job: Job) -> list[Result]:
@@ -147,12 +129,11 @@ def run(job: Job) -> list[Result]:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--json", help="write the results to this file")
-    options.add_argument("--sweep", action="store_true", help="compare tiles of experts")
     options.add_argument("--kind", default="", help="only linear or experts")
     options.add_argument("--compile-only", action="store_true", help="only compile the kernels, for a later run, in several processes")
     options.add_argument("--workers", type=int, default=8, help="processes that compile")
     chosen = options.parse_args()
-    todo = [job for job in jobs(chosen.sweep) if str(job[0]).startswith(chosen.kind)]
+    todo = [job for job in jobs() if str(job[0]).startswith(chosen.kind)]
     if chosen.compile_only:
         with ProcessPoolExecutor(chosen.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
             list(pool.map(run, todo))
@@ -161,9 +142,7 @@ def main() -> None:
     for job in todo:
         for found in run(job):
             results.append(found)
-            print(
-                "{what:20} {form:8} {rows:5} rows {us:8.1f} us (floor {floor:.1f})  error {error:.0e}  {tile}".format(**found), flush=True
-            )
+            print("{what:20} {form:8} {rows:5} rows {us:8.1f} us (floor {floor:.1f})  error {error:.0e}".format(**found), flush=True)
         if chosen.json:
             record = {**provenance(device="cuda"), "results": results}
             with open(chosen.json, "w", encoding="utf-8") as file:

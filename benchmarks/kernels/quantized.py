@@ -400,7 +400,7 @@ def compile_experts(job: tuple[str, str, int]) -> str | None:
     experts, top_k, hidden, size = EXPERTS[name]
     order, offsets = (make("meta", count, dtype=torch.int32) for count in (rows * top_k, experts + 1))
     routing = Routing(make("meta", rows, top_k, dtype=torch.float32), order, offsets)
-    tokens = moe.tile_rows(rows * top_k, experts)
+    tokens = moe.tile_tokens(rows * top_k, experts)
     try:
         with compiling(90):
             moe.route(make("meta", rows, experts, dtype=torch.float32), None, RoutingParams(top_k))
@@ -420,7 +420,7 @@ def measure_experts(name: str, form: str, rows: int) -> Iterator[dict[str, objec
     expected = moe_reference.route(logits.cpu(), None, RoutingParams(top_k))
     assert torch.equal(routing.order.cpu(), expected.order) and torch.equal(routing.offsets.cpu(), expected.offsets), "routing differs"
     used = int((routing.offsets.diff() > 0).sum())
-    tokens = moe.tile_rows(rows * top_k, experts)
+    tokens = moe.tile_tokens(rows * top_k, experts)
     for down, n, k in ((False, 2 * size, hidden), (True, hidden, size)):
         stored = expert_weights(form, experts, n, k, "cuda")
         weight = pack_experts(stored)

@@ -90,6 +90,21 @@ def test_projections(tokens: int, experts: int, top_k: int, splits: int, ranks: 
     assert relative_error(moe.expert_down(up, PackedWeight("dense", down), routing, tile), want) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("tile_tokens", [8, 16, 64])
+def test_tiles_of_any_number_of_tokens(tile_tokens: int) -> None:
+    """Experts with several tiles, with one that is not full, and without rows: 20, 3, 0 and 17 rows."""
+    weight = (torch.randn(4, 24, 70) * 70**-0.5).bfloat16()
+    offsets = torch.tensor([0, 20, 23, 23, 40], dtype=torch.int32)
+    routing = Routing(torch.rand(40, 1), torch.randperm(40).int(), offsets)
+    x = torch.randn(40, 70).bfloat16()
+    want = expected_by_choice(x, weight, None, routing, range(4))
+    packed = PackedWeight("dense", weight)
+    up = moe.expert_up(x, packed, routing, tokens=tile_tokens)
+    assert relative_error(up, want[routing.order.long()]) < TOLERANCE[torch.bfloat16]
+    down = moe.expert_down(x.index_select(0, routing.order.long()), packed, routing, tokens=tile_tokens)
+    assert relative_error(down, want * routing.weights.double()) < TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize(
     ("dtype", "activations"), [(torch.int8, "none"), (torch.int8, "token"), (torch.float8_e4m3fn, "token"), (torch.float8_e4m3fn, "static")]
 )

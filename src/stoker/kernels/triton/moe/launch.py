@@ -85,27 +85,25 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
     return Routing(weights, order, offsets)
 
 
-def expert_up(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile | None = None) -> Tensor:
-    """The first projection of each token by each of its experts (`ops.expert_up`). `tile` overrides the choice by rule."""
+def expert_up(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile | None = None, tokens: int | None = None) -> Tensor:
+    """The first projection of each token by each of its experts (`ops.expert_up`).
+
+    `tile` and `tokens`, the number of tokens of a tile, override the choices by rule.
+    """
     if tile is None and library_gemm.is_faster(x, weight, routing):
         return library_gemm.expert_linear(x, weight, routing, is_sorted=False)
-    return _project(_operands(x, weight, routing, is_sorted=False), routing, False, x.dtype, tile)
+    return _project(x, weight, routing, tile, tokens, is_sorted=False)
 
 
-def expert_down(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile | None = None) -> Tensor:
+def expert_down(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile | None = None, tokens: int | None = None) -> Tensor:
     """The last projection by each expert, summed per token (`ops.expert_down`).
 
-    Without `tile`, it chooses one, or the library's GEMM where that is faster.
+    Without `tile`, it chooses one, or the library's GEMM where that is faster. `tokens`: as in `expert_up`.
     """
     if tile is None and library_gemm.is_faster(x, weight, routing):
         y = library_gemm.expert_linear(x, weight, routing, is_sorted=True)
         return _combine(y, routing, library_gemm.inverse_order(routing))
-    return _combine(_project(_operands(x, weight, routing, is_sorted=True), routing, True, x.dtype, tile), routing)
-
-
-def _operands(x: Tensor, weight: PackedWeight, routing: Routing, *, is_sorted: bool) -> ExpertOperands:
-    """Activations and weight of a projection in a form that the kernel supports. `is_sorted`: x has a row per sorted choice."""
-    return expert_operands(x, weight, routing, tile_tokens(routing.order.shape[0], routing.offsets.shape[0] - 1), is_sorted)
+    return _combine(_project(x, weight, routing, tile, tokens, is_sorted=True), routing)
 
 
 def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
@@ -119,8 +117,15 @@ def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
     return out
 
 
-def _project(operands: ExpertOperands, routing: Routing, scatter: bool, dtype: torch.dtype, tile: QuantTile | None) -> Tensor:
-    """[T × k, n]: each row times the weight of its expert. Rows are in the order of routing.order, or of the choices with `scatter`."""
+def _project(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile | None, tokens: int | None, *, is_sorted: bool) -> Tensor:
+    """[T × k, n]: each row times the weight of its expert.
+
+    With `is_sorted`, x has a row per sorted choice and results are in the order of the choices. Without it, x has a row per token and
+    results are in the order of routing.order.
+    """
+    dtype = x.dtype
+    tokens = tokens or tile_tokens(routing.order.shape[0], routing.offsets.shape[0] - 1)
+    operands = expert_operands(x, weight, routing, tokens, is_sorted)
     values, weight = operands.x.values_ptr, operands.weight
     if not weight.values.is_contiguous() or values.stride(-1) != 1:
         raise ValueError(
@@ -133,7 +138,6 @@ def _project(operands: ExpertOperands, routing: Routing, scatter: bool, dtype: t
     if m == 0:
         return out
     weight_format = quantized_weight_format(values, weight)
-    tokens = tile_tokens(m, experts)
     m_tiles = min(experts + 2, m) + m // tokens  # each segment may have one tile that is not full
     tile = tile or _tile(m, tokens, operands, weight_format)
     num_tiles = m_tiles * cdiv(n, tile.block_n)
@@ -156,7 +160,7 @@ def _project(operands: ExpertOperands, routing: Routing, scatter: bool, dtype: t
         FORMAT=weight_format,
         TILE=tile_shape,
         PRODUCT=product_format(values, weight_format, k, tile_shape, operands.digits),
-        EXPERTS=ExpertOptions(experts, next_power_of_2(experts + 2), 0 if operands.is_sorted else routing.top_k, scatter),
+        EXPERTS=ExpertOptions(experts, next_power_of_2(experts + 2), 0 if operands.is_sorted else routing.top_k, is_sorted),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **pdl_launch_options(values),

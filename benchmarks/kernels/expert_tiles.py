@@ -1,0 +1,198 @@
+"""Measures tiles of the experts' kernel on one CUDA device: tokens of a tile, weight rows, features, warps and stages of the pipeline.
+
+    python benchmarks/kernels/expert_tiles.py --seconds 105 --json results.json
+
+Shapes are those of gpt-oss-20b and Qwen3-30B-A3B, formats MXFP4, FP8 with a scale per row, and bfloat16, for 64 to 896 rows of a decode
+step. Kernels are compiled in a pool of processes, while those that are ready are measured. A time is the median of replays of a CUDA graph
+of four calls with different routings, which read two copies of the weights in turn. Each result is compared with the float64 product of the
+dequantized weights. `rule` is what the launcher chooses. The script ends after `--seconds`, with what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.cli.benchmark.results import provenance
+from stoker.core.packed_weight import PackedWeight
+from stoker.kernels.reference import moe as reference
+from stoker.kernels.reference.quant_int4 import dequantize_int4
+from stoker.kernels.routing import Routing, RoutingParams
+from stoker.kernels.triton.aot.offline_target import compiling
+from stoker.kernels.triton.gemm.quantized.int4 import prepare_weight
+from stoker.kernels.triton.moe import launch as moe
+from stoker.kernels.tuning.tiles import QuantTile
+from stoker.profiling.tile_tuning import time_graph
+
+MODELS = {"gpt-oss-20b": (32, 4, 2880, 2880), "qwen3-30b-a3b": (128, 8, 2048, 768)}  # experts, chosen, hidden, size of an expert
+ROWS = (64, 128, 256, 448, 896)
+READ_RATE = 4.3e6  # bytes per µs of an H200
+MAX_SHARED = 227 << 10  # bytes per CTA
+MAX_ERROR = {"fp4": 0.02, "bf16": 0.02, "fp8": 0.06}  # of the largest exact value; FP8 rounds the activations, too
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """The up or the down projection of a model's experts in a format."""
+
+    model: str
+    form: str
+    is_down: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(experts, output features, input features)."""
+        experts, _, hidden, size = MODELS[self.model]
+        return (experts, hidden, size) if self.is_down else (experts, 2 * size, hidden)
+
+    def candidates(self) -> Iterator[tuple[int, QuantTile]]:
+        """(tokens of a tile, tile) that are measured."""
+        weight, element = self.weight("meta")[0], {"fp4": 0.5, "fp8": 1, "bf16": 2}[self.form]
+        k, unit = weight.in_features, 2 * weight.group_size or 1  # FP4 is multiplied in pairs of groups
+        blocks_k = {"fp4": (64, 128, 192, 320), "fp8": (128, 256), "bf16": (64, 128)}[self.form]
+        shapes = [(64, 4), (128, 8), (128, 4)]  # weight rows, warps
+        for tokens, block_k, (block_n, warps), stages in itertools.product((16, 32, 64, 128, 8), blocks_k, shapes, (3, 4, 6)):
+            stage_bytes = block_k * (block_n * element + tokens * (1 if self.form == "fp8" else 2))
+            if k % block_k == block_k % unit == 0 and stages * stage_bytes <= MAX_SHARED and (tokens > 8 or self.form == "fp4"):
+                yield tokens, QuantTile(block_n, block_k, 1, warps, stages)
+
+    def project(self, x: Tensor, weight: PackedWeight, routing: Routing, tokens: int | None, tile: QuantTile | None) -> Tensor:
+        return (moe.expert_down if self.is_down else moe.expert_up)(x, weight, routing, tile, tokens)
+
+    def weight(self, device: str) -> tuple[PackedWeight, Tensor | None]:
+        """(the weight as the kernel reads it, its values in float64 unless the device is meta)."""
+        experts, n, k = self.shape
+        if self.form == "fp4":
+            values = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=device)
+            scale = torch.empty(experts, n, k // 32, dtype=torch.bfloat16, device=device)
+            if device != "meta":
+                values.random_(0, 256)
+                scale.copy_(torch.randint(-9, -5, scale.shape, device=device).float().exp2())
+            stored = PackedWeight("int4", values, scale, None, 32, is_fp4=True)
+            return prepare_weight(stored), None if device == "meta" else dequantize_int4(stored, torch.float64)
+        dense = torch.empty(experts, n, k, dtype=torch.bfloat16, device=device)
+        if device != "meta":
+            dense.normal_(0, 0.02)
+        if self.form == "bf16":
+            return PackedWeight("dense", dense), None if device == "meta" else dense.double()
+        scale = torch.full((experts, n), 0.1 / 448, dtype=torch.float32, device=device)
+        values = dense.mul_(4480).clamp_(-448, 448).to(torch.float8_e4m3fn)
+        exact = None if device == "meta" else values.double() * (0.1 / 448)
+        return PackedWeight("fp8", values, scale, activations="token"), exact
+
+
+def projections() -> list[Projection]:
+    pairs = [("gpt-oss-20b", "fp4"), ("qwen3-30b-a3b", "fp4"), ("qwen3-30b-a3b", "fp8"), ("qwen3-30b-a3b", "bf16"), ("gpt-oss-20b", "bf16")]
+    return [Projection(model, form, is_down) for model, form in pairs for is_down in (False, True)]
+
+
+def compile_candidate(projection: Projection, tokens: int, tile: QuantTile) -> str | None:
+    """Compile one kernel into Triton's cache. Returns why it cannot be compiled, or None."""
+    experts, top_k, _, _ = MODELS[projection.model]
+    rows = 64
+    order, offsets = (torch.empty(count, dtype=torch.int32, device="meta") for count in (rows * top_k, experts + 1))
+    routing = Routing(torch.empty(rows, top_k, device="meta"), order, offsets)
+    x = torch.empty(rows * (top_k if projection.is_down else 1), projection.shape[2], dtype=torch.bfloat16, device="meta")
+    try:
+        with compiling(90):
+            projection.project(x, projection.weight("meta")[0], routing, tokens, tile)
+    except Exception as problem:
+        return f"{problem!r:.200}"
+    return None
+
+
+def is_sensible(tokens: int, mean: float) -> bool:
+    """Whether tiles of this number of tokens are measured for `mean` rows per expert."""
+    return mean / 2 <= tokens <= max(16, 4 * mean)
+
+
+def measure(projection: Projection, compiled: dict[Future[str | None], tuple[int, QuantTile]], deadline: float) -> Iterator[dict[str, Any]]:
+    experts, top_k, _, _ = MODELS[projection.model]
+    weight, exact_weight = projection.weight("cuda")
+    copies = [weight, replace(weight, values=weight.values.clone())]
+    cases = {}
+    for rows in ROWS:
+        routings = [moe.route(torch.randn(rows, experts, device="cuda"), None, RoutingParams(top_k)) for _ in range(4)]
+        x = torch.randn(rows * (top_k if projection.is_down else 1), projection.shape[2], device="cuda").bfloat16()
+        exact = (reference.expert_down if projection.is_down else reference.expert_up)(
+            x.double(), PackedWeight("dense", exact_weight), routings[0]
+        )
+        used = sum(int((r.offsets.diff() > 0).sum()) for r in routings) / 4
+        cases[rows] = routings, x, exact, used * weight.num_bytes / experts / READ_RATE
+    del exact_weight
+
+    def result(rows: int, tokens: int | None, tile: QuantTile | None) -> dict[str, Any]:
+        routings, x, exact, floor = cases[rows]
+        found = {"model": projection.model, "form": projection.form, "down": projection.is_down, "rows": rows, "tokens": tokens or "rule"}
+        if tile is not None:
+            found["tile"] = astuple(tile)[:5]  # weight rows, features, splits, warps, stages
+        try:
+            difference = projection.project(x, weight, routings[0], tokens, tile).double() - exact
+            error = float(difference.abs().max() / exact.abs().max())
+            if not error < MAX_ERROR[projection.form]:
+                return {**found, "wrong": error}
+            calls = list(zip(routings, itertools.cycle(copies)))
+            us = time_graph(lambda: [projection.project(x, w, r, tokens, tile) for r, w in calls]) / len(calls)
+        except RuntimeError as problem:  # resources of the device
+            return {**found, "problem": f"{problem!r:.120}"}
+        return {**found, "us": round(us, 2), "floor": round(floor, 1), "error": round(error, 5)}
+
+    for future, (tokens, tile) in compiled.items():
+        if time.monotonic() > deadline:
+            break
+        if (problem := future.result()) is not None:
+            yield {"model": projection.model, "form": projection.form, "tokens": tokens, "tile": astuple(tile)[:5], "problem": problem}
+            continue
+        for rows in ROWS:
+            if is_sensible(tokens, rows * top_k / experts):
+                yield result(rows, tokens, tile)
+    for rows in ROWS:  # after the candidates, among which its kernels are
+        yield result(rows, None, None)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--json", help="write the results to this file")
+    options.add_argument("--seconds", type=float, default=600, help="after which no other kernel is measured")
+    options.add_argument("--workers", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1), help="processes that compile")
+    options.add_argument("--compile-only", action="store_true", help="only compile the kernels, on a machine that may have no device")
+    chosen = options.parse_args()
+    began = time.monotonic()
+    results: list[dict[str, Any]] = []
+    with ProcessPoolExecutor(chosen.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        work = {p: {pool.submit(compile_candidate, p, *candidate): candidate for candidate in p.candidates()} for p in projections()}
+        for projection, compiled in work.items():
+            if chosen.compile_only:
+                problems = [problem for future in compiled if (problem := future.result()) is not None]
+                print(f"{time.monotonic() - began:.0f} s: {projection}, {len(compiled)} kernels; problems: {problems}", flush=True)
+                continue
+            if time.monotonic() > began + chosen.seconds:
+                break
+            torch.manual_seed(0)
+            found = list(measure(projection, compiled, began + chosen.seconds))
+            results += found
+            for rows in ROWS:
+                timed = [one for one in found if one.get("rows") == rows and "us" in one]
+                rule, best = timed[-1], min(timed, key=lambda one: one["us"])
+                print(f"{time.monotonic() - began:.0f} s: {len(timed)} tiles, rule {rule['us']}, best {best}", flush=True)
+            if chosen.json:
+                with open(chosen.json, "w", encoding="utf-8") as file:
+                    json.dump({**provenance(device="cuda"), "results": results}, file)
+        pool.shutdown(cancel_futures=True)
+    if wrong := [one for one in results if "wrong" in one]:
+        raise SystemExit(f"wrong results: {wrong}")
+
+
+if __name__ == "__main__":
+    main()
