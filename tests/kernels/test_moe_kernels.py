@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -90,11 +90,19 @@ def test_projections(tokens: int, experts: int, top_k: int, splits: int, ranks: 
     assert relative_error(moe.expert_down(up, PackedWeight("dense", down), routing, tile), want) < TOLERANCE[dtype]
 
 
+def test_the_number_of_tiles_is_that_of_the_worst_routing() -> None:
+    for segments, tokens in product((1, 2, 3), (1, 2, 4)):
+        for rows in range(1, 13):
+            routings = [c for c in product(range(rows + 1), repeat=segments) if sum(c) == rows]
+            most = max(sum(-(-count // tokens) for count in counts) for counts in routings)
+            assert moe.max_token_tiles(rows, segments, tokens) == most
+
+
 @pytest.mark.parametrize("tile_tokens", [8, 16, 64])
 def test_tiles_of_any_number_of_tokens(tile_tokens: int) -> None:
-    """Experts with several tiles, with one that is not full, and without rows: 20, 3, 0 and 17 rows."""
+    """Experts with several tiles, with one that is not full, and with one row in the last tile: 17, 3, 1 and 19 rows."""
     weight = (torch.randn(4, 24, 70) * 70**-0.5).bfloat16()
-    offsets = torch.tensor([0, 20, 23, 23, 40], dtype=torch.int32)
+    offsets = torch.tensor([0, 17, 20, 21, 40], dtype=torch.int32)
     routing = Routing(torch.rand(40, 1), torch.randperm(40).int(), offsets)
     x = torch.randn(40, 70).bfloat16()
     want = expected_by_choice(x, weight, None, routing, range(4))

@@ -47,6 +47,12 @@ class ExpertOptions(NamedTuple):
 
 
 @triton.jit
+def _add_each(a, b, c, x, y, z):
+    """(a + x, b + y, c + z): three sums in one reduction, whose threads wait for each other once."""
+    return a + x, b + y, c + z
+
+
+@triton.jit
 def find_expert_tile(tile, offsets_ptr, num_rows, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
     """(expert, first row, end row) of token tile number `tile`. Expert -1: rows of other ranks. end <= first: there is no such tile.
 
@@ -60,12 +66,12 @@ def find_expert_tile(tile, offsets_ptr, num_rows, EXPERTS: tl.constexpr, TOKENS:
     end = tl.where(segment < COUNT + 2, end, begin)
     tiles = tl.where(segment < COUNT + 2, (end - begin + TOKENS - 1) // TOKENS, 0)  # tiles of each segment
     tiles_end = tl.cumsum(tiles, 0)
-    segment_of_tile = tl.sum((tiles_end <= tile).to(tl.int32), 0)
-    is_segment = segment == segment_of_tile
-    first_row = tl.sum(tl.where(is_segment, begin + (tile - tiles_end + tiles) * TOKENS, 0), 0)
-    end_row = tl.sum(tl.where(is_segment, end, 0), 0)
-    expert = tl.where((segment_of_tile > 0) & (segment_of_tile <= COUNT), segment_of_tile - 1, -1)
-    return expert, first_row, end_row
+    tiles_begin = tiles_end - tiles
+    is_segment = (tiles_begin <= tile) & (tile < tiles_end)
+    number = tl.where(is_segment & (segment > 0) & (segment <= COUNT), segment, 0)  # 1 + the expert
+    first_row = tl.where(is_segment, begin + (tile - tiles_begin) * TOKENS, 0)
+    number, first_row, end_row = tl.reduce((number, first_row, tl.where(is_segment, end, 0)), 0, _add_each)
+    return number - 1, first_row, end_row
 
 
 @triton.jit

@@ -138,7 +138,7 @@ def _project(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile 
     if m == 0:
         return out
     weight_format = quantized_weight_format(values, weight)
-    m_tiles = min(experts + 2, m) + m // tokens  # each segment may have one tile that is not full
+    m_tiles = max_token_tiles(m, experts + 2, tokens)
     tile = tile or _tile(m, tokens, operands, weight_format)
     num_tiles = m_tiles * cdiv(n, tile.block_n)
     tile_shape = gemm_tile(weight_format, tile, tokens, num_tiles)
@@ -166,6 +166,15 @@ def _project(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile 
         **pdl_launch_options(values),
     )
     return out
+
+
+def max_token_tiles(rows: int, segments: int, tokens: int) -> int:
+    """The largest number of tiles of `tokens` tokens that `rows` rows in `segments` segments can have; see `moe.kernel`.
+
+    Each segment with rows has one tile for its first row, and another one for each `tokens` further ones.
+    """
+    used = min(segments, rows)
+    return used + (rows - used) // tokens
 
 
 def tile_tokens(rows: int, experts: int) -> int:
