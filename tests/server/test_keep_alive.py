@@ -1,12 +1,17 @@
-"""The end of the keep-alive time: a request that has arrived is read before the connection is closed."""
+"""The keep-alive time: a request that has arrived is read before the connection is closed, and a lost connection is forgotten at once."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import socket
+import struct
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from live_http import live_server, until
+from scripted_service import ScriptedService
 
 from stoker.server.http.connection import BoundedProtocol
 
@@ -32,3 +37,21 @@ async def test_a_request_that_has_arrived_prevents_the_close(has_request: bool) 
     else:
         await asyncio.wait_for(ended.wait(), 30)
         protocol.transport.close.assert_called_once()
+
+
+async def test_idle_connections_that_clients_reset_are_forgotten() -> None:
+    """Load balancers end the connections of their health checks so."""
+
+    def num_connections() -> int:
+        gc.collect()
+        return sum(type(each) is BoundedProtocol for each in gc.get_objects())
+
+    before = num_connections()
+    async with live_server(ScriptedService()) as url:
+        for _ in range(10):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            writer.write(b"GET /health/live HTTP/1.1\r\nHost: stoker\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+        await until(lambda: num_connections() <= before)

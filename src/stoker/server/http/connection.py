@@ -211,6 +211,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio's callback: the connection has ended. The request in progress sees a disconnected client."""
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn's timer, which would keep 8 KiB for 75 s after a reset
         if self._half_closed is not None:
             self._half_closed.stop()
         if self._head_timer is not None:
