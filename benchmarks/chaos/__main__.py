@@ -5,7 +5,7 @@
 A seed determines the requests, the behaviour of clients, and the order and duration of faults. A ledger accounts for every request: it has
 the answer of the quiet run that precedes, or is refused with a reason in the format of its protocol, or the client left on purpose, or the
 process that held its connection was killed. Everything else is wrong or lost. Exit status 1 if a request is wrong or lost, if something
-that the server holds does not return to its initial value, or if its memory grows in the second half.
+that the server holds does not return to its initial value, or if the memory of its processes grows.
 """
 
 from __future__ import annotations

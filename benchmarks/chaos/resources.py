@@ -15,26 +15,56 @@ from chaos.server import Server
 
 SAMPLE_S = 1.0
 QUIET_S = 30.0  # limit for the end of all requests after the load
-SPARE = {"descriptors": 4, "threads": 2, "shared_memory": 0, "processes": 0}  # tolerated above the initial values
+SPARE = {"descriptors": 4, "threads": 2, "shared_memory": 0, "processes": 0, "files": 2}  # tolerated above the initial values
+AGE_S = 60.0  # until then, a new process reaches its size: an executor grows by 1.4 MB/min in its first minute, and by 0.2 after it
+SLOPE_S = 60.0  # a shorter time has no meaningful slope
+
+Process = tuple[str, int]  # role, process id
 
 
 def held(server: Server) -> dict[str, Any]:
-    """Descriptors, threads, processes, memory in KiB (not shared with other processes) and the number of objects in /dev/shm.
+    """Descriptors, threads, processes, memory in KiB, and the numbers of objects in /dev/shm and of files in the run directory.
 
     Connections whose other end this process holds are not counted: gRPC keeps channels of cancelled calls open.
     """
-    total: dict[str, Any] = {"descriptors": 0, "threads": 0, "processes": 0, "memory_kib": 0}
+    total: dict[str, Any] = {"descriptors": 0, "threads": 0, "processes": 0}
     own = _connections_from_here()
-    for _, pid in [("supervisor", server.process.pid), *server.processes()]:
+    for _, pid in _processes(server):
         folder = Path(f"/proc/{pid}")
         with contextlib.suppress(OSError):
             total["descriptors"] += sum(link not in own for link in _links(folder / "fd"))
             total["threads"] += len(list((folder / "task").iterdir()))
             total["processes"] += 1
-            lines = dict(line.split(":", 1) for line in (folder / "smaps_rollup").read_text().splitlines()[1:])
-            total["memory_kib"] += sum(int(lines[name].split()[0]) for name in ("Private_Clean", "Private_Dirty"))
+    total["memory_kib"] = sum(memory(server).values())
     total["shared_memory"] = len(list(Path("/dev/shm").iterdir()))
+    total["files"] = len(_run_files(server))
     return total
+
+
+def memory(server: Server) -> dict[Process, int]:
+    """The memory of each process in KiB that it does not share with others."""
+    found = {}
+    for role, pid in _processes(server):
+        with contextlib.suppress(OSError):
+            lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+            found[role, pid] = sum(int(lines[name].split()[0]) for name in ("Private_Clean", "Private_Dirty"))
+    return found
+
+
+def _processes(server: Server) -> list[Process]:
+    """All processes of the server."""
+    return [("supervisor", server.process.pid), *server.processes()]
+
+
+def _run_files(server: Server) -> list[str]:
+    """The files in the run directory, which the environment of frontends names."""
+    for pid in server.pids("frontend"):
+        with contextlib.suppress(OSError):
+            for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                name, _, value = variable.partition(b"=")
+                if name == b"PROMETHEUS_MULTIPROC_DIR":
+                    return [path.name for path in Path(value.decode()).iterdir()]
+    return []
 
 
 async def quiet(server: Server, before: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -61,7 +91,7 @@ def descriptors(server: Server) -> dict[str, dict[str, int]]:
     """The open descriptors by role and by what they refer to."""
     found: dict[str, Counter[str]] = {}
     sockets = _socket_states()
-    for role, pid in [("supervisor", server.process.pid), *server.processes()]:
+    for role, pid in _processes(server):
         counts = found.setdefault(role, Counter())
         for path in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
@@ -101,25 +131,51 @@ def _socket_states() -> dict[str, str]:
 
 
 class Sampler:
-    """Samples what the server holds until it is stopped."""
+    """Samples the memory of each process until it is stopped."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self.samples: list[tuple[float, int]] = []  # time, memory in KiB
+        self.samples: list[tuple[float, dict[Process, int]]] = []  # time, memory in KiB
 
     async def run(self) -> None:
         """Sample until the task is cancelled."""
         while True:
-            found = await asyncio.to_thread(held, self._server)
-            self.samples.append((time.monotonic(), found["memory_kib"]))
+            found = await asyncio.to_thread(memory, self._server)
+            self.samples.append((time.monotonic(), found))
             await asyncio.sleep(SAMPLE_S)
 
-    def slope(self, start_s: float, end_s: float) -> float | None:
-        """Growth of memory between two times, in MB per minute: Theil-Sen, which a single step or outlier does not change."""
-        points = [(at, kib) for at, kib in self.samples if start_s <= at <= end_s]
-        points = points[:: max(1, len(points) // 300)]
-        slopes = [(b[1] - a[1]) / (b[0] - a[0]) for i, a in enumerate(points) for b in points[i + 1 :]]
-        return statistics.median(slopes) * 1024 / 1e6 * 60 if slopes else None
+    def growth(self, middle_s: float, end_s: float) -> list[dict[str, Any]]:
+        """The growth of processes that run at the end, in MB per minute, and the seconds in which it was measured.
+
+        In the second half, in which no process is replaced, it is that of all processes, and in the first half that of the supervisor,
+        which starts the new ones. A process is measured when it is AGE_S old; the growth in less than SLOPE_S is None.
+        """
+        found = []
+        for role, pid in self.samples[-1][1] if self.samples else ():
+            points = [(at, kib[role, pid]) for at, kib in self.samples if (role, pid) in kib]
+            old_s = points[0][0] + AGE_S
+            for half, start_s, stop_s in ((1, old_s, middle_s), (2, max(old_s, middle_s), end_s)):
+                if half == 1 and role != "supervisor":
+                    continue
+                measured = [point for point in points if start_s <= point[0] <= stop_s]
+                seconds = round(measured[-1][0] - measured[0][0], 1) if measured else 0.0
+                slope = round(_slope(measured), 3) if seconds >= SLOPE_S else None
+                found.append({"role": role, "pid": pid, "half": half, "mb_per_min": slope, "seconds": seconds})
+        return found
+
+
+def _slope(points: list[tuple[float, int]]) -> float:
+    """The growth of KiB over seconds in MB per minute: Theil-Sen, which a single step or outlier does not change."""
+    points = points[:: max(1, len(points) // 300)]
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for i, a in enumerate(points) for b in points[i + 1 :]]
+    return statistics.median(slopes) * 1024 / 1e6 * 60
+
+
+def total_growth(growth: list[dict[str, Any]]) -> float | None:
+    """The growth of all processes together, in the half in which it is larger. None if no process was measured long enough."""
+    measured = [process for process in growth if process["mb_per_min"] is not None]
+    halves = {process["half"] for process in measured}
+    return max((round(sum(each["mb_per_min"] for each in measured if each["half"] == half), 3) for half in halves), default=None)
 
 
 def leaks(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

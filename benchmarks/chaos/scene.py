@@ -14,15 +14,14 @@ from typing import Any
 from chaos.health import __file__ as HEALTH
 from chaos.load import Client, Key, Target
 from chaos.requests_by_protocol import Case
-from chaos.resources import Sampler, descriptors, leaks, quiet
+from chaos.resources import Sampler, descriptors, leaks, quiet, total_growth
 from chaos.world import FAULTS, Fault, Skipped, World
 
 WARM_UP_S = 10.0
 QUIET_CLIENTS = 4
 REPLACING = 0.4  # fraction of the time in which processes are replaced; new ones then have the time to reach their size
 PAUSE_S = 1.0  # mean time between two faults
-MAX_SLOPE = 1.0  # MB per minute
-SLOPE_S = 60.0  # a shorter time has no meaningful slope
+MAX_SLOPE = 1.0  # MB per minute, of all processes that are old enough
 
 
 class Scene:
@@ -60,7 +59,7 @@ class Scene:
         after = await quiet(world.server, before)
         opened = {role: {name: number - opened.get(role, {}).get(name, 0) for name, number in counts.items()}
                   for role, counts in descriptors(world.server).items()}  # fmt: skip
-        slope = sampler.slope(middle, end)
+        growth = sampler.growth(middle, end)
         return {
             "seconds": round(end - started, 1),
             "clients": self.clients,
@@ -79,8 +78,8 @@ class Scene:
             "after": after,
             "leaks": leaks(before, after),
             "more_descriptors": {role: {name: n for name, n in counts.items() if n > 0} for role, counts in opened.items()},
-            "memory_slope_mb_per_min": None if slope is None else round(slope, 3),
-            "memory_slope_seconds": round(end - middle, 1),
+            "memory_slope_mb_per_min": total_growth(growth),
+            "memory_by_process": growth,
             "health_ms": json.loads(health[0]) if health and health[0] else None,
         }
 
@@ -173,6 +172,7 @@ def faults_of(result: dict[str, Any]) -> list[str]:
     found = [f"{result['outcomes'][name]} {name} requests" for name in ("wrong", "lost") if result["outcomes"][name]]
     found += [*result["leaks"], *result["failures"]]
     slope = result["memory_slope_mb_per_min"]
-    if slope is not None and result["memory_slope_seconds"] >= SLOPE_S and slope >= MAX_SLOPE:
-        found.append(f"memory grows by {slope} MB/min")
+    if slope is not None and slope >= MAX_SLOPE:
+        processes = ", ".join(f"{each['role']} {each['mb_per_min']}" for each in result["memory_by_process"] if each["mb_per_min"])
+        found.append(f"memory grows by {slope} MB/min ({processes})")
     return found
