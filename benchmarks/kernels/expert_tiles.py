@@ -5,7 +5,8 @@
 Shapes are those of gpt-oss-20b and Qwen3-30B-A3B, formats MXFP4, FP8 with a scale per row, and bfloat16, for 64 to 896 rows of a decode
 step. Kernels are compiled in a pool of processes, while those that are ready are measured. A time is the median of replays of a CUDA graph
 of four calls with different routings, which read two copies of the weights in turn. Each result is compared with the float64 product of the
-dequantized weights. `rule` is what the launcher chooses. The script ends after `--seconds`, with what it has.
+dequantized weights. 4,096 rows are those of a prompt, for which other formats use the library. `rule` is what the launcher chooses. The
+script ends after `--seconds`, with what it has.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ from stoker.profiling.tile_tuning import time_graph
 
 MODELS = {"gpt-oss-20b": (32, 4, 2880, 2880), "qwen3-30b-a3b": (128, 8, 2048, 768)}  # experts, chosen, hidden, size of an expert
 ROWS = (64, 128, 256, 448, 896)
+PROMPT_ROWS = 4096
 READ_RATE = 4.3e6  # bytes per µs of an H200
 MAX_SHARED = 227 << 10  # bytes per CTA
+MAX_SUMS = 128  # per thread
 MAX_ERROR = {"fp4": 0.02, "bf16": 0.02, "fp8": 0.06}  # of the largest exact value; FP8 rounds the activations, too
 
 
@@ -49,6 +52,11 @@ class Projection:
     model: str
     form: str
     is_down: bool
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The numbers of rows that are measured."""
+        return (*ROWS, PROMPT_ROWS) if self.form == "fp4" else ROWS
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -62,9 +70,14 @@ class Projection:
         k, unit = weight.in_features, 2 * weight.group_size or 1  # FP4 is multiplied in pairs of groups
         blocks_k = {"fp4": (64, 128, 192, 320), "fp8": (128, 256), "bf16": (64, 128)}[self.form]
         shapes = [(64, 4), (128, 8), (128, 4)]  # weight rows, warps
-        for tokens, block_k, (block_n, warps), stages in itertools.product((16, 32, 64, 128, 8), blocks_k, shapes, (3, 4, 6)):
+        for tokens, block_k, (block_n, warps), stages in itertools.product((16, 32, 64, 128, 8, 256), blocks_k, shapes, (3, 4, 6)):
             stage_bytes = block_k * (block_n * element + tokens * (1 if self.form == "fp8" else 2))
-            if k % block_k == block_k % unit == 0 and stages * stage_bytes <= MAX_SHARED and (tokens > 8 or self.form == "fp4"):
+            if (
+                k % block_k == block_k % unit == 0
+                and stages * stage_bytes <= MAX_SHARED
+                and block_n * tokens <= MAX_SUMS * 32 * warps
+                and (8 < tokens < 256 or self.form == "fp4")
+            ):
                 yield tokens, QuantTile(block_n, block_k, 1, warps, stages)
 
     def project(self, x: Tensor, weight: PackedWeight, routing: Routing, tokens: int | None, tile: QuantTile | None) -> Tensor:
@@ -114,7 +127,7 @@ def compile_candidate(projection: Projection, tokens: int, tile: QuantTile) -> s
 
 def is_sensible(tokens: int, mean: float) -> bool:
     """Whether tiles of this number of tokens are measured for `mean` rows per expert."""
-    return mean / 2 <= tokens <= max(16, 4 * mean)
+    return min(mean / 2, 128) <= tokens <= max(16, 4 * mean)
 
 
 def measure(projection: Projection, compiled: dict[Future[str | None], tuple[int, QuantTile]], deadline: float) -> Iterator[dict[str, Any]]:
@@ -122,7 +135,7 @@ def measure(projection: Projection, compiled: dict[Future[str | None], tuple[int
     weight, exact_weight = projection.weight("cuda")
     copies = [weight, replace(weight, values=weight.values.clone())]
     cases = {}
-    for rows in ROWS:
+    for rows in projection.rows:
         routings = [moe.route(torch.randn(rows, experts, device="cuda"), None, RoutingParams(top_k)) for _ in range(4)]
         x = torch.randn(rows * (top_k if projection.is_down else 1), projection.shape[2], device="cuda").bfloat16()
         exact = (reference.expert_down if projection.is_down else reference.expert_up)(
@@ -154,10 +167,10 @@ def measure(projection: Projection, compiled: dict[Future[str | None], tuple[int
         if (problem := future.result()) is not None:
             yield {"model": projection.model, "form": projection.form, "tokens": tokens, "tile": astuple(tile)[:5], "problem": problem}
             continue
-        for rows in ROWS:
+        for rows in projection.rows:
             if is_sensible(tokens, rows * top_k / experts):
                 yield result(rows, tokens, tile)
-    for rows in ROWS:  # after the candidates, among which its kernels are
+    for rows in projection.rows:  # after the candidates, among which its kernels are
         yield result(rows, None, None)
 
 
@@ -182,7 +195,7 @@ def main() -> None:
             torch.manual_seed(0)
             found = list(measure(projection, compiled, began + chosen.seconds))
             results += found
-            for rows in ROWS:
+            for rows in projection.rows:
                 timed = [one for one in found if one.get("rows") == rows and "us" in one]
                 rule, best = timed[-1], min(timed, key=lambda one: one["us"])
                 print(f"{time.monotonic() - began:.0f} s: {len(timed)} tiles, rule {rule['us']}, best {best}", flush=True)
