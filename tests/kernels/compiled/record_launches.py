@@ -42,6 +42,11 @@ def mixed_kernel(x_ptr, WIDTH: tl.constexpr, n, LAST: tl.constexpr = 3):
     pass
 
 
+@triton.jit
+def named_kernel(x_ptr, NAME: tl.constexpr, n, LAST: tl.constexpr = 3):
+    pass
+
+
 class FakeDriver:
     """Two devices, of which `device` is the current one."""
 
@@ -109,7 +114,8 @@ def cases() -> list[Callable[[], Any]]:
 
     positional = [lambda n=n: mixed_kernel[(2,)](tensor(), 4, n, num_warps=2) for n in integers]
     named = [lambda n=n: mixed_kernel[(2,)](tensor(), n=n, WIDTH=4, LAST=5) for n in integers]
-    return [*map(case, changes), *positional, *named]
+    texts = [lambda name=name: named_kernel[(2,)](tensor(), name, 16) for name in ("a", "b")]
+    return [*map(case, changes), *positional, *named, *texts]
 
 
 def launches_of(calls: list[Callable[[], Any]]) -> list[list[Any]]:

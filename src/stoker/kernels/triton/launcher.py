@@ -24,7 +24,8 @@ _run = JITFunction.run
 def _launch(self: JITFunction[Any], *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> Any:
     """Replaces `JITFunction.run`: launch the kernel, and return it. `args` are runtime arguments, `options` constants and options."""
     runtime = knobs.runtime
-    if warmup or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls or self.pre_run_hooks:
+    is_observed = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls or self.pre_run_hooks
+    if warmup or is_observed or not _has_constants_last(self, len(args)):
         return _run(self, *args, grid=grid, warmup=warmup, **options)
     active = driver.active
     device = active.get_current_device()
@@ -33,9 +34,7 @@ def _launch(self: JITFunction[Any], *args: Any, grid: tuple[int, ...], warmup: b
     key = (native_specialize_impl(backend, args, False, True, True), *options, *options.values())
     kernel = kernels.get(key)
     if kernel is None:
-        kernel = _run(self, *args, grid=grid, warmup=False, **options)
-        if _has_constants_last(self, len(args)):
-            kernels[key] = kernel  # Triton's own keys in this dictionary are strings
+        kernel = kernels[key] = _run(self, *args, grid=grid, warmup=False, **options)  # Triton's own keys in this dictionary are strings
         return kernel
     x, y, z = (*grid, 1, 1)[:3]
     stream, constants = active.get_current_stream(device), [None] * len(self.constexprs)  # which the launcher does not read
@@ -44,8 +43,12 @@ def _launch(self: JITFunction[Any], *args: Any, grid: tuple[int, ...], warmup: b
 
 
 def _has_constants_last(function: JITFunction[Any], num_args: int) -> bool:
-    """Whether the first `num_args` parameters of a kernel are its runtime arguments, and all others are constants."""
-    return function.constexprs == list(range(num_args, len(function.params)))
+    """Whether the first `num_args` parameters of a kernel are its runtime arguments, and all others are constants.
+
+    If a constant is among `args`, such as a text, it cannot be specialized as a runtime argument.
+    """
+    constants = function.constexprs  # numbers of parameters, in ascending order
+    return len(constants) == len(function.params) - num_args and (not constants or constants[0] == num_args)
 
 
 def _bind_grid(self: JITFunction[Any], grid: tuple[int, ...]) -> Any:

@@ -56,11 +56,12 @@ def choose_experts_kernel(
     correction_ptr,  # [NUM_EXPERTS], added to the scores for the choice only; or None
     weights_ptr,  # float32 [tokens, TOP_K]
     ids_ptr,  # int32 [tokens, TOP_K]
-    # Constants and the scale of the weights
+    # Numbers
+    scale,  # of the weights
+    jitter,  # sparsemixer: see `RoutingParams`
+    # Constants
     SCORE: tl.constexpr,  # "softmax", "sigmoid", "softmax_topk" or "sparsemixer"
     RENORMALIZE: tl.constexpr,
-    scale,
-    jitter,  # sparsemixer: see `RoutingParams`
     NUM_EXPERTS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
