@@ -1,4 +1,4 @@
-"""Performs the launches of `compile_all` with Triton's own `JITFunction.run`, and twice with `kernels.triton.launcher`. Nothing is compiled.
+"""Performs the launches of `compile_all` with Triton's `JITFunction.run`, and twice with `kernels.triton.launcher`. Nothing is compiled.
 
 Prints as JSON the names of the launches whose kernels differ, and the names of kernels that the launcher left to Triton.
 """
