@@ -98,7 +98,7 @@ class Measured:
     """A process that runs `serve`."""
 
     def __init__(self, python: str, name: str, path: Path, threads: int) -> None:
-        command = [python, __file__, "--serve", name, str(path), str(threads)]
+        command = [python, "-X", "faulthandler", __file__, "--serve", name, str(path), str(threads)]
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True)
         self.version = self._answer()

@@ -33,7 +33,7 @@ from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.triton import activation
 from stoker.kernels.triton.aot.offline_target import compiling
 from stoker.kernels.triton.device import num_sms
-from stoker.kernels.triton.gemm.large.launch import NARROW_TILE, SPLIT_TILE, TILE, LargeGemmTile, large_gemm
+from stoker.kernels.triton.gemm.large.launch import MAX_SPLIT_TILES, NARROW_TILE, SPLIT_TILE, TILE, LargeGemmTile, large_gemm
 from stoker.kernels.triton.gemm.large.launch import medium_tile as rule
 from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
 from stoker.kernels.triton.gemm.quantized.launch import medium_tile, quantized_activation_linear
@@ -168,7 +168,7 @@ def precompile(jobs: list[tuple[Case, str, LargeGemmTile]]) -> None:
 def _compile(job: tuple[Case, str, LargeGemmTile]) -> None:
     case, dtype, tile = job
     with compiling():
-        Inputs.random(case, 1024, dtype, "meta").own(case, tile, fused=True)
+        Inputs.random(case, 128 if tile.slices > 1 else 1024, dtype, "meta").own(case, tile, fused=True)
 
 
 def time_in_turn(variants: dict[str, Callable[[Inputs], object]], inputs: list[Inputs], repeats: int) -> dict[str, float]:
@@ -228,13 +228,16 @@ def measure(case: Case, rows: int, dtype: str, tiles: list[LargeGemmTile], repea
 
 
 def measure_medium(case: Case, rows: int, repeats: int, launches: int) -> dict[str, object]:
-    """FP8 with the quantization of the rows: the library, the quantized kernel, and all `MEDIUM_TILES`."""
+    """FP8 with the quantization of the rows: the library, the quantized kernel, and those of `MEDIUM_TILES` that support it."""
     inputs = [Inputs.random(case, rows, "fp8") for _ in range(launches)]
     variants: dict[str, Callable[[Inputs], object]] = {"library": lambda each: each.quantized(case).library(case, True)}
     if inputs[0].has_quantized_tile(case):
         variants["quantized"] = lambda each: each.by_quantized_kernel(case)
     errors = {}
     for tile in MEDIUM_TILES:
+        outputs = case.n * (2 if case.gated else 1)
+        if tile.slices > 1 and -(-rows // tile.block_m) * -(-outputs // tile.block_n) > MAX_SPLIT_TILES:
+            continue
         key = name_of(tile)
         torch.full((rows, case.n), torch.nan, device="cuda", dtype=BF16)  # freed, and then the memory of the output
         errors[key] = inputs[0].error(case, inputs[0].own(case, tile, True), True)
