@@ -67,7 +67,8 @@ class Projection:
     def candidates(self) -> Iterator[tuple[int, QuantTile]]:
         """(tokens of a tile, tile) that are measured."""
         weight, element = self.weight("meta")[0], {"fp4": 0.5, "fp8": 1, "bf16": 2}[self.form]
-        k, unit = weight.in_features, 2 * weight.group_size or 1  # FP4 is multiplied in pairs of groups
+        # A stored word of FP4 has a value of each of several groups, which are multiplied together: two in a byte.
+        k, unit = weight.in_features, max(1, 2 * weight.values.element_size() * weight.group_size)
         blocks_k = {"fp4": (64, 128, 192, 320), "fp8": (128, 256), "bf16": (64, 128)}[self.form]
         shapes = [(64, 4), (128, 8), (128, 4)]  # weight rows, warps
         for tokens, block_k, (block_n, warps), stages in itertools.product((16, 32, 64, 128, 8, 256), blocks_k, shapes, (3, 4, 6)):
