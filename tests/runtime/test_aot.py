@@ -79,6 +79,29 @@ with torch.inference_mode(), compiling(90):
 print(cache.counts.cached, cache.counts.compiled)
 """
 
+# Prints the kernels that decodes beside a prompt launch and that the trace of an engine does not.
+BESIDE = """
+import sys
+import torch
+from stoker.engine.reader import Engine
+from stoker.kernels import ops
+from stoker.kernels.triton.aot.compiler import collecting
+from stoker.runtime.worker import aot_trace
+from stoker.runtime.worker.dummy_step import Bounds
+from stoker.runtime.worker.inputs import Shape
+ops.use_launchers()
+engine = Engine.open(sys.argv[1])
+with torch.inference_mode(), collecting(90) as traced:
+    runner = aot_trace._runner(engine, aot_trace.RuntimeConfig(), 0)
+    aot_trace._trace(runner)
+with torch.inference_mode(), collecting(90) as launched:
+    for decodes in (5, 37, 71, 111, 171, 251, 400):
+        for length in (600, 1204, 1900):
+            runner.run_dummy_step_with_sampling(Shape(decodes + 64, decodes + 1, False), Bounds(decodes, 64, length))
+assert "decode_attention_kernel" in {job.name for job in launched.values()}
+print([job.name for folder, job in launched.items() if folder not in traced])
+"""
+
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
@@ -175,6 +198,23 @@ def test_fused_layers_of_ranks_are_listed_and_their_linears(listed: dict[str, li
     fused = [constants(job) for job in found if job.name == "fused_layer_small_batch_kernel"]
     assert {str(values["GATED"]) for values in fused} == {"0 1 0", "0 1 0 0"} and all(values["UNITS"] for values in fused)
     assert any(not constants(job)["NORM"] for job in found if job.name == "fp8_gemv_kernel")  # of `out` and `down`
+
+
+def test_kernels_of_many_decodes_beside_a_prompt_are_traced(tmp_path: Path, uninterpreted: Callable[..., str]) -> None:
+    """How their keys are split depends on their number and on their lengths."""
+    model = {
+        **MODEL,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 4608,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    limits = Limits(max_batch_size=448, max_input_len=4544, max_output_len=64, max_num_tokens=512)
+    config = BuildConfig(device="cuda", compute_capability="9.0", dtype="bfloat16", dummy_weights=True, limits=limits)
+    engine = build(tmp_path, tmp_path / "engine", config, verify="none")
+    assert uninterpreted("-c", BESIDE, engine.path).strip() == "[]"
 
 
 def archive(path: Path, **files: bytes) -> Path:

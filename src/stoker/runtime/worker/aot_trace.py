@@ -42,6 +42,8 @@ META = torch.device("meta")
 EAGER_ROWS = (1, 3, 6, 7, 16, 20, 32, 40, 64, 100)
 # One of each 64 up to 512, because the tiles of linears depend on how many tiles of 64 or 128 rows there are.
 EAGER_TOKENS = (5, 16, 40, 64, 100, 160, 200, 300, 350, 420, 500, 1000, 1500)
+MANY_DECODES = (128, 200, 320, 512, 768)  # beside a prompt; captured steps have as many without one
+PROMPT_BESIDE_DECODES = 128  # new tokens of a prompt beside decodes
 SHORT_PROMPTS = (2, 3, 4, 8, 9)  # new tokens of prompts whose beginning is cached or was computed before
 MAX_SHORT_PROMPTS = 64  # with more, no launch splits keys
 MIN_KEYS = 32  # smallest length of the longest row that is traced
@@ -203,6 +205,11 @@ def _eager(runner: ModelRunner) -> Iterator[tuple[Shape, Bounds]]:
         if rows < tokens and length >= min(tokens // rows, longest):
             decodes = rows // 2
             yield Shape(tokens, rows, is_decode=False), Bounds(decodes, tokens - rows + 1, length)
+    beside = sorted({d for d in (*EAGER_ROWS, *MANY_DECODES) if d < max_rows})
+    for decodes, length in itertools.product(beside, lengths):
+        new = min(PROMPT_BESIDE_DECODES, length)
+        if decodes + new <= max_tokens:
+            yield Shape(decodes + new, decodes + 1, is_decode=False), Bounds(decodes, new, length)
     counts = [1 << i for i in range(max_rows.bit_length()) if 1 << i <= MAX_SHORT_PROMPTS]
     for new, count, rows, length in itertools.product(SHORT_PROMPTS, counts, sorted({1, min(16, max_rows), max_rows}), lengths):
         if count <= rows and new * count + rows - count <= max_tokens and new <= length:
