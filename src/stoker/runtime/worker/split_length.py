@@ -53,8 +53,10 @@ def num_resident_rows(model: ModelConfig, tensor_parallel: int, device: torch.de
 
     The heads of the first layer with attention count.
     """
+    if device.type != "cuda":
+        return 0.0
     layer, attention = next(((i, found.attention) for i, found in enumerate(model.layers) if found.attention is not None), (0, None))
-    if device.type != "cuda" or attention is None:
+    if attention is None:
         return 0.0
     kv_heads, key_size, _ = local_kv_shapes(model, layer, tensor_parallel)
     group = max(1, attention.num_heads // tensor_parallel // kv_heads)
