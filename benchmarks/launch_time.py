@@ -207,6 +207,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     steps = [tuple(map(int, step.split("+"))) for step in args.steps.split(",")]
+    if args.gpu and len(steps) > 1:
+        parser.error(f"--steps {args.steps} has {len(steps)} steps, and --gpu measures one")
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
