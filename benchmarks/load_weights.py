@@ -42,10 +42,12 @@ def write_file(path: Path, gib: int) -> None:
 
 
 def gb_per_s(num_bytes: int, started: float) -> float:
+    """The rate in GB/s of `num_bytes` bytes since `started`, a time of perf_counter in seconds."""
     return round(num_bytes / (time.perf_counter() - started) / 1e9, 2)
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait for the work of a CUDA device; nothing is pending on others."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 

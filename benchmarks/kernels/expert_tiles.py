@@ -23,6 +23,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
+from fp4 import EXPERTS, READ_RATE
 from torch import Tensor
 
 from stoker.cli.benchmark.results import provenance
@@ -36,10 +37,8 @@ from stoker.kernels.triton.moe import launch as moe
 from stoker.kernels.tuning.tiles import QuantTile
 from stoker.profiling.tile_tuning import time_graph
 
-MODELS = {"gpt-oss-20b": (32, 4, 2880, 2880), "qwen3-30b-a3b": (128, 8, 2048, 768)}  # experts, chosen, hidden, size of an expert
 ROWS = (64, 128, 256, 448, 896)
 PROMPT_ROWS = 4096
-READ_RATE = 4.3e6  # bytes per µs of an H200
 MAX_SHARED = 227 << 10  # bytes per CTA
 MAX_SUMS = 128  # per thread
 MAX_ERROR = {"fp4": 0.02, "bf16": 0.02, "fp8": 0.06}  # of the largest exact value; FP8 rounds the activations, too
@@ -61,7 +60,7 @@ class Projection:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(experts, output features, input features)."""
-        experts, _, hidden, size = MODELS[self.model]
+        experts, _, hidden, size = EXPERTS[self.model]
         return (experts, hidden, size) if self.is_down else (experts, 2 * size, hidden)
 
     def candidates(self) -> Iterator[tuple[int, QuantTile]]:
@@ -82,6 +81,7 @@ class Projection:
                 yield tokens, QuantTile(block_n, block_k, 1, warps, stages)
 
     def project(self, x: Tensor, weight: PackedWeight, routing: Routing, tokens: int | None, tile: QuantTile | None) -> Tensor:
+        """The projection of x by the launcher, which chooses `tokens` or `tile` where they are None."""
         return (moe.expert_down if self.is_down else moe.expert_up)(x, weight, routing, tile, tokens)
 
     def weight(self, device: str) -> tuple[PackedWeight, Tensor | None]:
@@ -107,13 +107,14 @@ class Projection:
 
 
 def projections() -> list[Projection]:
+    """What is measured, in this order."""
     pairs = [("gpt-oss-20b", "fp4"), ("qwen3-30b-a3b", "fp4"), ("qwen3-30b-a3b", "fp8"), ("qwen3-30b-a3b", "bf16"), ("gpt-oss-20b", "bf16")]
     return [Projection(model, form, is_down) for model, form in pairs for is_down in (False, True)]
 
 
 def compile_candidate(projection: Projection, tokens: int, tile: QuantTile) -> str | None:
     """Compile one kernel into Triton's cache. Returns why it cannot be compiled, or None."""
-    experts, top_k, _, _ = MODELS[projection.model]
+    experts, top_k, _, _ = EXPERTS[projection.model]
     rows = 64
     order, offsets = (torch.empty(count, dtype=torch.int32, device="meta") for count in (rows * top_k, experts + 1))
     routing = Routing(torch.empty(rows, top_k, device="meta"), order, offsets)
@@ -132,7 +133,8 @@ def is_sensible(tokens: int, mean: float) -> bool:
 
 
 def measure(projection: Projection, compiled: dict[Future[str | None], tuple[int, QuantTile]], deadline: float) -> Iterator[dict[str, Any]]:
-    experts, top_k, _, _ = MODELS[projection.model]
+    """The results of all candidates that are compiled before `deadline`, monotonic seconds, and then of the launcher's choices."""
+    experts, top_k, _, _ = EXPERTS[projection.model]
     weight, exact_weight = projection.weight("cuda")
     copies = [weight, replace(weight, values=weight.values.clone())]
     cases = {}

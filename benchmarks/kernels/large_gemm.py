@@ -33,10 +33,10 @@ from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.triton import activation
 from stoker.kernels.triton.aot.offline_target import compiling
 from stoker.kernels.triton.device import num_sms
-from stoker.kernels.triton.gemm.large.launch import MAX_SPLIT_TILES, NARROW_TILE, SPLIT_TILE, TILE, LargeGemmTile, large_gemm
+from stoker.kernels.triton.gemm.large.launch import MAX_SPLIT_TILES, NARROW_TILE, SPLIT_TILE, TILE, LargeGemmTile, count_tiles, large_gemm
 from stoker.kernels.triton.gemm.large.launch import medium_tile as rule
 from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
-from stoker.kernels.triton.gemm.quantized.launch import medium_tile, quantized_activation_linear
+from stoker.kernels.triton.gemm.quantized.launch import one_round_linear_tile, quantized_activation_linear
 from stoker.kernels.types import Fusion
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -111,7 +111,7 @@ class Inputs:
 
     def has_quantized_tile(self, case: Case) -> bool:
         assert self.source is not None
-        return medium_tile(self.source, self._packed(), "fp8", self._fusion(case)) is not None
+        return one_round_linear_tile(self.source, self._packed(), "fp8", self._fusion(case)) is not None
 
     def _packed(self) -> PackedWeight:
         return PackedWeight("fp8", self.weight, self.weight_scale, activations="token")
@@ -168,7 +168,7 @@ def precompile(jobs: list[tuple[Case, str, LargeGemmTile]]) -> None:
 def _compile(job: tuple[Case, str, LargeGemmTile]) -> None:
     case, dtype, tile = job
     with compiling():
-        Inputs.random(case, 128 if tile.slices > 1 else 1024, dtype, "meta").own(case, tile, fused=True)
+        Inputs.random(case, 128, dtype, "meta").own(case, tile, fused=True)
 
 
 def time_in_turn(variants: dict[str, Callable[[Inputs], object]], inputs: list[Inputs], repeats: int) -> dict[str, float]:
@@ -233,17 +233,16 @@ def measure_medium(case: Case, rows: int, repeats: int, launches: int) -> dict[s
     variants: dict[str, Callable[[Inputs], object]] = {"library": lambda each: each.quantized(case).library(case, True)}
     if inputs[0].has_quantized_tile(case):
         variants["quantized"] = lambda each: each.by_quantized_kernel(case)
-    errors = {}
+    errors, gate = {}, "silu" if case.gated else None
     for tile in MEDIUM_TILES:
-        outputs = case.n * (2 if case.gated else 1)
-        if tile.slices > 1 and -(-rows // tile.block_m) * -(-outputs // tile.block_n) > MAX_SPLIT_TILES:
+        if tile.slices > 1 and count_tiles(rows, case.n, tile, gate) > MAX_SPLIT_TILES:
             continue
         key = name_of(tile)
         torch.full((rows, case.n), torch.nan, device="cuda", dtype=BF16)  # freed, and then the memory of the output
         errors[key] = inputs[0].error(case, inputs[0].own(case, tile, True), True)
         variants[key] = lambda each, tile=tile: each.quantized(case).own(case, tile, True)
     times = time_in_turn(variants, inputs, repeats)
-    tile = rule(rows, case.n, case.k, "silu" if case.gated else None, num_sms(torch.device("cuda")))
+    tile = rule(rows, case.n, case.k, gate, num_sms(torch.device("cuda")))
     chosen = "quantized" if "quantized" in variants else "library" if tile is None else name_of(tile)
     operations = 2e-6 * rows * case.k * case.n * (2 if case.gated else 1) / PEAK["fp8"]
     listed = "  ".join(f"{name} {took:.1f}" for name, took in sorted(times.items(), key=lambda item: item[1]))

@@ -40,7 +40,7 @@ class StateDirectory:
             ) from None
 
     def is_running(self, owner: str) -> bool:
-        """Whether the process that wrote `owner` still runs."""
+        """Whether the process that wrote `owner` still runs. The file of one that was killed is removed."""
         if owner == self.owner:
             return True
         try:

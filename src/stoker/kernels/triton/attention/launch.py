@@ -135,8 +135,10 @@ def decode(
     tile_heads = min(group, tile.block_m)
     num_tiles = num_rows * kv_heads * cdiv(group, tile_heads)
     if splits is None:
-        has_split_tokens = batch.split_tokens is not None
-        splits = _splits(num_tiles, tile_heads * out.shape[2], tile, batch.max_seq_len, q.device, True, has_split_tokens)
+        splits = _splits(
+            num_tiles, tile_heads * out.shape[2], tile, batch.max_seq_len, q.device,
+            is_decode=True, has_split_tokens=batch.split_tokens is not None,
+        )  # fmt: skip
     tile = _aligned_to_means(tile, cache, params)
     shape = _head_shape(q, cache, out, tile, pairs)
     columns = 0

@@ -92,7 +92,7 @@ def faster_tile(x: Tensor, weight: Tensor, fusion: Fusion) -> LargeGemmTile | No
 
 def occupancy(m: int, n: int, gate: str | None, num_sms: int) -> float:
     """The used part of all SMs over the rounds of tiles that an output [m, n] takes."""
-    tiles = _count_tiles(m, n, TILE, gate)
+    tiles = count_tiles(m, n, TILE, gate)
     return tiles / (cdiv(tiles, num_sms) * num_sms)
 
 
@@ -102,7 +102,7 @@ def medium_tile(m: int, n: int, k: int, gate: str | None, num_sms: int) -> Large
     It is the one whose rounds take less time, or half a tile per CTA where all halves run at the same time. What is saved is a constant
     (the start of a launch, the residual or the gate), so with many rounds the library, whose tiles are a few percent faster, wins.
     """
-    narrow, wide = _count_tiles(m, n, NARROW_TILE, gate), _count_tiles(m, n, TILE, gate)
+    narrow, wide = count_tiles(m, n, NARROW_TILE, gate), count_tiles(m, n, TILE, gate)
     if 2 * narrow <= num_sms and k >= MIN_SPLIT_FEATURES:
         return SPLIT_TILE
     narrow_time, wide_time = NARROW_ROUND * cdiv(narrow, num_sms), cdiv(wide, num_sms)
@@ -132,7 +132,7 @@ def large_gemm(
     n = weight.shape[0] // (2 if gate else 1)
     out = torch.empty((m, n), dtype=torch.bfloat16 if x.itemsize == 1 else x.dtype, device=x.device)
     half, block_k = tile.block_n // 2, BLOCK_BYTES // x.itemsize
-    tiles = _count_tiles(m, n, tile, gate)
+    tiles = count_tiles(m, n, tile, gate)
     partial = finished = None
     if tile.slices > 1:
         if tiles > MAX_SPLIT_TILES or k <= block_k:
@@ -167,7 +167,7 @@ def finished_counters(device: torch.device) -> Tensor:
     return torch.zeros((MAX_SPLIT_TILES, 2), dtype=torch.int32, device=device)
 
 
-def _count_tiles(m: int, n: int, tile: LargeGemmTile, gate: str | None) -> int:
+def count_tiles(m: int, n: int, tile: LargeGemmTile, gate: str | None) -> int:
     """The number of tiles of an output [m, n]."""
     return cdiv(m, tile.block_m) * cdiv(n, tile.block_n // (2 if gate else 1))
 

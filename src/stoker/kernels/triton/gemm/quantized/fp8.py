@@ -30,7 +30,7 @@ from stoker.kernels.triton.gemm.quantized.launch import (
     block_fp8_activation_linear,
     check_residual,
     dequantized_linear,
-    medium_tile,
+    one_round_linear_tile,
     plain_activation_linear,
     quantized_activation_linear,
 )
@@ -65,16 +65,16 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
         return fp8_gemv(x, weight, fusion, tile)
     if supports_skinny(x, weight):
         return skinny_linear(x, weight, fusion)
-    if x.shape[0] > MAX_SKINNY_ROWS and _library_supports(x, weight) and medium_tile(x, weight, "fp8", fusion) is None:
+    if x.shape[0] > MAX_SKINNY_ROWS and _library_supports(x, weight) and one_round_linear_tile(x, weight, "fp8", fusion) is None:
         return large_fp8_linear(x, weight, fusion)
     return quantized_activation_linear(x, weight, "fp8", "fp8", fusion)
 
 
 def gates_output(x: Tensor, weight: PackedWeight) -> bool:
     """Whether `gemm.large` gates the output of the linear in its epilogue (`ops.gates_output`)."""
-    if not supports(x, "large_gemm") or x.shape[0] not in large.MEDIUM_ROWS or not _library_supports(x, weight):
+    if x.shape[0] not in large.MEDIUM_ROWS or not supports(x, "large_gemm") or not _library_supports(x, weight):
         return False
-    if weight.group_size or weight.activations == "none" or medium_tile(x, weight, "fp8", PLAIN) is not None:
+    if weight.group_size or weight.activations == "none" or one_round_linear_tile(x, weight, "fp8", PLAIN) is not None:
         return False
     return large.medium_tile(x.shape[0], weight.out_features // 2, weight.in_features, "silu", num_sms(x.device)) is not None
 

@@ -70,7 +70,7 @@ def quantized_activation_linear(
     rows = 1 if x.shape[0] == 1 else padded_tokens(x.shape[0])
     if tile is None and x.shape[0] <= MAX_SKINNY_ROWS:
         tile = quant_tile(tuning_key, rows, n, k, gated, num_sms(x.device), device_tuning(x.device), group)
-    elif tile is None and (tile := medium_tile(x, weight, form, fusion)) is not None:
+    elif tile is None and (tile := one_round_linear_tile(x, weight, form, fusion)) is not None:
         max_tokens = MAX_SKINNY_ROWS
     elif tile is None:
         tile = large_tile(max_tokens, 1, group, k)
@@ -85,7 +85,7 @@ def quantized_activation_linear(
     return launch(operand, weight, tile, fusion, x, tokens, digits, unquantized, LARGEST_VALUES[form])
 
 
-def medium_tile(x: Tensor, weight: PackedWeight, form: str, fusion: Fusion) -> QuantTile | None:
+def one_round_linear_tile(x: Tensor, weight: PackedWeight, form: str, fusion: Fusion) -> QuantTile | None:
     """The tile of `one_round_tile` for a linear of x [m, k] quantized as `form` (fp8, int8 or digits).
 
     None: m is at most MAX_SKINNY_ROWS, not all tiles would run at the same time, or digits or groups of features need other tiles.
