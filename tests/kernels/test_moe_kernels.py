@@ -87,7 +87,16 @@ def test_projections(tokens: int, experts: int, top_k: int, splits: int, ranks: 
     inner = up.new_empty(up.shape).index_copy_(0, routing.order.long(), up)
     each = expected_by_choice(inner, down, None, routing, local).unflatten(0, (tokens, top_k))
     want = (each * routing.weights.double()[..., None]).sum(1)
-    assert relative_error(moe.expert_down(up, PackedWeight("dense", down), routing, tile), want) < TOLERANCE[dtype]
+    assert relative_error(moe.expert_down(up, PackedWeight("dense", down), routing, tile=tile), want) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_residual_is_added_to_the_rounded_sum(dtype: torch.dtype) -> None:
+    """As in two launches, with the same bits."""
+    weight, x = PackedWeight("dense", torch.randn(4, 40, 32).to(dtype)), torch.randn(14, 32).to(dtype)
+    residual, routing = torch.randn(7, 80).to(dtype)[:, ::2], reference.route(torch.randn(7, 4), None, RoutingParams(2))
+    assert torch.equal(moe.expert_down(x, weight, routing, residual), moe.expert_down(x, weight, routing) + residual)
+    assert torch.equal(reference.expert_down(x, weight, routing, residual), reference.expert_down(x, weight, routing) + residual)
 
 
 def test_the_number_of_tiles_is_that_of_the_worst_routing() -> None:
@@ -179,7 +188,7 @@ def test_library_for_many_rows_per_expert(activations: str | None, monkeypatch: 
     assert library_gemm.is_faster(x, up, routing)
     got = moe.expert_up(x, up, routing)
     assert relative_error(got, moe.expert_up(x, up, routing, QuantTile(16, 32))) < 1e-2
-    assert relative_error(moe.expert_down(got, down, routing), moe.expert_down(got, down, routing, QuantTile(16, 32))) < 1e-2
+    assert relative_error(moe.expert_down(got, down, routing), moe.expert_down(got, down, routing, tile=QuantTile(16, 32))) < 1e-2
     assert not library_gemm.is_faster(x, replace(up, bias=torch.randn(experts, n)), routing)
     assert not library_gemm.is_faster(x.float(), up, routing)
     assert not library_gemm.is_faster(x, up, Routing(routing.weights, routing.order, routing.offsets, is_whole=False))

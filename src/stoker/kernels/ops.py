@@ -483,13 +483,13 @@ def expert_up(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
     return _pick(x, moe_ref).expert_up(x, weight, routing)
 
 
-def expert_down(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
+def expert_down(x: Tensor, weight: PackedWeight, routing: Routing, residual: Tensor | None = None) -> Tensor:
     """Apply the linear of each chosen expert and add the results of each token: the last projection of a mixture of experts.
 
     x [T × k, K], in the order of `routing.order`; weight [E, N, K] and bias [E, N]. Returns [T, N]: for each token, the sum of its k
-    results, weighted by `routing.weights`.
+    results, weighted by `routing.weights` and rounded to the dtype of x, + `residual` [T, N].
     """
-    return _pick(x, moe_ref).expert_down(x, weight, routing)
+    return _pick(x, moe_ref).expert_down(x, weight, routing, residual)
 
 
 def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:

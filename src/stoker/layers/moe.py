@@ -76,11 +76,16 @@ class MoE:
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """moe(norm(x)) + residual, [T, hidden], summed over ranks."""
         x = x if norm is None else norm(x)
-        routed = self._routed(x) if self.dispatch is None else self.dispatch.sum_tokens(self._routed(self.dispatch.gather_tokens(x)))
-        return ops.all_reduce(self._add_shared(routed, x), self.group, residual)
+        shared = self._shared(x)
+        if self.dispatch is not None:
+            routed = self.dispatch.sum_tokens(self._routed(self.dispatch.gather_tokens(x)))
+            return ops.all_reduce(routed if shared is None else routed + shared, self.group, residual)
+        if shared is None and self.group.size == 1:  # no sum over ranks comes before the addition
+            return self._routed(x, residual)
+        return ops.all_reduce(self._routed(x, shared), self.group, residual)
 
-    def _routed(self, x: Tensor) -> Tensor:
-        """The sum over this rank's experts for the tokens x [T, hidden]: its summand of the routed experts."""
+    def _routed(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        """The sum over this rank's experts for the tokens x [T, hidden], + `addend`: its summand of the routed experts."""
         routing = ops.route(ops.linear(x.float(), self.router, self.router_bias), self.correction, self.params)
         if self._offset_indices is not None:
             # Choices of other ranks' experts stay in the order; their rows are zeros on this rank.
@@ -89,14 +94,14 @@ class MoE:
         if self.config.scale_input:  # the projection has no bias, so that its result can be scaled instead of its input
             wide = wide * routing.weights.flatten()[routing.order.long(), None].to(wide.dtype)
             routing = replace(routing, weights=torch.ones_like(routing.weights))
-        return self.down.down(self._activate(wide), routing)
+        return self.down.down(self._activate(wide), routing, addend)
 
-    def _add_shared(self, out: Tensor, x: Tensor) -> Tensor:
-        """`out` [T, hidden] and this rank's summand of the shared expert of x, if there is one."""
+    def _shared(self, x: Tensor) -> Tensor | None:
+        """This rank's summand of the shared expert of x [T, hidden]; None: there is no shared expert."""
         if self.shared is None:
-            return out
+            return None
         shared = self.shared.partial(x)
-        return out + (shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(x)))
+        return shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(x))
 
     def _local_offset_indices(self, loader: Loader) -> Tensor | None:
         """Indices into `Routing.offsets`: the start of each of this rank's experts, and the end of the last.

@@ -63,10 +63,10 @@ class ExpertsOp(ABC):
         """The first projection of each token by its experts: x [T, in_features] → [T × k, out_features], ordered by routing.order."""
 
     @abstractmethod
-    def down(self, x: Tensor, routing: Routing) -> Tensor:
+    def down(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
         """The last projection: x [T × k, in_features], ordered by routing.order → [T, out_features].
 
-        The results of a token's experts are summed with the weights of `routing`.
+        The results of a token's experts are summed with the weights of `routing`, and `residual` [T, out_features] is added.
         """
 
 
@@ -112,9 +112,9 @@ class PackedExperts(ExpertsOp):
         """The first projection of each token's experts, by `ops.expert_up`."""
         return ops.expert_up(x, self.weight, routing)
 
-    def down(self, x: Tensor, routing: Routing) -> Tensor:
+    def down(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
         """The last projection of each token's experts, by `ops.expert_down`."""
-        return ops.expert_down(x, self.weight, routing)
+        return ops.expert_down(x, self.weight, routing, residual)
 
 
 class SequentialExperts(ExpertsOp):
@@ -131,12 +131,13 @@ class SequentialExperts(ExpertsOp):
         tokens = torch.div(routing.order.long(), routing.top_k, rounding_mode="floor")
         return self._apply_sorted(x.index_select(0, tokens), routing)
 
-    def down(self, x: Tensor, routing: Routing) -> Tensor:
-        """Apply each expert to its rows, and add the results of each token with the routing weights."""
+    def down(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
+        """Apply each expert to its rows, and add the results of each token with the routing weights, and the residual."""
         y = self._apply_sorted(x, routing)
         by_choice = torch.empty_like(y).index_copy_(0, routing.order.long(), y).unflatten(0, (-1, routing.top_k))
         # Choices are summed in their own order, so that a token's result does not depend on its neighbours.
-        return (by_choice.float() * routing.weights[..., None]).sum(1).to(x.dtype)
+        total = (by_choice.float() * routing.weights[..., None]).sum(1).to(x.dtype)
+        return total if residual is None else total + residual
 
     def _apply_sorted(self, x: Tensor, routing: Routing) -> Tensor:
         """Apply each expert's linear to its rows of x [T × k, K], which are sorted by expert."""

@@ -101,7 +101,7 @@ def check(
     assert relative_error(moe.expert_up(tokens, weight, routing, tile), want) <= bound
     choices = torch.randn(routing.order.shape[0], k).to(dtype)
     want = combined(expected_rows(rounded(choices), real, bias, routing), routing)  # type: ignore[operator]
-    assert relative_error(moe.expert_down(choices, weight, routing, tile), want) <= bound
+    assert relative_error(moe.expert_down(choices, weight, routing, tile=tile), want) <= bound
     assert not quant_linear.split_counters(tokens.device).any()
 
 

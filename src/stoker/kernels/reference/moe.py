@@ -74,9 +74,10 @@ def expert_up(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
     return _grouped(x.index_select(0, tokens), weight, routing)
 
 
-def expert_down(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
+def expert_down(x: Tensor, weight: PackedWeight, routing: Routing, residual: Tensor | None = None) -> Tensor:
     """The last projection by each expert, summed per token (`ops.expert_down`)."""
-    return _weighted_sum(_grouped(x, weight, routing), routing)
+    total = _weighted_sum(_grouped(x, weight, routing), routing)
+    return total if residual is None else total + residual
 
 
 def _weighted_sum(y: Tensor, routing: Routing) -> Tensor:

@@ -35,9 +35,9 @@ class Recorder(LinearOp, ExpertsOp):
         self.stats.add(x)
         return self.inner.up(x, routing)
 
-    def down(self, x: Tensor, routing: Routing) -> Tensor:
+    def down(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
         self.stats.add(x)
-        return self.inner.down(x, routing)
+        return self.inner.down(x, routing, residual)
 
 
 def record_inputs(linear: LinearOp | ExpertsOp, spec: LinearSpec, device: torch.device, stats: dict[str, InputStats]) -> Recorder:

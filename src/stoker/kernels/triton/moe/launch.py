@@ -2,7 +2,7 @@
 
     route           router logits -> Routing: the experts of each token, and all choices sorted by expert
     expert_up       x [T, k], a row per token -> [T × top_k, n], a row per sorted choice
-    expert_down     [T × top_k, k], a row per sorted choice -> [T, n], the weighted sum of each token's choices
+    expert_down     [T × top_k, k], a row per sorted choice -> [T, n], the weighted sum of each token's choices, + residual
 
 A projection is one launch of `moe.kernel` over the tiles of all experts. A small step reads the weights of the chosen experts once, at the
 speed of memory; a large one is a grouped matrix product, for which `library_gemm` is used where it is faster.
@@ -95,15 +95,22 @@ def expert_up(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile
     return _project(x, weight, routing, tile, tokens, is_sorted=False)
 
 
-def expert_down(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile | None = None, tokens: int | None = None) -> Tensor:
+def expert_down(
+    x: Tensor,
+    weight: PackedWeight,
+    routing: Routing,
+    residual: Tensor | None = None,
+    tile: QuantTile | None = None,
+    tokens: int | None = None,
+) -> Tensor:
     """The last projection by each expert, summed per token (`ops.expert_down`).
 
     Without `tile`, it chooses one, or the library's GEMM where that is faster. `tokens`: as in `expert_up`.
     """
     if tile is None and library_gemm.is_faster(x, weight, routing):
         y = library_gemm.expert_linear(x, weight, routing, is_sorted=True)
-        return _combine(y, routing, library_gemm.inverse_order(routing))
-    return _combine(_project(x, weight, routing, tile, tokens, is_sorted=True), routing)
+        return _combine(y, routing, residual, library_gemm.inverse_order(routing))
+    return _combine(_project(x, weight, routing, tile, tokens, is_sorted=True), routing, residual)
 
 
 def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
@@ -222,8 +229,8 @@ def _block_k(weight: PackedWeight, form: str, limit: int) -> int:
     return group if form == "block_fp8" else limit
 
 
-def _combine(y: Tensor, routing: Routing, rows: Tensor | None = None) -> Tensor:
-    """[T, size]: the sum of each token's choices, weighted by `routing.weights`.
+def _combine(y: Tensor, routing: Routing, residual: Tensor | None, rows: Tensor | None = None) -> Tensor:
+    """[T, size]: the sum of each token's choices, weighted by `routing.weights`, + `residual` [T, size].
 
     `rows` int32 [T × k] is the row of y of each choice; None means that row c is choice c.
     """
@@ -231,5 +238,7 @@ def _combine(y: Tensor, routing: Routing, rows: Tensor | None = None) -> Tensor:
     out = torch.empty((tokens, size), dtype=y.dtype, device=y.device)
     if tokens:
         grid = (tokens, cdiv(size, _BLOCK))
-        combine_kernel[grid](y, rows, routing.weights, out, size, TOP_K=routing.top_k, BLOCK=_BLOCK, num_warps=4, **pdl_launch_options(y))
+        residual = None if residual is None else residual.contiguous()
+        options = pdl_launch_options(y)
+        combine_kernel[grid](y, rows, routing.weights, residual, out, size, TOP_K=routing.top_k, BLOCK=_BLOCK, num_warps=4, **options)
     return out

@@ -2,7 +2,7 @@
 
     choose_experts_kernel    router logits -> for each token the TOP_K best experts and their weights
     sort_choices_kernel      choices -> sorted by expert (a counting sort: stable, so that an expert's choices are in the order of tokens)
-    combine_kernel           results of the choices -> Σ weight × result for each token
+    combine_kernel           results of the choices -> Σ weight × result for each token, + residual
     clipped_gate_kernel      (clip(up) + 1) × clip(gate) × sigmoid(alpha × clip(gate))
 
     choice t × TOP_K + i: the i-th expert of token t             e.g. TOP_K = 2, experts 0-2
@@ -156,13 +156,17 @@ def combine_kernel(
     y_ptr,  # [choices, size]
     rows_ptr,  # int32 [choices]: the row of y of each choice; None: row c is choice c
     weights_ptr,  # float32 [tokens, TOP_K]
+    residual_ptr,  # [tokens, size] or None
     out_ptr,  # [tokens, size]
     size,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One CTA: BLOCK features of one token. Its choices are added in their order."""
+    """One CTA: BLOCK features of one token. Its choices are added in their order.
+
+    Their sum is rounded before the residual is added, so that results equal those of two launches.
+    """
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pdl_wait(USE_PDL)
@@ -175,6 +179,9 @@ def combine_kernel(
             row = tl.load(rows_ptr + choice).to(tl.int64)
         y = tl.load(y_ptr + row * size + cols, mask=cols < size, other=0.0).to(tl.float32)
         total += y * tl.load(weights_ptr + choice)
+    if residual_ptr is not None:
+        total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
+        total += tl.load(residual_ptr + token * size + cols, mask=cols < size, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * size + cols, total.to(out_ptr.dtype.element_ty), mask=cols < size)
 
 
