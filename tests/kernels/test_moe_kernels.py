@@ -38,8 +38,26 @@ def test_route(experts: int, params: RoutingParams, tokens: int, correction: boo
     assert torch.allclose(got.weights, want.weights, rtol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 5, 64])
+@pytest.mark.parametrize(("experts", "params"), ROUTINGS)
+def test_one_launch_chooses_and_sorts_as_two(experts: int, params: RoutingParams, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same bits. Every token has two equal logits, and one token has a NaN."""
+    logits = torch.randn(tokens, experts).repeat_interleave(2, 1)[:, :experts].contiguous()
+    logits[tokens // 2, 1] = float("nan")
+    monkeypatch.setattr(moe, "_sorts_choices", lambda block_tokens, options: True)
+    one = moe.route(logits, None, params)
+    monkeypatch.setattr(moe, "_sorts_choices", lambda block_tokens, options: False)
+    two = moe.route(logits, None, params)
+    assert torch.equal(one.weights.view(torch.int32), two.weights.view(torch.int32))
+    assert torch.equal(one.order, two.order) and torch.equal(one.offsets, two.offsets)
+    experts_of = torch.bucketize(torch.arange(two.order.numel()), two.offsets[1:], right=True)
+    chosen = torch.empty_like(experts_of).index_copy_(0, two.order.long(), experts_of).view(tokens, -1)
+    assert all(len(set(row)) == params.top_k for row in chosen.tolist())
+
+
 def test_more_choices_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe, "_BLOCK", 16)
+    monkeypatch.setattr(moe, "MAX_SORTED_SCORES", 0)
     logits = torch.randn(21, 8)
     got, want = moe.route(logits, None, RoutingParams(3)), reference.route(logits, None, RoutingParams(3))
     assert torch.equal(got.order, want.order) and torch.equal(got.offsets, want.offsets)

@@ -216,7 +216,7 @@ def experts(
     else:
         name = "fp8" if dtype == FP8 else "int8"
         weight = PackedWeight(name, meta(count, n, k, dtype=dtype), meta(count, n, dtype=FP32), activations=activations)
-    moe.expert_down(meta(rows * top_k, k), weight, routing)
+    moe.expert_down(meta(rows * top_k, k), weight, routing, meta(rows, n))
 
 
 def int4_experts(rows: int, group: int, zero: str, count: int = 8, top_k: int = 2, n: int = 4096, k: int = 4096) -> None:
@@ -505,6 +505,9 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         for features in (8192, 72)
     },
     "route": lambda: moe.route(meta(64, 256, dtype=FP32), meta(256, dtype=FP32), DEEPSEEK_ROUTING),
+    "route a token by groups": lambda: moe.route(meta(1, 256, dtype=FP32), meta(256, dtype=FP32), DEEPSEEK_ROUTING),
+    "route 8 tokens": lambda: moe.route(meta(8, 128, dtype=FP32), None, RoutingParams(8)),
+    "route 64 tokens": lambda: moe.route(meta(64, 32, dtype=FP32), None, RoutingParams(4, "softmax_topk")),
     "route by SparseMixer": lambda: moe.route(meta(64, 16, dtype=FP32), None, SPARSEMIXER_ROUTING),
     "clipped gate": lambda: moe.clipped_gate(meta(64, 5760), 7.0, 1.702),
 }

@@ -29,7 +29,13 @@ from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.moe import library_gemm
 from stoker.kernels.triton.moe.kernel import ExpertOptions, expert_linear_kernel
 from stoker.kernels.triton.moe.operands import ExpertOperands, expert_operands
-from stoker.kernels.triton.moe.routing_kernels import choose_experts_kernel, clipped_gate_kernel, combine_kernel, sort_choices_kernel
+from stoker.kernels.triton.moe.routing_kernels import (
+    RoutingOptions,
+    choose_experts_kernel,
+    clipped_gate_kernel,
+    combine_kernel,
+    sort_choices_kernel,
+)
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.tuning.tiles import QuantTile
 
@@ -38,6 +44,9 @@ _BLOCK = 1024
 # up and down: 28.7 and 18.0 µs, with 64 features 38.7 and 23.0; with more tokens 64 features are faster (64 tokens: 172 and 219 µs).
 _FP4_BLOCK_K = 192
 MAX_EXPERTS = 1024
+# Scores (tokens × experts, both rounded up to powers of two) that one CTA ranks and sorts, instead of a CTA per token and another launch:
+# 64 tokens of gpt-oss' 32 experts, 16 of 128 experts. Eight warps then have eight scores per thread.
+MAX_SORTED_SCORES = 2048
 
 
 def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> Routing:
@@ -53,36 +62,51 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
         )
     logits = logits.contiguous()
     weights = torch.empty((tokens, params.top_k), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((tokens, params.top_k), dtype=torch.int32, device=logits.device)
-    order = torch.empty(ids.numel(), dtype=torch.int32, device=logits.device)
+    order = torch.empty(weights.numel(), dtype=torch.int32, device=logits.device)
     offsets = torch.empty(experts + 1, dtype=torch.int32, device=logits.device)
-    groups = next_power_of_2(params.num_groups)
+    options = _routing_options(experts, params)
+    numbers, pdl = (tokens, params.scale, params.jitter), pdl_launch_options(logits)
+    block_tokens = 1 if tokens == 1 else max(4, next_power_of_2(tokens))  # of 2 tokens as of 4: fewer kernels
+    if tokens and _sorts_choices(block_tokens, options):
+        choose_experts_kernel[(1,)](
+            logits, correction, weights, None, order, offsets, *numbers, TOKENS=block_tokens, OPTIONS=options,
+            num_warps=min(8, block_tokens), **pdl,
+        )  # fmt: skip
+        return Routing(weights, order, offsets)
+    ids = torch.empty((tokens, params.top_k), dtype=torch.int32, device=logits.device)
     if tokens:
         choose_experts_kernel[(tokens,)](
-            logits,
-            correction,
-            weights,
-            ids,
-            params.scale,
-            params.jitter,
-            SCORE=params.score,
-            RENORMALIZE=params.renormalize,
-            NUM_EXPERTS=experts,
-            NUM_GROUPS=params.num_groups,
-            TOP_GROUPS=params.top_groups,
-            TOP2=params.group_score == "top2",
-            TOP_K=params.top_k,
-            BLOCK_GROUPS=groups,
-            BLOCK_SIZE=next_power_of_2(experts // params.num_groups),
-            BLOCK_K=next_power_of_2(params.top_k),
-            num_warps=1,
-            **pdl_launch_options(logits),
-        )
+            logits, correction, weights, ids, None, None, *numbers, TOKENS=1, OPTIONS=options, num_warps=1, **pdl
+        )  # fmt: skip
     block = min(_BLOCK, next_power_of_2(max(1, ids.numel())))
-    sort_choices_kernel[(experts + 1,)](
-        ids, order, offsets, ids.numel(), BLOCK=block, num_warps=max(1, block // 256), **pdl_launch_options(logits)
-    )
+    sort_choices_kernel[(experts + 1,)](ids, order, offsets, ids.numel(), BLOCK=block, num_warps=max(1, block // 256), **pdl)
     return Routing(weights, order, offsets)
+
+
+def _sorts_choices(block_tokens: int, options: RoutingOptions) -> bool:
+    """Whether one CTA chooses the experts of all tokens and sorts the choices.
+
+    Groups of experts lie in several warps when there are several tokens, whose reductions wait for each other.
+    """
+    if options.num_groups > 1:
+        return block_tokens == 1
+    return block_tokens * options.block_size <= MAX_SORTED_SCORES
+
+
+def _routing_options(experts: int, params: RoutingParams) -> RoutingOptions:
+    """The constants of `choose_experts_kernel`."""
+    return RoutingOptions(
+        num_experts=experts,
+        top_k=params.top_k,
+        score=params.score,
+        renormalize=params.renormalize,
+        num_groups=params.num_groups,
+        top_groups=params.top_groups,
+        top2=params.group_score == "top2",
+        block_groups=next_power_of_2(params.num_groups),
+        block_size=next_power_of_2(experts // params.num_groups),
+        block_k=next_power_of_2(params.top_k),
+    )
 
 
 def expert_up(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile | None = None, tokens: int | None = None) -> Tensor:

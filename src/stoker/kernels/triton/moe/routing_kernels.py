@@ -1,6 +1,6 @@
 """Routing kernels of a mixture of experts. No value returns to the host, so that CUDA graphs can record a step.
 
-    choose_experts_kernel    router logits -> for each token the TOP_K best experts and their weights
+    choose_experts_kernel    router logits -> for each token the top_k best experts and their weights; for few tokens also sorted by expert
     sort_choices_kernel      choices -> sorted by expert (a counting sort: stable, so that an expert's choices are in the order of tokens)
     combine_kernel           results of the choices -> Σ weight × result for each token, + residual
     clipped_gate_kernel      (clip(up) + 1) × clip(gate) × sigmoid(alpha × clip(gate))
@@ -16,77 +16,86 @@ by themselves.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 
 
+class RoutingOptions(NamedTuple):
+    """Constants: how experts are chosen. The fields of `RoutingParams` that are not numbers of a launch, and the number of experts."""
+
+    num_experts: int
+    top_k: int
+    score: str  # "softmax", "sigmoid", "softmax_topk" or "sparsemixer"
+    renormalize: bool
+    num_groups: int
+    top_groups: int
+    top2: bool
+    block_groups: int  # num_groups, rounded up to a power of two
+    block_size: int  # experts of a group, likewise
+    block_k: int  # top_k, likewise
+
+
 @triton.jit
-def largest_and_index(x, index):
-    """(largest element of x [G, S], the lowest value of `index` [G, S] at which it occurs); the index is too large if x has a NaN."""
-    largest = tl.max(tl.max(x, 1), 0)
-    return largest, tl.min(tl.min(tl.where(x == largest, index, 1 << 30), 1), 0)
+def largest_and_index(x, available, index):
+    """([T] largest element of each x [T, G, S], [T] the lowest index of an available element that equals it).
+
+    Elements that are not available must be -inf. Without an equal element (if x has a NaN), the index is the lowest available one, so that
+    no expert is chosen twice. `index` int32 [T, G, S] is less than 4096.
+    """
+    largest = tl.max(tl.max(x, 2), 1)
+    rank = tl.where(x == largest[:, None, None], index, index | 4096)
+    return largest, tl.min(tl.min(tl.where(available, rank, 1 << 30), 2), 1) & 4095
 
 
 @triton.jit
 def best_groups(scores, inside, group, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr):
-    """bool [G]: True for the TOP_GROUPS groups with the highest scores. scores [G, S].
+    """bool [T, G]: True for the TOP_GROUPS groups with the highest scores. scores [T, G, S].
 
-    A group's score is that of its best expert or, with TOP2, the sum of its two best. `group` are the indices of groups.
+    A group's score is that of its best expert or, with TOP2, the sum of its two best. `group` [1, G] are the indices of groups.
     """
-    group_score = tl.max(scores, 1)
+    group_score = tl.max(scores, 2)
     if TOP2:
-        column = tl.arange(0, scores.shape[1])[None, :]
-        first = tl.min(tl.where(scores == group_score[:, None], column, 1 << 30), 1)
-        group_score += tl.max(tl.where(column == first[:, None], float("-inf"), scores), 1)
+        column = tl.arange(0, scores.shape[2])[None, None, :]
+        first = tl.min(tl.where(scores == group_score[:, :, None], column, 1 << 30), 2)
+        group_score += tl.max(tl.where(column == first[:, :, None], float("-inf"), scores), 2)
     group_score = tl.where(inside, group_score, float("-inf"))
-    chosen = group < 0
+    chosen = (group_score != group_score) & (group < 0)
     for _ in tl.static_range(TOP_GROUPS):
         remaining = tl.where(chosen, float("-inf"), group_score)
-        best = tl.max(remaining, 0)
-        chosen = chosen | (group == tl.min(tl.where((remaining == best) & (chosen == 0) & inside, group, 1 << 30), 0))
+        best = tl.max(remaining, 1)
+        is_best = (remaining == best[:, None]) & (chosen == 0) & inside
+        chosen = chosen | (group == tl.min(tl.where(is_best, group, 1 << 30), 1)[:, None])
     return chosen
 
 
 @triton.jit
-def choose_experts_kernel(
-    # Pointers
-    logits_ptr,  # [tokens, NUM_EXPERTS]
-    correction_ptr,  # [NUM_EXPERTS], added to the scores for the choice only; or None
-    weights_ptr,  # float32 [tokens, TOP_K]
-    ids_ptr,  # int32 [tokens, TOP_K]
-    # Numbers
-    scale,  # of the weights
-    jitter,  # sparsemixer: see `RoutingParams`
-    # Constants
-    SCORE: tl.constexpr,  # "softmax", "sigmoid", "softmax_topk" or "sparsemixer"
-    RENORMALIZE: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    TOP2: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,  # NUM_GROUPS, rounded up to a power of two
-    BLOCK_SIZE: tl.constexpr,  # experts of a group, likewise
-    BLOCK_K: tl.constexpr,  # TOP_K, likewise
-    USE_PDL: tl.constexpr,
+def choose_experts(
+    x,  # float32 [T, BLOCK_GROUPS, BLOCK_SIZE]: logits
+    inside,  # bool [1, BLOCK_GROUPS, BLOCK_SIZE]: elements that are experts
+    expert_index,  # int32 [1, BLOCK_GROUPS, BLOCK_SIZE]
+    correction_ptr,
+    scale,
+    jitter,
+    OPTIONS: tl.constexpr,  # RoutingOptions
 ):
-    """One CTA: choose the experts of one token. Tiles are [BLOCK_GROUPS, BLOCK_SIZE]: groups × experts of a group."""
-    token = tl.program_id(0).to(tl.int64)
-    SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
-    group = tl.arange(0, BLOCK_GROUPS)
-    column = tl.arange(0, BLOCK_SIZE)[None, :]
-    expert_index = group[:, None] * SIZE + column
-    inside = (group < NUM_GROUPS)[:, None] & (column < SIZE)
-    pdl_wait(USE_PDL)
-    pdl_launch_dependents(USE_PDL)
-    x = tl.load(logits_ptr + token * NUM_EXPERTS + expert_index, mask=inside, other=float("-inf")).to(tl.float32)
+    """(int32 ids [T, BLOCK_K], float32 weights [T, BLOCK_K], int32 slots [T, BLOCK_GROUPS, BLOCK_SIZE]) of the experts of T tokens.
+
+    slots: i where an expert is the i-th one of a token, and -1 where it is not chosen.
+    """
+    SCORE: tl.constexpr = OPTIONS.score
+    NUM_EXPERTS: tl.constexpr = OPTIONS.num_experts
+    TOP_K: tl.constexpr = OPTIONS.top_k
+    BLOCK_K: tl.constexpr = OPTIONS.block_k
+    TOKENS: tl.constexpr = x.shape[0]
     if SCORE == "sigmoid":
         scores = tl.sigmoid(x)
     elif SCORE == "softmax":
-        scores = tl.exp(x - tl.max(tl.max(x, 1), 0))
-        scores = scores / tl.sum(tl.sum(scores, 1), 0)
+        scores = tl.exp(x - tl.max(tl.max(x, 2), 1)[:, None, None])
+        scores = scores / tl.sum(tl.sum(scores, 2), 1)[:, None, None]
     else:
         scores = x
     choice_scores = scores
@@ -94,35 +103,110 @@ def choose_experts_kernel(
         if SCORE != "softmax_topk" and SCORE != "sparsemixer":
             choice_scores = choice_scores + tl.load(correction_ptr + expert_index, mask=inside, other=0.0)
     choice_scores = tl.where(inside, choice_scores, float("-inf"))
-    if NUM_GROUPS > 1:
-        allowed = best_groups(choice_scores, group < NUM_GROUPS, group, TOP_GROUPS, TOP2)
-        choice_scores = tl.where(allowed[:, None], choice_scores, float("-inf"))
-    slot = tl.arange(0, BLOCK_K)
-    ids = tl.zeros([BLOCK_K], tl.int32)
-    weights = tl.full([BLOCK_K], float("-inf"), tl.float32)
-    available = inside
+    if OPTIONS.num_groups > 1:
+        group = tl.arange(0, OPTIONS.block_groups)[None, :]
+        allowed = best_groups(choice_scores, group < OPTIONS.num_groups, group, OPTIONS.top_groups, OPTIONS.top2)
+        choice_scores = tl.where(allowed[:, :, None], choice_scores, float("-inf"))
+    slot = tl.arange(0, BLOCK_K)[None, :]
+    ids = tl.zeros([TOKENS, BLOCK_K], tl.int32)
+    weights = tl.full([TOKENS, BLOCK_K], float("-inf"), tl.float32)
+    slots = tl.full(x.shape, -1, tl.int32)
     for i in tl.static_range(TOP_K):
+        available = inside & (slots < 0)
         candidates = tl.where(available, choice_scores, float("-inf"))
-        best, expert = largest_and_index(candidates, tl.where(available, expert_index, 1 << 30))
-        expert = tl.minimum(expert, NUM_EXPERTS - 1)
-        weight = tl.sum(tl.sum(tl.where(expert_index == expert, scores, 0.0), 1), 0)
+        best, expert = largest_and_index(candidates, available, expert_index)
+        is_expert = expert_index == expert[:, None, None]
+        weight = tl.sum(tl.sum(tl.where(is_expert, scores, 0.0), 2), 1)
         if SCORE == "sparsemixer":  # the softmax of the best of the available logits that are near it
-            distance = (best - scores) / tl.maximum(tl.abs(scores), best)
+            distance = (best[:, None, None] - scores) / tl.maximum(tl.abs(scores), best[:, None, None])
             near = tl.where(distance > 2.0 * jitter, float("-inf"), candidates)
-            weight = 1.0 / tl.sum(tl.sum(tl.exp(near - best), 1), 0)
+            weight = 1.0 / tl.sum(tl.sum(tl.exp(near - best[:, None, None]), 2), 1)
         weight = tl.where(best == best, weight, best)  # NaN stays NaN
-        ids = tl.where(slot == i, expert, ids)
-        weights = tl.where(slot == i, weight, weights)
-        available = available & (expert_index != expert)
+        ids = tl.where(slot == i, expert[:, None], ids)
+        weights = tl.where(slot == i, weight[:, None], weights)
+        slots = tl.where(is_expert & inside, i, slots)
     if SCORE == "softmax_topk":
-        weights = tl.exp(weights - tl.max(weights, 0))
-        weights = weights / tl.sum(weights, 0)
+        weights = tl.exp(weights - tl.max(weights, 1)[:, None])
+        weights = weights / tl.sum(weights, 1)[:, None]
     else:
         weights = tl.where(slot < TOP_K, weights, 0.0)
-        if RENORMALIZE:
-            weights = weights / (tl.sum(weights, 0) + 1e-20)
-    tl.store(weights_ptr + token * TOP_K + slot, weights * scale, mask=slot < TOP_K)
-    tl.store(ids_ptr + token * TOP_K + slot, ids, mask=slot < TOP_K)
+        if OPTIONS.renormalize:
+            weights = weights / (tl.sum(weights, 1)[:, None] + 1e-20)
+    return ids, weights * scale, slots
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def choose_experts_kernel(
+    # Pointers
+    logits_ptr,  # [tokens, experts]
+    correction_ptr,  # [experts], added to the scores for the choice only; or None
+    weights_ptr,  # float32 [tokens, top_k]
+    ids_ptr,  # int32 [tokens, top_k]; or None
+    order_ptr,  # int32 [tokens × top_k]; or None with ids
+    offsets_ptr,  # int32 [experts + 1]; or None with ids
+    # Numbers
+    tokens,
+    scale,  # of the weights
+    jitter,  # sparsemixer: see `RoutingParams`
+    # Constants
+    TOKENS: tl.constexpr,  # of a CTA
+    OPTIONS: tl.constexpr,  # RoutingOptions
+    USE_PDL: tl.constexpr,
+):
+    """One CTA: choose the experts of TOKENS tokens, and store their ids, or sort the choices of all tokens of the step.
+
+    Tiles are [TOKENS, BLOCK_GROUPS, BLOCK_SIZE]: tokens × groups × experts of a group.
+    """
+    NUM_EXPERTS: tl.constexpr = OPTIONS.num_experts
+    TOP_K: tl.constexpr = OPTIONS.top_k
+    SIZE: tl.constexpr = NUM_EXPERTS // OPTIONS.num_groups
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    is_token = token < tokens
+    group = tl.arange(0, OPTIONS.block_groups)[None, :, None]
+    column = tl.arange(0, OPTIONS.block_size)[None, None, :]
+    expert_index = group * SIZE + column
+    inside = (group < OPTIONS.num_groups) & (column < SIZE)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
+    row = tl.minimum(token, tokens - 1).to(tl.int64)[:, None, None]
+    x = tl.load(logits_ptr + row * NUM_EXPERTS + expert_index, mask=inside, other=float("-inf")).to(tl.float32)
+    ids, weights, slots = choose_experts(x, inside, expert_index, correction_ptr, scale, jitter, OPTIONS)
+    slot = tl.arange(0, OPTIONS.block_k)[None, :]
+    choice = token.to(tl.int64)[:, None] * TOP_K + slot
+    stored = is_token[:, None] & (slot < TOP_K)
+    tl.store(weights_ptr + choice, weights, mask=stored)
+    if ids_ptr is not None:
+        tl.store(ids_ptr + choice, ids, mask=stored)
+    else:
+        sort_choices(slots, token[:, None, None], is_token[:, None, None], inside, expert_index, order_ptr, offsets_ptr, OPTIONS)
+
+
+@triton.jit
+def sort_choices(
+    slots,  # int32 [T, BLOCK_GROUPS, BLOCK_SIZE]: see `choose_experts`
+    token,  # int32 [T, 1, 1]
+    is_token,  # bool [T, 1, 1]
+    inside,  # bool [1, BLOCK_GROUPS, BLOCK_SIZE]
+    expert_index,  # int32 [1, BLOCK_GROUPS, BLOCK_SIZE]
+    order_ptr,
+    offsets_ptr,
+    OPTIONS: tl.constexpr,
+):
+    """Store the order and the offsets of the choices of all tokens of a step.
+
+    A choice is placed after those of all lower experts, and after those of earlier tokens of the same expert.
+    """
+    GROUPS: tl.constexpr = OPTIONS.block_groups
+    SIZE: tl.constexpr = OPTIONS.block_size
+    is_chosen = is_token & (slots >= 0)
+    count = is_chosen.to(tl.int32)
+    by_expert = tl.sum(count, 0)  # [GROUPS, SIZE]
+    ends = tl.reshape(tl.cumsum(tl.reshape(by_expert, [GROUPS * SIZE]), 0), [1, GROUPS, SIZE])
+    offsets = ends - by_expert[None, :, :]
+    tl.store(offsets_ptr + expert_index, offsets, mask=inside)
+    tl.store(offsets_ptr + 1 + expert_index, ends, mask=inside & (expert_index == OPTIONS.num_experts - 1))
+    place = offsets + tl.cumsum(count, 0) - 1
+    tl.store(order_ptr + place, token * OPTIONS.top_k + slots, mask=is_chosen)
 
 
 @triton.jit(do_not_specialize=["num_choices"])
