@@ -57,6 +57,16 @@ def test_small_linear(m: int, tile: LinearTile, parts: str, dtype: torch.dtype) 
     assert not kernels._split_counters(x.device).any()
 
 
+@pytest.mark.parametrize("parts", ["", "nb"])
+@pytest.mark.parametrize(("m", "tile"), [(1, GEMV), (5, DOT), (17, SPLIT)])
+def test_tokens_are_widened_to_the_dtype_of_the_weight(m: int, tile: LinearTile, parts: str) -> None:
+    x, weight = torch.randn(m, 200).bfloat16(), torch.randn(37, 200)
+    bias = torch.randn(37) if "b" in parts else None
+    around = fusion(m, 37, 200, torch.float32, parts)
+    found = kernels.small_linear(x, weight, bias, around, tile)
+    assert torch.equal(found, kernels.small_linear(x.float(), weight, bias, around, tile))
+
+
 @pytest.mark.parametrize("parts", ["", "b", "n", "g", "r", "nbgr"])
 def test_library_linear(parts: str) -> None:
     n, k = 24, 48

@@ -38,6 +38,18 @@ def test_route(experts: int, params: RoutingParams, tokens: int, correction: boo
     assert torch.allclose(got.weights, want.weights, rtol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 3, 12, 64, 65])
+@pytest.mark.parametrize("biased", [False, True])
+def test_routes_of_tokens(tokens: int, biased: bool) -> None:
+    """As with a product in float64, of which no two logits are as near as float32 rounds."""
+    x, weight, bias = torch.randn(tokens, 200).bfloat16(), torch.randn(12, 200), torch.randn(12) if biased else None
+    got = moe.route_tokens(x, weight, bias, None, RoutingParams(3))
+    logits = x.double() @ weight.double().T + (0 if bias is None else bias)
+    want = reference.route(logits, None, RoutingParams(3))
+    assert torch.equal(got.order, want.order) and torch.equal(got.offsets, want.offsets)
+    assert torch.allclose(got.weights, want.weights.float(), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 5, 64])
 @pytest.mark.parametrize(("experts", "params"), ROUTINGS)
 def test_one_launch_chooses_and_sorts_as_two(experts: int, params: RoutingParams, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -474,6 +474,15 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
     return _pick(logits, moe_ref).route(logits, correction, params)
 
 
+def route_tokens(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, params: RoutingParams) -> Routing:
+    """`route` with the logits x × weightᵀ + bias in float32, of a router float32 [num_experts, K] and the tokens x [T, K]."""
+    launcher = None if x.is_cpu or _observer is not None else _GPU.get(moe_ref)
+    if launcher is None:
+        return route(linear(x.float(), weight, bias), correction, params)
+    routing: Routing = launcher.route_tokens(x, weight, bias, correction, params)
+    return routing
+
+
 def expert_up(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
     """Apply the linear of each chosen expert to its tokens: the first projection of a mixture of experts.
 

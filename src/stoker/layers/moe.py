@@ -86,7 +86,7 @@ class MoE:
 
     def _routed(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
         """The sum over this rank's experts for the tokens x [T, hidden], + `addend`: its summand of the routed experts."""
-        routing = ops.route(ops.linear(x.float(), self.router, self.router_bias), self.correction, self.params)
+        routing = ops.route_tokens(x, self.router, self.router_bias, self.correction, self.params)
         if self._offset_indices is not None:
             # Choices of other ranks' experts stay in the order; their rows are zeros on this rank.
             routing = Routing(routing.weights, routing.order, routing.offsets.index_select(0, self._offset_indices), is_whole=False)

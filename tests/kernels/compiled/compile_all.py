@@ -506,6 +506,12 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     },
     "route": lambda: moe.route(meta(64, 256, dtype=FP32), meta(256, dtype=FP32), DEEPSEEK_ROUTING),
     "route a token by groups": lambda: moe.route(meta(1, 256, dtype=FP32), meta(256, dtype=FP32), DEEPSEEK_ROUTING),
+    **{
+        f"route {rows} tokens by a router": lambda rows=rows: moe.route_tokens(  # type: ignore[misc]
+            meta(rows, 2880), meta(32, 2880, dtype=FP32), meta(32, dtype=FP32), None, RoutingParams(4, "softmax_topk")
+        )
+        for rows in (1, 7, 64)
+    },
     "route 8 tokens": lambda: moe.route(meta(8, 128, dtype=FP32), None, RoutingParams(8)),
     "route 64 tokens": lambda: moe.route(meta(64, 32, dtype=FP32), None, RoutingParams(4, "softmax_topk")),
     "route by SparseMixer": lambda: moe.route(meta(64, 16, dtype=FP32), None, SPARSEMIXER_ROUTING),

@@ -1,6 +1,7 @@
 """Mixture of experts on the GPU. The chosen experts and their rows are computed on the device and never read by the host.
 
     route           router logits -> Routing: the experts of each token, and all choices sorted by expert
+    route_tokens    the same from the tokens and the router's weight
     expert_up       x [T, k], a row per token -> [T × top_k, n], a row per sorted choice
     expert_down     [T × top_k, k], a row per sorted choice -> [T, n], the weighted sum of each token's choices, + residual
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton.device import num_sms
+from stoker.kernels.triton.gemm.dense.launch import linear, small_linear
+from stoker.kernels.triton.gemm.dense.tiles import MAX_ROWS
 from stoker.kernels.triton.gemm.quantized.arguments import OutputPointers, QuantizedWeightFormat
 from stoker.kernels.triton.gemm.quantized.launch import (
     gemm_tile,
@@ -38,6 +41,7 @@ from stoker.kernels.triton.moe.routing_kernels import (
 )
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.tuning.tiles import QuantTile
+from stoker.kernels.types import PLAIN
 
 _BLOCK = 1024
 # Input features of a tile of FP4 and at most 8 tokens, if they divide those of the weight, as the 2,880 of gpt-oss. One token of its 20B,
@@ -81,6 +85,13 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
     block = min(_BLOCK, next_power_of_2(max(1, ids.numel())))
     sort_choices_kernel[(experts + 1,)](ids, order, offsets, ids.numel(), BLOCK=block, num_warps=max(1, block // 256), **pdl)
     return Routing(weights, order, offsets)
+
+
+def route_tokens(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, params: RoutingParams) -> Routing:
+    """Choose the experts of each token by a router (`ops.route_tokens`). The product of few tokens widens them in registers."""
+    if 0 < x.shape[0] <= MAX_ROWS:
+        return route(small_linear(x, weight, bias, PLAIN), correction, params)
+    return route(linear(x.float(), weight, bias), correction, params)
 
 
 def _sorts_choices(block_tokens: int, options: RoutingOptions) -> bool:

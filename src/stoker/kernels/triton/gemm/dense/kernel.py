@@ -3,7 +3,8 @@
     out[t, r] = act(Σ_k norm(x)[t, k] × w[r, k] + b[r]) + residual[t, r]                      r < n
     gated:      act(Σ_k norm(x)[t, k] × w[r, k] + b[r]) × (Σ_k norm(x)[t, k] × w[n + r, k] + b[n + r]) + residual[t, r]
 
-    x [m, k], w [n, k] or gated [2 × n, k] (n gate rows, then the rows that they gate), residual and out [m, n]; one dtype, float32 sums
+    x [m, k], w [n, k] or gated [2 × n, k] (n gate rows, then the rows that they gate), residual and out [m, n]; one dtype, or x in
+    16 bits and the others in float32; float32 sums
 
 The RMS norm needs no pass of its own: norm(x) · Wᵀ = (x ⊙ g) · Wᵀ ÷ rms(x), and the sum of squares accumulates in the same loop over k.
 
@@ -194,7 +195,7 @@ def small_gemm_kernel(
         is_column = cols < k
         w = load_columns(weight_ptr + loaded_rows[:, None] * k + cols[None, :], is_column[None, :], EVEN_K)  # [BLOCK_N, BLOCK_K]
         is_loaded = is_token if EVEN_K else is_token & is_column[:, None]
-        v = tl.load(token_ptrs + cols[:, None], mask=is_loaded, other=0.0)  # [BLOCK_K, BLOCK_M]
+        v = tl.load(token_ptrs + cols[:, None], mask=is_loaded, other=0.0).to(w.dtype)  # [BLOCK_K, BLOCK_M]
         if NORM:
             wide = v.to(tl.float32)
             squares += tl.sum(wide * wide, 0)

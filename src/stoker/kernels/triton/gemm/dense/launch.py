@@ -25,6 +25,8 @@ MAX_TILES = 1 << 16
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
     """x × weightᵀ + bias with `fusion` (`ops.linear`): up to MAX_ROWS rows by the kernels here, more by `gemm.large` or the library."""
+    if x.dtype != weight.dtype:
+        raise ValueError(f"x and the weight of a linear must have one dtype; they are {x.dtype} and {weight.dtype}: convert one of them")
     if fusion.input_gate is not None:
         x, fusion = activation.gated(x, fusion.input_gate), replace(fusion, input_gate=None)
     if x.shape[0] == 0:
@@ -59,7 +61,8 @@ def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusio
 def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion, tile: LinearTile | None = None) -> Tensor:
     """x × weightᵀ + bias with `fusion` for at most MAX_ROWS tokens, in one launch, or two if the tile does not fuse the norm.
 
-    `tile` overrides the tuned choice. Raises ValueError for strides, dtypes or a residual that the kernels do not support.
+    x of 16 bits and a weight in float32 have a float32 result: x is widened in registers. `tile` overrides the tuned choice. Raises
+    ValueError for strides, dtypes or a residual that the kernels do not support.
     """
     m, k = x.shape
     gated = fusion.gate is not None
@@ -69,7 +72,7 @@ def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion,
     tile = tile or linear_tile(block_m, n, k, gated, weight.element_size(), num_sms(x.device), device_tuning(x.device))
     if fusion.norm_kind is not None and not tile.fuse_norm:
         x, fusion = _apply_norm(x, fusion)
-    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    out = torch.empty((m, n), dtype=weight.dtype, device=x.device)
     options = {
         "GATED": gated,
         "ACTIVATION": fusion.gate or "silu",
@@ -127,14 +130,12 @@ def _split_counters(device: torch.device) -> Tensor:
 
 
 def _check(x: Tensor, weight: Tensor, fusion: Fusion, n: int) -> None:
-    """Raise ValueError for strides, dtypes or a residual that the kernels do not support. n is the number of outputs."""
+    """Raise ValueError for strides or a residual that the kernels do not support. n is the number of outputs."""
     if not weight.is_contiguous() or x.stride(-1) != 1:
         raise ValueError(
             f"a linear needs a dense weight and rows of x that are dense, but their strides are {weight.stride()} and {x.stride()}: "
             "make them contiguous"
         )
-    if x.dtype != weight.dtype:
-        raise ValueError(f"x and the weight of a linear must have one dtype; they are {x.dtype} and {weight.dtype}: convert one of them")
     if fusion.residual is not None and (fusion.residual.shape != (x.shape[0], n) or not fusion.residual.is_contiguous()):
         shape, strides = tuple(fusion.residual.shape), fusion.residual.stride()
         raise ValueError(f"the residual of this linear must be dense [{x.shape[0]}, {n}], but has shape {shape} and strides {strides}")
