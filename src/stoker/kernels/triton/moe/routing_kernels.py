@@ -87,7 +87,6 @@ def choose_experts(
     slots: i where an expert is the i-th one of a token, and -1 where it is not chosen.
     """
     SCORE: tl.constexpr = OPTIONS.score
-    NUM_EXPERTS: tl.constexpr = OPTIONS.num_experts
     TOP_K: tl.constexpr = OPTIONS.top_k
     BLOCK_K: tl.constexpr = OPTIONS.block_k
     TOKENS: tl.constexpr = x.shape[0]
