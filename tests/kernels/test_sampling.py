@@ -101,10 +101,12 @@ def test_ties_at_an_edge_all_remain(module: ModuleType) -> None:
 
 @EACH
 def test_greedy_selects_the_first_of_equal_logits(module: ModuleType) -> None:
-    logits = torch.zeros(2, 9001)
+    logits = torch.zeros(4, 9001)
     logits[0, [8191, 8192]] = 1.0
-    draw = params(2, temperature=0.0)
-    assert module.sample(logits, draw).tolist() == [8191, 0]
+    logits[1, [17, 300, 4444, 8190]] = 1.0
+    logits[2, :8999] = float("-inf")
+    draw = params(4, temperature=0.0)
+    assert module.sample(logits, draw).tolist() == [8191, 17, 8999, 0]
 
 
 @EACH

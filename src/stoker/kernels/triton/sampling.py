@@ -21,7 +21,8 @@ Two launches sample:
 A threshold is found by bisection over the 32 bits of an order-preserving integer image of float32 (`ordered_bits`): 32 exact passes over
 a row that stays in L2, without scratch memory. Two passes more give the draw.
 
-Theoretical floor: one read of the logits (greedy). Sampling by threshold reads them 34 to 67 times from L2. Not measured by itself.
+Theoretical floor: one read of the logits (greedy), 46 µs for 768 rows of 128,256 at 4.28 TB/s. Sampling by threshold reads them 34 to 67
+times from L2. Not measured by itself.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, T
 def partial_argmax_kernel(
     logits_ptr,  # [rows, vocab]
     best_ptr,  # float32 [rows, chunks]: the largest logit of each chunk; NaN when one of them is NaN or +inf
-    best_id_ptr,  # int32 [rows, chunks]: its token id
+    best_id_ptr,  # int32 [rows, chunks]: its token id, the smallest of equals; of a NaN, any number
     vocab,
     stride_row,
     chunks,
@@ -130,14 +131,20 @@ def partial_argmax_kernel(
     pdl_launch_dependents(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits_ptr + row * stride_row + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-    # A maximum passes over NaN: as +inf it wins, and the row is reported as invalid.
-    x = tl.where(x != x, float("inf"), x)
-    is_invalid = tl.max((x == float("inf")).to(tl.int32), 0)
-    value, index = tl.max(x, 0, return_indices=True)
-    tl.store(best_ptr + row * chunks + chunk, tl.where(is_invalid > 0, float("nan"), value))
-    tl.store(best_id_ptr + row * chunks + chunk, chunk * CHUNK + index)
+    index = tl.arange(0, CHUNK)
+    inside = index < vocab - chunk * CHUNK
+    x = tl.load(logits_ptr + row * stride_row + chunk * CHUNK + index, mask=inside, other=float("-inf")).to(tl.float32)
+    # Two reductions, of values and then of indices, take a third of the instructions of one over pairs.
+    value = tl.reduce(x, 0, maximum_or_nan)
+    first = tl.min(tl.where(x == value, index, CHUNK), 0)
+    tl.store(best_ptr + row * chunks + chunk, tl.where(value == float("inf"), float("nan"), value))
+    tl.store(best_id_ptr + row * chunks + chunk, chunk * CHUNK + first)
+
+
+@triton.jit
+def maximum_or_nan(a, b):
+    """The larger number, or NaN if one of them is NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
