@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from oracle import relative_error
 
 from stoker.kernels import ops
 from stoker.kernels.routing import RoutingParams
+from stoker.kernels.types import Fusion
 
 # (experts, number of features, parameters): gpt-oss-20b, Qwen3-30B-A3B, Mixtral, DeepSeek-V3 with fewer features, Phi-3.5-MoE.
 ROUTERS = {
@@ -27,11 +29,12 @@ def test_choices_equal_those_of_a_float64_router(name: str, tokens: int) -> None
     weight, bias = torch.randn(experts, features) / features**0.5, torch.randn(experts) / 4
     correction = torch.rand(experts) / 8 if params.score == "sigmoid" else None
     device = [None if t is None else t.cuda() for t in (weight, bias, correction)]
+    fusion = Fusion("rms", (torch.rand(features) + 0.5).bfloat16().cuda(), None, 1e-5)
     x = torch.empty(tokens, features, dtype=torch.bfloat16, device="cuda")
 
-    def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        routing = ops.route_tokens(x, device[0], device[1], device[2], params)  # type: ignore[arg-type]
-        return routing.weights, routing.order, routing.offsets
+    def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        y, routing = ops.route_tokens(x, device[0], device[1], device[2], params, fusion)  # type: ignore[arg-type]
+        return y, routing.weights, routing.order, routing.offsets
 
     x.normal_()
     run()  # compiles
@@ -41,12 +44,14 @@ def test_choices_equal_those_of_a_float64_router(name: str, tokens: int) -> None
     for _ in range(3):
         x.normal_()
         graph.replay()
-        weights, order, offsets = (t.cpu() for t in found)
+        y, weights, order, offsets = (t.cpu() for t in found)
+        wide = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * fusion.norm_weight
+        assert relative_error(y, wide.cpu()) < 5e-3
         assert sorted(order.tolist()) == list(range(tokens * params.top_k))
         assert offsets[0] == 0 and offsets[-1] == tokens * params.top_k and bool((offsets.diff() >= 0).all())
         chosen = chosen_experts(order, offsets)
         assert all(bool((part.diff() > 0).all()) for part in order.split(offsets.diff().tolist()))  # an expert's choices are in order
-        wanted = ops.route(x.cpu().double() @ weight.double().T + bias, correction, params)
+        wanted = ops.route(y.double() @ weight.double().T + bias, correction, params)
         expected = chosen_experts(wanted.order, wanted.offsets)
         same = (chosen.view(tokens, -1) == expected.view(tokens, -1)).all(1)
         assert same.float().mean() > 0.98 or int((~same).sum()) <= 1

@@ -13,9 +13,11 @@ from torch import Tensor
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import moe as reference
 from stoker.kernels.routing import Routing, RoutingParams
+from stoker.kernels.triton.gemm.quantized.launch import split_counters
 from stoker.kernels.triton.moe import launch as moe
 from stoker.kernels.triton.moe import library_gemm
 from stoker.kernels.tuning.tiles import QuantTile
+from stoker.kernels.types import PLAIN, Fusion
 
 ROUTINGS = [
     (8, RoutingParams(2)),
@@ -38,16 +40,53 @@ def test_route(experts: int, params: RoutingParams, tokens: int, correction: boo
     assert torch.allclose(got.weights, want.weights, rtol=1e-5)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 3, 12, 64, 65])
+NORMS = {
+    "none": PLAIN,
+    "rms": Fusion("rms", torch.rand(200).bfloat16() + 0.5, None, 1e-5),
+    "rms without a weight": Fusion("rms", None, None, 1e-5),
+    "layer": Fusion("layer", torch.rand(200) + 0.5, torch.randn(200), 1e-5),
+}
+
+
+def normed(x: Tensor, fusion: Fusion) -> Tensor:
+    x = x.double()
+    if fusion.norm_kind == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    if fusion.norm_kind is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + fusion.norm_eps).sqrt()
+    x = x if fusion.norm_weight is None else x * fusion.norm_weight
+    return x if fusion.norm_bias is None else x + fusion.norm_bias
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 8, 12, 64, 65])
 @pytest.mark.parametrize("biased", [False, True])
-def test_routes_of_tokens(tokens: int, biased: bool) -> None:
-    """As with a product in float64, of which no two logits are as near as float32 rounds."""
-    x, weight, bias = torch.randn(tokens, 200).bfloat16(), torch.randn(12, 200), torch.randn(12) if biased else None
-    got = moe.route_tokens(x, weight, bias, None, RoutingParams(3))
-    logits = x.double() @ weight.double().T + (0 if bias is None else bias)
-    want = reference.route(logits, None, RoutingParams(3))
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(("experts", "params"), [ROUTINGS[0], ROUTINGS[1], ROUTINGS[2], ROUTINGS[5]])
+def test_routes_of_tokens(experts: int, params: RoutingParams, name: str, biased: bool, tokens: int) -> None:
+    """As with norms and products in float64, of which no two logits are as near as float32 rounds."""
+    x, weight = torch.randn(tokens, 200).bfloat16(), torch.randn(experts, 200) * 200**-0.5
+    bias, correction = (torch.randn(experts), torch.rand(experts) * 0.1) if biased else (None, None)
+    y, got = moe.route_tokens(x, weight, bias, correction, params, NORMS[name])
+    assert tokens == 0 or relative_error(y, normed(x, NORMS[name])) < TOLERANCE[torch.bfloat16]
+    logits = y.double() @ weight.double().T + (0 if bias is None else bias)
+    want = reference.route(logits, correction, params)
     assert torch.equal(got.order, want.order) and torch.equal(got.offsets, want.offsets)
     assert torch.allclose(got.weights, want.weights.float(), rtol=1e-4, atol=1e-6)
+    assert not split_counters(x.device).any()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8])
+@pytest.mark.parametrize("name", NORMS)
+def test_one_launch_norms_and_routes_as_several(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same bits of the normed tokens, and the same routing if a token has a NaN, and if rows of x are not next to each other."""
+    x, weight = torch.randn(tokens, 208).bfloat16()[:, :200], torch.randn(40, 200)
+    x[tokens // 2, 7] = float("nan")
+    y, one = moe.route_tokens(x, weight, None, None, RoutingParams(4), NORMS[name])
+    monkeypatch.setattr(moe, "MAX_ROUTER_WORK", 0)
+    separate, several = moe.route_tokens(x, weight, None, None, RoutingParams(4), NORMS[name])
+    assert torch.equal(y.view(torch.int16), separate.view(torch.int16))
+    assert torch.equal(one.order, several.order) and torch.equal(one.offsets, several.offsets)
+    assert torch.allclose(one.weights, several.weights, rtol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 64])

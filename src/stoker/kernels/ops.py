@@ -474,13 +474,20 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
     return _pick(logits, moe_ref).route(logits, correction, params)
 
 
-def route_tokens(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, params: RoutingParams) -> Routing:
-    """`route` with the logits x × weightᵀ + bias in float32, of a router float32 [num_experts, K] and the tokens x [T, K]."""
+def route_tokens(
+    x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, params: RoutingParams, fusion: Fusion = PLAIN
+) -> tuple[Tensor, Routing]:
+    """(y, `route` with the logits y × weightᵀ + bias in float32). y [T, K] is x after the norm of `fusion`, which has no other part.
+
+    `weight` float32 [num_experts, K] is that of the router.
+    """
     launcher = None if x.is_cpu or _observer is not None else _GPU.get(moe_ref)
-    if launcher is None:
-        return route(linear(x.float(), weight, bias), correction, params)
-    routing: Routing = launcher.route_tokens(x, weight, bias, correction, params)
-    return routing
+    if launcher is not None:
+        routed: tuple[Tensor, Routing] = launcher.route_tokens(x, weight, bias, correction, params, fusion)
+        return routed
+    if fusion.norm_kind is not None:
+        x = norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
+    return x, route(linear(x.float(), weight, bias), correction, params)
 
 
 def expert_up(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:

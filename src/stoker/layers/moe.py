@@ -11,6 +11,7 @@ from stoker.core.model_config import MoEConfig
 from stoker.core.specs import LinearSpec, Spec, TensorSpec
 from stoker.kernels import ops
 from stoker.kernels.routing import Routing, RoutingParams
+from stoker.kernels.types import PLAIN
 from stoker.layers.loader import Loader
 from stoker.layers.mlp import MLP
 from stoker.layers.norm import Norm
@@ -75,18 +76,24 @@ class MoE:
 
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """moe(norm(x)) + residual, [T, hidden], summed over ranks."""
-        x = x if norm is None else norm(x)
-        shared = self._shared(x)
         if self.dispatch is not None:
-            routed = self.dispatch.sum_tokens(self._routed(self.dispatch.gather_tokens(x)))
+            x = x if norm is None else norm(x)
+            routed = self.dispatch.sum_tokens(self._experts(*self._route(self.dispatch.gather_tokens(x))))
+            shared = self._shared(x)
             return ops.all_reduce(routed if shared is None else routed + shared, self.group, residual)
+        x, routing = self._route(x, norm)
+        shared = self._shared(x)
         if shared is None and self.group.size == 1:  # no sum over ranks comes before the addition
-            return self._routed(x, residual)
-        return ops.all_reduce(self._routed(x, shared), self.group, residual)
+            return self._experts(x, routing, residual)
+        return ops.all_reduce(self._experts(x, routing, shared), self.group, residual)
 
-    def _routed(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+    def _route(self, x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Routing]:
+        """(norm(x) [T, hidden], the experts of each token)."""
+        fusion = PLAIN if norm is None else norm.fusion
+        return ops.route_tokens(x, self.router, self.router_bias, self.correction, self.params, fusion)
+
+    def _experts(self, x: Tensor, routing: Routing, addend: Tensor | None = None) -> Tensor:
         """The sum over this rank's experts for the tokens x [T, hidden], + `addend`: its summand of the routed experts."""
-        routing = ops.route_tokens(x, self.router, self.router_bias, self.correction, self.params)
         if self._offset_indices is not None:
             # Choices of other ranks' experts stay in the order; their rows are zeros on this rank.
             routing = Routing(routing.weights, routing.order, routing.offsets.index_select(0, self._offset_indices), is_whole=False)

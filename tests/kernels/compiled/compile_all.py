@@ -259,6 +259,7 @@ def copied_summands(features: int) -> None:
 
 
 SPARSEMIXER_ROUTING = RoutingParams(2, "sparsemixer", renormalize=False)
+RMS_2880 = Fusion("rms", meta(2880), None, 1e-5)
 DEEPSEEK_ROUTING = RoutingParams(8, "sigmoid", num_groups=8, top_groups=4, group_score="top2")
 LATENT = {"heads": 128, "kv_heads": 1, "size": 576, "value_size": None}
 EVERY_FEATURE = {"window": 512, "softcap": 30.0, "alibi_slopes": meta(32, dtype=FP32), "sinks": meta(32, dtype=FP32)}
@@ -508,10 +509,13 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "route a token by groups": lambda: moe.route(meta(1, 256, dtype=FP32), meta(256, dtype=FP32), DEEPSEEK_ROUTING),
     **{
         f"route {rows} tokens by a router": lambda rows=rows: moe.route_tokens(  # type: ignore[misc]
-            meta(rows, 2880), meta(32, 2880, dtype=FP32), meta(32, dtype=FP32), None, RoutingParams(4, "softmax_topk")
+            meta(rows, 2880), meta(32, 2880, dtype=FP32), meta(32, dtype=FP32), None, RoutingParams(4, "softmax_topk"), RMS_2880
         )
         for rows in (1, 7, 64)
     },
+    "route 8 tokens by the router of Qwen3-30B-A3B": lambda: moe.route_tokens(
+        meta(8, 2048), meta(128, 2048, dtype=FP32), None, None, RoutingParams(8), Fusion("rms", meta(2048), None, 1e-5)
+    ),
     "route 8 tokens": lambda: moe.route(meta(8, 128, dtype=FP32), None, RoutingParams(8)),
     "route 64 tokens": lambda: moe.route(meta(64, 32, dtype=FP32), None, RoutingParams(4, "softmax_topk")),
     "route by SparseMixer": lambda: moe.route(meta(64, 16, dtype=FP32), None, SPARSEMIXER_ROUTING),

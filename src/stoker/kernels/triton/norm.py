@@ -26,6 +26,41 @@ from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options,
 
 KINDS = ("rms", "layer")
 MAX_SIZE = 1 << 16  # features of a row, which one CTA holds in registers
+EARLY_ROWS = 256  # up to which the weight is loaded before the wait: about two CTAs per SM
+
+
+@triton.jit
+def normalize(
+    x,  # float32 [ROWS, BLOCK], zero where a column is not inside
+    inside,  # bool [ROWS, BLOCK]
+    weight,  # float32 [1, BLOCK]
+    bias,  # float32 [1, BLOCK], of a layer norm
+    eps,
+    SIZE: tl.constexpr,
+    RMS: tl.constexpr,  # False: layer norm
+):
+    """The rows of x after the norm, in float32."""
+    if not RMS:
+        mean = tl.sum(x, axis=1) / SIZE
+        x = tl.where(inside, x - mean[:, None], 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / SIZE + eps)  # [ROWS]
+    x = x * scale[:, None] * weight
+    if not RMS:
+        x = x + bias
+    return x
+
+
+@triton.jit
+def load_parameters(ptr, cols, SIZE: tl.constexpr, ABSENT: tl.constexpr, EARLY: tl.constexpr):
+    """float32 [1, BLOCK]: the weight or bias of a norm, or ABSENT everywhere for None. Kernels call this before `pdl_wait`.
+
+    With EARLY the values arrive while the kernel before still runs: the load is volatile, because the assembler moves others behind the
+    wait. Volatile loads do not use the L1 cache, which CTAs of one SM share.
+    """
+    if ptr is None:
+        return tl.full(cols.shape, ABSENT, tl.float32)
+    else:
+        return tl.load(ptr + cols, mask=cols < SIZE, other=0.0, volatile=EARLY).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -45,6 +80,7 @@ def norm_kernel(
     SIZE: tl.constexpr,
     RMS: tl.constexpr,  # False: layer norm
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,  # see `load_parameters`
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -52,20 +88,19 @@ def norm_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     inside = (rows < num_rows)[:, None] & (cols < SIZE)
+    weight = load_parameters(weight_ptr, cols, SIZE, 1.0, EARLY)
+    bias = load_parameters(bias_ptr, cols, SIZE, 0.0, EARLY)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
     source = (rows // INNER * stride_outer + rows % INNER * stride_inner)[:, None] + cols
     x = tl.load(x_ptr + source, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
-    if not RMS:
-        mean = tl.sum(x, axis=1) / SIZE
-        x = tl.where(inside, x - mean[:, None], 0.0)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / SIZE + eps)  # [ROWS]
-    x = x * scale[:, None]
-    if weight_ptr is not None:
-        x = x * tl.load(weight_ptr + cols, mask=cols < SIZE, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        x = x + tl.load(bias_ptr + cols, mask=cols < SIZE, other=0.0).to(tl.float32)
+    x = normalize(x, inside, weight, bias, eps, SIZE, RMS)
     tl.store(out_ptr + rows[:, None] * SIZE + cols, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def norm_warps(elements: int) -> int:
+    """The number of warps of a CTA that normalizes rows of `elements` elements: eight elements per thread, of long rows more."""
+    return min(16, max(1, elements // 256))
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
@@ -98,8 +133,9 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind
         SIZE=size,
         RMS=kind == "rms",
         ROWS=rows,
+        EARLY=num_rows <= EARLY_ROWS,
         BLOCK=block,
-        num_warps=min(16, max(1, rows * block // 256)),
+        num_warps=norm_warps(rows * block),
         **pdl_launch_options(x),
     )
     return out

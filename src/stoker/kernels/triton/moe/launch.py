@@ -1,7 +1,7 @@
 """Mixture of experts on the GPU. The chosen experts and their rows are computed on the device and never read by the host.
 
     route           router logits -> Routing: the experts of each token, and all choices sorted by expert
-    route_tokens    the same from the tokens and the router's weight
+    route_tokens    the same from the tokens and the router's weight, with the norm before it
     expert_up       x [T, k], a row per token -> [T × top_k, n], a row per sorted choice
     expert_down     [T × top_k, k], a row per sorted choice -> [T, n], the weighted sum of each token's choices, + residual
 
@@ -24,6 +24,7 @@ from stoker.kernels.triton.gemm.quantized.launch import (
     gemm_tile,
     product_format,
     quantized_weight_format,
+    split_counters,
     split_k_pointers,
     weight_pointers,
 )
@@ -32,6 +33,7 @@ from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.moe import library_gemm
 from stoker.kernels.triton.moe.kernel import ExpertOptions, expert_linear_kernel
 from stoker.kernels.triton.moe.operands import ExpertOperands, expert_operands
+from stoker.kernels.triton.moe.router_kernel import router_kernel
 from stoker.kernels.triton.moe.routing_kernels import (
     RoutingOptions,
     choose_experts_kernel,
@@ -39,9 +41,10 @@ from stoker.kernels.triton.moe.routing_kernels import (
     combine_kernel,
     sort_choices_kernel,
 )
+from stoker.kernels.triton.norm import norm, norm_warps
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.tuning.tiles import QuantTile
-from stoker.kernels.types import PLAIN
+from stoker.kernels.types import PLAIN, Fusion
 
 _BLOCK = 1024
 # Input features of a tile of FP4 and at most 8 tokens, if they divide those of the weight, as the 2,880 of gpt-oss. One token of its 20B,
@@ -51,6 +54,10 @@ MAX_EXPERTS = 1024
 # Scores (tokens × experts, both rounded up to powers of two) that one CTA ranks and sorts, instead of a CTA per token and another launch:
 # 64 tokens of gpt-oss' 32 experts, 16 of 128 experts. Eight warps then have eight scores per thread.
 MAX_SORTED_SCORES = 2048
+# `router_kernel`: multiplications of all CTAs, and elements of the tile that a CTA normalizes. 8 tokens of gpt-oss and of Qwen3-30B-A3B.
+# Each CTA reads all tokens: those of Qwen3 read 4 MB from L2.
+MAX_ROUTER_WORK = 1 << 21
+MAX_ROUTER_TILE = 1 << 15
 
 
 def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> Routing:
@@ -59,24 +66,17 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
     A token with a NaN logit gets NaN weights. Raises ValueError for more than MAX_EXPERTS experts or groups of unequal size.
     """
     tokens, experts = logits.shape
-    if experts > MAX_EXPERTS or experts % params.num_groups:
-        raise ValueError(
-            f"routing over {experts} experts in {params.num_groups} groups: the number of experts must be at most {MAX_EXPERTS} "
-            "and a multiple of the number of groups"
-        )
-    logits = logits.contiguous()
-    weights = torch.empty((tokens, params.top_k), dtype=torch.float32, device=logits.device)
-    order = torch.empty(weights.numel(), dtype=torch.int32, device=logits.device)
-    offsets = torch.empty(experts + 1, dtype=torch.int32, device=logits.device)
-    options = _routing_options(experts, params)
+    logits, options = logits.contiguous(), _routing_options(experts, params)
+    routing = _empty_routing(tokens, experts, params.top_k, logits.device)
+    weights, order, offsets = routing.weights, routing.order, routing.offsets
     numbers, pdl = (tokens, params.scale, params.jitter), pdl_launch_options(logits)
-    block_tokens = 1 if tokens == 1 else max(4, next_power_of_2(tokens))  # of 2 tokens as of 4: fewer kernels
+    block_tokens = _block_tokens(tokens)
     if tokens and _sorts_choices(block_tokens, options):
         choose_experts_kernel[(1,)](
             logits, correction, weights, None, order, offsets, *numbers, TOKENS=block_tokens, OPTIONS=options,
             num_warps=min(8, block_tokens), **pdl,
         )  # fmt: skip
-        return Routing(weights, order, offsets)
+        return routing
     ids = torch.empty((tokens, params.top_k), dtype=torch.int32, device=logits.device)
     if tokens:
         choose_experts_kernel[(tokens,)](
@@ -84,14 +84,77 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
         )  # fmt: skip
     block = min(_BLOCK, next_power_of_2(max(1, ids.numel())))
     sort_choices_kernel[(experts + 1,)](ids, order, offsets, ids.numel(), BLOCK=block, num_warps=max(1, block // 256), **pdl)
-    return Routing(weights, order, offsets)
+    return routing
 
 
-def route_tokens(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, params: RoutingParams) -> Routing:
-    """Choose the experts of each token by a router (`ops.route_tokens`). The product of few tokens widens them in registers."""
-    if 0 < x.shape[0] <= MAX_ROWS:
-        return route(small_linear(x, weight, bias, PLAIN), correction, params)
-    return route(linear(x.float(), weight, bias), correction, params)
+def route_tokens(
+    x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, params: RoutingParams, fusion: Fusion = PLAIN
+) -> tuple[Tensor, Routing]:
+    """x after the norm of `fusion`, and the experts of each token by a router (`ops.route_tokens`).
+
+    One launch for few tokens; up to MAX_ROWS the product widens them in registers.
+    """
+    tokens, features = x.shape
+    tile = _block_tokens(tokens) * next_power_of_2(features)
+    is_small = tokens * features * len(weight) <= MAX_ROUTER_WORK and tile <= MAX_ROUTER_TILE
+    if tokens and is_small and params.num_groups == 1:
+        return _route_in_one_launch(x, weight, bias, correction, params, fusion)
+    if fusion.norm_kind is not None:
+        x = norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
+    is_widened = 0 < tokens <= MAX_ROWS
+    logits = small_linear(x, weight, bias, PLAIN) if is_widened else linear(x.float(), weight, bias)
+    return x, route(logits, correction, params)
+
+
+def _route_in_one_launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, params: RoutingParams, fusion: Fusion
+) -> tuple[Tensor, Routing]:
+    """`route_tokens` by `router_kernel`."""
+    x = x.contiguous()
+    (tokens, features), experts = x.shape, len(weight)
+    routing = _empty_routing(tokens, experts, params.top_k, x.device)
+    y = None if fusion.norm_kind is None else torch.empty_like(x)
+    block, block_tokens, options = next_power_of_2(features), _block_tokens(tokens), _routing_options(experts, params)
+    num_warps = norm_warps(block)
+    router_kernel[(experts,)](
+        x,
+        fusion.norm_weight,
+        fusion.norm_bias if fusion.norm_kind == "layer" else None,
+        y,
+        weight,
+        bias,
+        torch.empty((tokens, experts), dtype=torch.float32, device=x.device),
+        split_counters(x.device),
+        correction,
+        routing.weights,
+        routing.order,
+        routing.offsets,
+        tokens,
+        fusion.norm_eps,
+        params.scale,
+        params.jitter,
+        SIZE=features,
+        RMS=fusion.norm_kind != "layer",
+        TOKENS=block_tokens,
+        CHOOSING=block_tokens if block_tokens == 1 and options.block_size <= 32 else max(block_tokens, num_warps),
+        BLOCK=block,
+        OPTIONS=options,
+        num_warps=num_warps,
+        **pdl_launch_options(x),
+    )
+    return x if y is None else y, routing
+
+
+def _empty_routing(tokens: int, experts: int, top_k: int, device: torch.device) -> Routing:
+    """Memory for the result of a routing kernel."""
+    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
+    order = torch.empty(tokens * top_k, dtype=torch.int32, device=device)
+    return Routing(weights, order, torch.empty(experts + 1, dtype=torch.int32, device=device))
+
+
+def _block_tokens(tokens: int) -> int:
+    """The tokens of a CTA that routes all `tokens` tokens: rounded up to a power of two, and of 2 tokens as of 4: fewer kernels."""
+    return 1 if tokens == 1 else max(4, next_power_of_2(tokens))
 
 
 def _sorts_choices(block_tokens: int, options: RoutingOptions) -> bool:
@@ -105,7 +168,15 @@ def _sorts_choices(block_tokens: int, options: RoutingOptions) -> bool:
 
 
 def _routing_options(experts: int, params: RoutingParams) -> RoutingOptions:
-    """The constants of `choose_experts_kernel`."""
+    """The constants of the routing kernels.
+
+    Raises ValueError for more than MAX_EXPERTS experts or groups of unequal size.
+    """
+    if experts > MAX_EXPERTS or experts % params.num_groups:
+        raise ValueError(
+            f"routing over {experts} experts in {params.num_groups} groups: the number of experts must be at most {MAX_EXPERTS} "
+            "and a multiple of the number of groups"
+        )
     return RoutingOptions(
         num_experts=experts,
         top_k=params.top_k,

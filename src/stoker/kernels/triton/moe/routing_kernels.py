@@ -152,21 +152,39 @@ def choose_experts_kernel(
     OPTIONS: tl.constexpr,  # RoutingOptions
     USE_PDL: tl.constexpr,
 ):
-    """One CTA: choose the experts of TOKENS tokens, and store their ids, or sort the choices of all tokens of the step.
+    """One CTA: choose the experts of TOKENS tokens, and store their ids, or sort the choices of all tokens of the step."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
+    store_choices(logits_ptr, correction_ptr, weights_ptr, ids_ptr, order_ptr, offsets_ptr, token, tokens, scale, jitter, OPTIONS)
 
-    Tiles are [TOKENS, BLOCK_GROUPS, BLOCK_SIZE]: tokens × groups × experts of a group.
+
+@triton.jit
+def store_choices(
+    logits_ptr,
+    correction_ptr,
+    weights_ptr,
+    ids_ptr,
+    order_ptr,
+    offsets_ptr,
+    token,  # int32 [T]: the tokens of this CTA
+    tokens,
+    scale,
+    jitter,
+    OPTIONS: tl.constexpr,
+):
+    """Choose the experts of tokens and store the weights, and the ids or the order: see `choose_experts_kernel` for the arguments.
+
+    Tiles are [T, BLOCK_GROUPS, BLOCK_SIZE]: tokens × groups × experts of a group.
     """
     NUM_EXPERTS: tl.constexpr = OPTIONS.num_experts
     TOP_K: tl.constexpr = OPTIONS.top_k
     SIZE: tl.constexpr = NUM_EXPERTS // OPTIONS.num_groups
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < tokens
     group = tl.arange(0, OPTIONS.block_groups)[None, :, None]
     column = tl.arange(0, OPTIONS.block_size)[None, None, :]
     expert_index = group * SIZE + column
     inside = (group < OPTIONS.num_groups) & (column < SIZE)
-    pdl_wait(USE_PDL)
-    pdl_launch_dependents(USE_PDL)
     row = tl.minimum(token, tokens - 1).to(tl.int64)[:, None, None]
     x = tl.load(logits_ptr + row * NUM_EXPERTS + expert_index, mask=inside, other=float("-inf")).to(tl.float32)
     ids, weights, slots = choose_experts(x, inside, expert_index, correction_ptr, scale, jitter, OPTIONS)
