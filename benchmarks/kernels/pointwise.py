@@ -24,7 +24,7 @@ from stoker.kernels.reference import norm as norm_ref
 from stoker.kernels.reference import rope as rope_ref
 from stoker.kernels.triton import activation, embedding, norm, rope
 from stoker.kernels.triton.gemm.quantized.activations import QuantizedActivations, quantize_rows
-from stoker.kernels.types import MEAN_TOKENS
+from stoker.kernels.types import MEAN_TOKENS, HeadNorms, Rotary
 
 COPY_CEILING = 4.28e12  # bytes/s, read + write
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, SIZE, BLOCK, EPS = 4096, 14336, 32, 8, 128, 64, 1e-5
@@ -94,8 +94,12 @@ def gathered(tokens: int) -> Launch:
     )
 
 
-def rotated(tokens: int, dtype: torch.dtype = torch.bfloat16, is_spread: bool = False) -> Launch:
-    """Rotation and cache write. is_spread: heads are balanced and transformed, and keys are stored less means, as with `FP8_KV`."""
+def rotated(tokens: int, dtype: torch.dtype = torch.bfloat16, is_spread: bool = False, is_normed: bool = False) -> Launch:
+    """Rotation and cache write.
+
+    is_spread: heads are balanced and transformed, and keys are stored less means, as with `FP8_KV`. is_normed: queries and keys are
+    normalized before, as in Qwen3.
+    """
     fused = values(tokens, (HEADS + 2 * KV_HEADS) * SIZE)
     q, k, v = (part.unflatten(1, (-1, SIZE)) for part in fused.split([HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE], 1))
     scale = None if dtype == torch.bfloat16 else torch.rand(KV_HEADS, device="cuda") + 0.1
@@ -108,6 +112,8 @@ def rotated(tokens: int, dtype: torch.dtype = torch.bfloat16, is_spread: bool = 
     positions = torch.randint(0, 8192, (tokens,), dtype=torch.int32, device="cuda")
     angles = torch.arange(8192, device="cuda")[:, None] / 500_000 ** (torch.arange(0, SIZE, 2, device="cuda") / SIZE)
     cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
+    norms = HeadNorms(*(torch.rand(SIZE, device="cuda").bfloat16() + 0.5 for _ in range(2)), 1e-6) if is_normed else None
+    rotary = Rotary(positions, cos_sin, False, norms)
 
     def error() -> float:
         before = fused.cpu()
@@ -115,15 +121,16 @@ def rotated(tokens: int, dtype: torch.dtype = torch.bfloat16, is_spread: bool = 
         zeros = (torch.zeros_like(cache.keys, device="cpu"), torch.zeros_like(cache.values, device="cpu"))
         others = (cache.key_scale, cache.value_scale, cache.key_balance, cache.key_mean)
         expected = KVCache(*zeros, *(None if t is None else t.cpu() for t in others))
-        turned = rope_ref.rope_store(*parts, positions.cpu(), cos_sin.cpu(), False, expected, slots.cpu())
-        rope.rope_store(q, k, v, positions, cos_sin, False, cache, slots)
+        cpu_norms = None if norms is None else HeadNorms(norms.q_weight.cpu(), norms.k_weight.cpu(), norms.eps)
+        turned = rope_ref.rope_store(*parts, Rotary(positions.cpu(), cos_sin.cpu(), False, cpu_norms), expected, slots.cpu())
+        rope.rope_store(q, k, v, rotary, cache, slots)
         found = [difference(q, turned)]
         found += [difference(a.float(), b.float()) for a, b in ((cache.keys, expected.keys), (cache.values, expected.values))]
         fused.copy_(before)
         return max(found)
 
     moved = 2 * q.numel() * 2 + 2 * k.numel() * (2 + dtype.itemsize)
-    return Launch(lambda: rope.rope_store(q, k, v, positions, cos_sin, False, cache, slots), moved, error, 2e-2 if is_spread else 5e-3)
+    return Launch(lambda: rope.rope_store(q, k, v, rotary, cache, slots), moved, error, 2e-2 if is_spread else 5e-3)
 
 
 KERNELS: dict[str, Callable[[int], Launch]] = {
@@ -131,6 +138,8 @@ KERNELS: dict[str, Callable[[int], Launch]] = {
     "gated silu 14336": gated,
     "embedding 4096": gathered,
     "rope + store": rotated,
+    "rope + store, normed": lambda tokens: rotated(tokens, is_normed=True),
+    "rope + store fp8, spread, normed": lambda tokens: rotated(tokens, torch.float8_e4m3fn, True, True),
     "rope + store fp8": lambda tokens: rotated(tokens, torch.float8_e4m3fn),
     "rope + store fp8, spread": lambda tokens: rotated(tokens, torch.float8_e4m3fn, True),
     "quantize 4096": lambda tokens: quantized(tokens, 4096, "plain"),
@@ -159,7 +168,7 @@ def main() -> None:
             seconds = graph_time([first.run, *(make(tokens).run for _ in range(copies - 1))])
             rate = first.num_bytes / seconds
             speed = f"{seconds * 1e6:8.2f} us {rate / 1e12:5.2f} TB/s {rate / COPY_CEILING:6.1%}"
-            print(f"{name:25} {tokens:5} tokens {speed}  error {error:.1e}{'' if error < first.bound else '  WRONG'}", flush=True)
+            print(f"{name:32} {tokens:5} tokens {speed}  error {error:.1e}{'' if error < first.bound else '  WRONG'}", flush=True)
             results.append({"kernel": name, "tokens": tokens, "us": seconds * 1e6, "floor_us": first.num_bytes / COPY_CEILING * 1e6})
     if chosen.json:
         with open(chosen.json, "w") as file:

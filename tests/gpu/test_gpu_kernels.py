@@ -13,7 +13,7 @@ from stoker.kernels.reference import attention as attention_reference
 from stoker.kernels.reference import linear as linear_reference
 from stoker.kernels.reference import rope as rope_reference
 from stoker.kernels.reference import sampling as sampling_reference
-from stoker.kernels.types import MEAN_TOKENS, AttentionParams, DrawParams, Fusion, Rotary
+from stoker.kernels.types import MEAN_TOKENS, AttentionParams, DrawParams, Fusion, HeadNorms, Rotary
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -148,6 +148,19 @@ def test_attention_over_e4m3_keys_with_means(
 @pytest.mark.parametrize("rows", [1, 8, 70])
 @pytest.mark.parametrize(("sizes", "features", "block"), SHAPES)
 def test_rope_attention(sizes: tuple[int, int, int], features: dict, block: int, rows: int, interleaved: bool, dtype: torch.dtype) -> None:
+    check_rope_attention(sizes, features, block, rows, interleaved, dtype, normed=False)
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("rows", [1, 8, 70])
+@pytest.mark.parametrize(("sizes", "features", "block"), SHAPES[: len(SIZES)])
+def test_rope_attention_with_norms(sizes: tuple[int, int, int], features: dict, block: int, rows: int, dtype: torch.dtype) -> None:
+    check_rope_attention(sizes, features, block, rows, False, dtype, normed=True)
+
+
+def check_rope_attention(
+    sizes: tuple[int, int, int], features: dict, block: int, rows: int, interleaved: bool, dtype: torch.dtype, normed: bool
+) -> None:  # fmt: skip
     """Decode rows whose last key and value are not in the cache yet."""
     heads, kv_heads, size = sizes
     cache, batch = ragged([(1, random.randrange(1, 700)) for _ in range(rows)], kv_heads, size, block, dtype)
@@ -155,7 +168,8 @@ def test_rope_attention(sizes: tuple[int, int, int], features: dict, block: int,
     batch.slots = torch.stack([batch.block_tables[row, at // block] * block + at % block for row, at in enumerate(last)]).int()
     batch.positions = torch.randint(0, 4000, (rows,), dtype=torch.int32)
     angles = torch.rand(4000, size // 4) * 6
-    rotary = Rotary(batch.positions, torch.cat((angles.cos(), angles.sin()), 1), interleaved)
+    norms = HeadNorms((torch.rand(size) * 2).to(dtype), torch.rand(size) * 2, 1e-5) if normed else None
+    rotary = Rotary(batch.positions, torch.cat((angles.cos(), angles.sin()), 1), interleaved, norms)
     qkv = torch.randn(rows, heads + 2 * kv_heads, size).to(dtype)
     numbers = {name: value for name, value in features.items() if name not in ("alibi", "sinks")}
     slopes = torch.rand(heads) * 0.2 if "alibi" in features else None
@@ -168,16 +182,46 @@ def test_rope_attention(sizes: tuple[int, int, int], features: dict, block: int,
     clean = KVCache(*(page.nan_to_num() for page in (cache.keys, cache.values)))  # type: ignore[union-attr]
     parts = (heads, kv_heads, kv_heads)
     params = AttentionParams(size**-0.5, **numbers, alibi_slopes=slopes, sinks=sinks)
-    q = rope_reference.rope_store(*qkv.clone().split(parts, 1), *rotary, clean, batch.slots)
+    q = rope_reference.rope_store(*qkv.clone().split(parts, 1), rotary, clean, batch.slots)
     wide = KVCache(clean.keys.double(), clean.values.double())  # type: ignore[union-attr]
     expected = attention_reference.attention(q.double(), wide, batch, params)
     of_device = {"alibi_slopes": None if slopes is None else slopes.cuda(), "sinks": None if sinks is None else sinks.cuda()}
     params = AttentionParams(size**-0.5, **numbers, **of_device)
-    moved_rotary = Rotary(on_device.positions, rotary.cos_sin.cuda(), interleaved)  # type: ignore[union-attr]
+    moved_norms = None if norms is None else HeadNorms(norms.q_weight.cuda(), norms.k_weight.cuda(), norms.eps)  # type: ignore[union-attr]
+    moved_rotary = Rotary(on_device.positions, rotary.cos_sin.cuda(), interleaved, moved_norms)  # type: ignore[union-attr]
     result = ops.rope_attention(*qkv.cuda().split(parts, 1), moved_rotary, moved, on_device, params)
     assert relative_error(result, expected) < BOUND[dtype]
     for pages, stored in ((moved.keys, clean.keys), (moved.values, clean.values)):
         assert relative_error(pages.nan_to_num(), stored) < BOUND[dtype]  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 70, 300])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("sizes", "dim"), [((32, 4, 128), 128), ((16, 2, 256), 64), ((8, 4, 256), 256), ((6, 3, 64), 0)])
+def test_rope_store_with_norms(sizes: tuple[int, int, int], dim: int, cache_dtype: torch.dtype, tokens: int) -> None:
+    """Heads are normalized in place in a fused projection, and rotated, transformed and stored."""
+    heads, kv_heads, size = sizes
+    is_8_bit = cache_dtype.itemsize == 1
+    scale = torch.rand(kv_heads) / 20 + 0.03 if is_8_bit else None
+    balance = torch.rand(kv_heads, 2, size) + 0.5 if is_8_bit else None
+    mean = torch.randn(kv_heads, 4, size) * 9 if cache_dtype == torch.float8_e4m3fn and size <= 128 else None
+    caches = [KVCache(*(torch.zeros(6, kv_heads, 64, size).to(cache_dtype) for _ in range(2)), scale, scale, balance, mean)]
+    caches += [KVCache(*(None if t is None else t.cuda() for t in (caches[0].keys, caches[0].values, scale, scale, balance, mean)))]  # type: ignore[arg-type]
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, size, dtype=torch.bfloat16)
+    positions, slots = torch.randint(0, 4000, (tokens,), dtype=torch.int32), torch.randperm(6 * 64)[:tokens].int()
+    angles = torch.rand(4000, dim // 2) * 6
+    table = torch.cat((angles.cos(), angles.sin()), 1) if dim else None
+    norms = HeadNorms(torch.rand(size) * 2, torch.rand(size) * 2, 1e-6)
+    results = []
+    for cache, device in zip(caches, ("cpu", "cuda"), strict=True):
+        moved = HeadNorms(norms.q_weight.to(device), norms.k_weight.to(device), norms.eps)  # type: ignore[union-attr]
+        rotary = Rotary(positions.to(device), None if table is None else table.to(device), False, moved)
+        parts = qkv.clone().to(device).split((heads, kv_heads, kv_heads), 1)
+        module = rope_reference if device == "cpu" else ops
+        results.append(module.rope_store(*parts, rotary, cache, slots.to(device)))
+    assert relative_error(results[1], results[0]) < BOUND[torch.bfloat16]
+    for expected, found in zip(*((cache.keys.float(), cache.values.float()) for cache in caches), strict=True):  # type: ignore[union-attr]
+        assert relative_error(found, expected) < (3e-2 if is_8_bit else BOUND[torch.bfloat16])
 
 
 def check_8_bit_cache(

@@ -14,6 +14,7 @@ from torch import Tensor
 from stoker.core.forward_batch import KVCache
 from stoker.kernels.reference import rope as reference
 from stoker.kernels.triton import rope as kernels
+from stoker.kernels.types import HeadNorms, Rotary
 
 POSITIONS = 40
 
@@ -32,6 +33,13 @@ def expected_rotation(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved
     turned = torch.complex(x[..., pairs[0]], x[..., pairs[1]]) * turn
     x[..., pairs[0]], x[..., pairs[1]] = turned.real, turned.imag
     return x
+
+
+def expected_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """The RMS norm of each head in float64, rounded to the dtype of x."""
+    wide = x.double()
+    wide = wide / (wide.square().sum(-1, keepdim=True) / x.shape[-1] + eps).sqrt()
+    return (wide if weight is None else wide * weight.double()).to(x.dtype)
 
 
 def fused(tokens: int, heads: int, kv_heads: int, size: int, value_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,7 +89,7 @@ def test_rotates_and_stores(
     slots = torch.tensor([5, 6 * block_size + 3, -1, 2 * block_size, 17, -1], dtype=torch.int32)
     cos_sin = table(dim) if dim else None
     cache = KVCache(pages(kv_heads, block_size, size, dtype), pages(kv_heads, block_size, value_size, dtype))
-    out = kernels.rope_store(q, k, v, positions, cos_sin, interleaved, cache, slots)
+    out = kernels.rope_store(q, k, v, Rotary(positions, cos_sin, interleaved), cache, slots)
     want_q, want_k = (expected_rotation(x, positions, cos_sin, interleaved) if dim else x.double() for x in before[:2])
     stored = slots >= 0
     assert relative_error(out, want_q) < TOLERANCE[dtype]
@@ -112,7 +120,7 @@ def test_quantizes_with_a_scale_per_head(dtype: torch.dtype, tokens: int) -> Non
     key_scale, value_scale = torch.tensor([0.013, 0.4]), torch.tensor([0.01, 0.02])
     cache = KVCache(pages(2, 16, 64, dtype), pages(2, 16, 64, dtype), key_scale, value_scale)
     slots = torch.randperm(7 * 16)[:tokens].int()
-    kernels.rope_store(q, k, v, torch.zeros(tokens, dtype=torch.int32), None, False, cache, slots)
+    kernels.rope_store(q, k, v, Rotary(torch.zeros(tokens, dtype=torch.int32), None, False), cache, slots)
     limit = 127.0 if dtype == torch.int8 else 448.0
     for stored, x, scale in ((cache.keys, k, key_scale), (cache.values, v, value_scale)):
         units = (x.float() / scale[:, None]).clamp(-limit, limit)
@@ -128,12 +136,71 @@ def test_quantizes_ties_to_even_and_clamps_all_magnitudes(dtype: torch.dtype) ->
     v = (torch.tensor(units) * scale).view(1, 1, 16)
     cache = KVCache(pages(1, 16, 16, dtype), pages(1, 16, 16, dtype), scale, scale)
     zero = torch.zeros(1, dtype=torch.int32)
-    kernels.rope_store(torch.zeros(1, 1, 16), v.clone(), v, zero, None, False, cache, zero)
+    kernels.rope_store(torch.zeros(1, 1, 16), v.clone(), v, Rotary(zero, None, False), cache, zero)
     limit = 127.0 if dtype == torch.int8 else 448.0
     clamped = torch.tensor(units).clamp(-limit, limit)
     want = clamped.round().to(torch.int8) if dtype == torch.int8 else clamped.to(dtype)
     for stored in (cache.keys, cache.values):
         assert torch.equal(read_slots(stored, zero)[0, 0].view(torch.int8), want.view(torch.int8))
+
+
+@pytest.mark.parametrize("weight_dtype", [None, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("module", [kernels, reference], ids=["triton", "reference"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "dim"), [(8, 2, 128, 128), (4, 4, 80, 32), (6, 3, 96, 96), (5, 1, 20, 10), (9, 9, 24, 0)]
+)
+def test_normalizes_heads_before_it_rotates_them(
+    module: ModuleType, heads: int, kv_heads: int, size: int, dim: int, dtype: torch.dtype, interleaved: bool,
+    weight_dtype: torch.dtype | None,
+) -> None:  # fmt: skip
+    q, k, v = fused(6, heads, kv_heads, size, size, dtype)
+    q *= torch.tensor([1e-3, 1, 30, 0, 1, 2])[:, None, None].to(dtype)  # eps matters, does not matter, and is all there is
+    before = q.clone(), k.clone(), v.clone()
+    weights = [None if weight_dtype is None else (torch.rand(size) * 4 - 1).to(weight_dtype) for _ in range(2)]
+    positions = torch.tensor([0, 39, 3, 7, 21, 0], dtype=torch.int32)
+    slots = torch.tensor([5, 99, -1, 32, 17, -1], dtype=torch.int32)
+    cos_sin = table(dim) if dim else None
+    cache = KVCache(*(pages(kv_heads, 16, size, dtype) for _ in range(2)))
+    out = module.rope_store(q, k, v, Rotary(positions, cos_sin, interleaved, HeadNorms(*weights, 1e-5)), cache, slots)
+    normed = [expected_norm(x, weight, 1e-5) for x, weight in zip(before[:2], weights, strict=True)]
+    want = [expected_rotation(x, positions, cos_sin, interleaved) if dim else x.double() for x in normed]
+    stored = slots >= 0
+    for row in range(6):
+        assert relative_error(out[row], want[0][row]) < TOLERANCE[dtype] if row != 3 else not out[row].any()
+    assert relative_error(read_slots(cache.keys, slots[stored]), want[1][stored]) < TOLERANCE[dtype]
+    assert torch.equal(read_slots(cache.values, slots[stored]), before[2][stored])
+    assert torch.equal(k, before[1]) and torch.equal(v, before[2])
+    for part in (cache.keys, cache.values):
+        assert (untouched(part, slots) == 99).all()
+
+
+@pytest.mark.parametrize("tokens", [3, 70])
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("balanced", "less_mean"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("size", "dim"), [(128, 128), (64, 32), (32, 0)])
+def test_norms_before_an_8_bit_cache(
+    size: int, dim: int, balanced: bool, less_mean: bool, cache_dtype: torch.dtype, tokens: int
+) -> None:  # fmt: skip
+    """One launch stores the same as a norm of its own and a launch without norms."""
+    q, k, v = fused(tokens, 6, 2, size, size, torch.bfloat16)
+    weights = [torch.rand(size) * 4 - 1 for _ in range(2)]
+    scale = torch.tensor([0.03, 0.05])
+    balance = torch.rand(2, 2, size) + 0.5 if balanced else None
+    means = torch.randn(2, 1, size) * 9 if less_mean else None
+    caches = [KVCache(*(pages(2, 16, size, cache_dtype) for _ in range(2)), scale, scale, balance, means) for _ in range(2)]
+    slots, positions = torch.randperm(7 * 16)[:tokens].int(), torch.randint(0, POSITIONS, (tokens,), dtype=torch.int32)
+    cos_sin = table(dim) if dim else None
+    normed = [expected_norm(x, weight, 1e-6) for x, weight in zip((q, k), weights, strict=True)]
+    want = kernels.rope_store(*normed, v, Rotary(positions, cos_sin, False), caches[0], slots)
+    out = kernels.rope_store(q, k, v, Rotary(positions, cos_sin, False, HeadNorms(*weights, 1e-6)), caches[1], slots)
+    assert relative_error(out, want) < TOLERANCE[torch.bfloat16]
+    for pair in zip(*((cache.keys, cache.values) for cache in caches), strict=True):
+        expected, found = (read_slots(part, slots).float() for part in pair)
+        # Another order of summation may round a normed feature to the next bfloat16, and that one to the next stored value.
+        assert (found != expected).float().mean() < 0.01
+        assert ((found - expected).abs() <= 1 + expected.abs() / 8).all()
 
 
 def transform_matrix(size: int, dim: int, interleaved: bool) -> Tensor:
@@ -170,7 +237,7 @@ def test_balances_and_transforms_queries_and_keys(
     balance, scale = torch.rand(kv_heads, 2, size) + 0.5, torch.rand(kv_heads) / 100 + 0.02
     cache = KVCache(pages(kv_heads, 16, size, cache_dtype), pages(kv_heads, 16, size, cache_dtype), scale, scale, balance)
     cos_sin = table(dim) if dim else None
-    out = module.rope_store(q, k, v, positions, cos_sin, interleaved, cache, slots)
+    out = module.rope_store(q, k, v, Rotary(positions, cos_sin, interleaved), cache, slots)
     queries, keys = (expected_rotation(x, positions, cos_sin, interleaved) if dim else x.double() for x in before)
     matrix = transform_matrix(size, dim, interleaved)
     assert torch.allclose(matrix @ matrix, torch.eye(size, dtype=torch.float64))
@@ -199,7 +266,7 @@ def test_subtracts_the_mean_of_the_position_from_all_keys_but_the_first(
     balance, scale, means = torch.rand(2, 2, size) + 0.5, torch.tensor([0.25, 2.0]), torch.randn(2, 3, size) * 9
     cache = KVCache(*(pages(2, 16, size, torch.float8_e4m3fn) for _ in range(2)), scale, scale, balance, means)
     cos_sin = torch.randn(2049, dim) if dim else None
-    out = module.rope_store(q, k, v, positions, cos_sin, interleaved, cache, slots)
+    out = module.rope_store(q, k, v, Rotary(positions, cos_sin, interleaved), cache, slots)
     queries, keys = (expected_rotation(x, positions, cos_sin, interleaved) if dim else x.double() for x in before)
     matrix, (of_keys, of_queries) = transform_matrix(size, dim, interleaved), balance.double().unbind(1)
     assert relative_error(out, (queries * of_queries.repeat_interleave(2, 0)) @ matrix) < TOLERANCE[torch.float32]
@@ -214,7 +281,7 @@ def test_a_mean_without_a_balance_is_refused() -> None:
     q, k, v = fused(1, 4, 2, 64, 64, torch.float32)
     cache = KVCache(*(pages(2, 16, 64, torch.float8_e4m3fn) for _ in range(2)), torch.ones(2), torch.ones(2), key_mean=torch.ones(2, 1, 64))
     with pytest.raises(ValueError, match="key_balance"):
-        kernels.rope_store(q, k, v, torch.ones(1, dtype=torch.int32), None, False, cache, torch.zeros(1, dtype=torch.int32))
+        kernels.rope_store(q, k, v, Rotary(torch.ones(1, dtype=torch.int32), None, False), cache, torch.zeros(1, dtype=torch.int32))
 
 
 def test_latent_cache_has_no_values() -> None:
@@ -222,7 +289,7 @@ def test_latent_cache_has_no_values() -> None:
     positions, slots = torch.tensor([1, 2, 3]), torch.tensor([3, 20, -1])
     before = k.clone()
     cache = KVCache(pages(1, 16, 576, torch.float32), None)
-    kernels.rope_store(q, k, k[..., :512], positions, table(64), True, cache, slots)
+    kernels.rope_store(q, k, k[..., :512], Rotary(positions, table(64), True), cache, slots)
     want = expected_rotation(before, positions, table(64), True)[:2]
     assert relative_error(read_slots(cache.keys, slots[:2]), want) < 1e-6
 
@@ -231,4 +298,4 @@ def test_nothing_to_do() -> None:
     q, k, v = fused(0, 4, 2, 64, 64, torch.float32)
     cache = KVCache(pages(2, 16, 64, torch.float32), pages(2, 16, 64, torch.float32))
     nothing = torch.zeros(0, dtype=torch.int32)
-    assert kernels.rope_store(q, k, v, nothing, table(64), False, cache, nothing).shape == (0, 4, 64)
+    assert kernels.rope_store(q, k, v, Rotary(nothing, table(64), False), cache, nothing).shape == (0, 4, 64)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from oracle import TOLERANCE, Case, expected_attention, relative_error
-from test_rope import POSITIONS, expected_rotation, read_slots, table
+from test_rope import POSITIONS, expected_norm, expected_rotation, read_slots, table
 from torch import Tensor
 
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.kernels.triton.attention import launch as kernels
 from stoker.kernels.triton.attention.tiles import AttentionTile, Splits
-from stoker.kernels.types import AttentionParams, Rotary
+from stoker.kernels.types import AttentionParams, HeadNorms, Rotary
 
 ROWS = [(1, 37), (1, 1), (1, 130), (1, 64), (1, 65), (1, 17)]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -69,6 +69,8 @@ def expected(
 ) -> tuple[Tensor, KVCache]:
     """The result of attention, and the cache after the write."""
     assert cache.values is not None
+    if rotary.norms is not None:
+        q, k = (expected_norm(x, weight, rotary.norms.eps) for x, weight in ((q, rotary.norms.q_weight), (k, rotary.norms.k_weight)))
     if rotary.cos_sin is not None:
         q, k = (expected_rotation(x, rotary.positions, rotary.cos_sin, rotary.interleaved).to(q.dtype) for x in (q, k))
     after = KVCache(cache.keys.clone(), cache.values.clone())
@@ -80,9 +82,11 @@ def expected(
 
 
 def check(
-    case: Case, dim: int, interleaved: bool, tile: AttentionTile | None = None, splits: Splits | None = None, split_tokens: int = 32
-) -> None:
+    case: Case, dim: int, interleaved: bool, tile: AttentionTile | None = None, splits: Splits | None = None, split_tokens: int = 32,
+    norms: HeadNorms | None = None,
+) -> None:  # fmt: skip
     q, k, v, rotary, cache, batch, params = new_tokens(case, dim, interleaved)
+    rotary = rotary._replace(norms=norms)
     batch.split_tokens = torch.tensor([split_tokens], dtype=torch.int32)  # which `splits` may select
     expected_out, after = expected(q, k, v, rotary, cache, batch, params)
     if tile is None:
@@ -105,6 +109,17 @@ def test_equals_float64(name: str) -> None:
     check(*CASES[name])
 
 
+def norms(size: int, dtype: torch.dtype | None = BF16) -> HeadNorms:
+    """Norms with random weights of the dtype, or without weights."""
+    return HeadNorms(*(None if dtype is None else (torch.rand(size) * 3 - 1).to(dtype) for _ in range(2)), 1e-5)
+
+
+@pytest.mark.parametrize("weight_dtype", [None, BF16, FP32])
+@pytest.mark.parametrize("name", CASES)
+def test_with_norms_equals_float64(name: str, weight_dtype: torch.dtype | None) -> None:
+    check(*CASES[name], norms=norms(CASES[name][0].size, weight_dtype))
+
+
 @pytest.mark.parametrize(
     "splits", [Splits(1), Splits(2), Splits(3), Splits(8, 2), Splits(16), Splits(2, by_lengths=True), Splits(16, by_lengths=True)]
 )
@@ -123,11 +138,13 @@ def test_random_combinations(seed: int) -> None:
         dtype=pick.choice((BF16, FP16, FP32)), window=pick.choice((None, None, 7, 33)), softcap=pick.choice((None, 10.0)),
         alibi=pick.random() < 0.3, sinks=pick.random() < 0.3,
     )  # fmt: skip
-    check(case, pick.choice((size, size // 2, 8)), pick.random() < 0.5)
+    check(case, pick.choice((size, size // 2, 8)), pick.random() < 0.5, norms=norms(size) if seed % 2 else None)
 
 
-def test_padding_rows_store_nothing_and_give_zeros() -> None:
+@pytest.mark.parametrize("normed", [False, True])
+def test_padding_rows_store_nothing_and_give_zeros(normed: bool) -> None:
     q, k, v, rotary, cache, batch, params = new_tokens(Case([(1, 37), (1, 5)]), 64, False)
+    rotary = rotary._replace(norms=norms(64) if normed else None)
     want = [pages.clone() for pages in (cache.keys, cache.values)]
     batch.seq_lens[1], batch.slots[1] = 0, -1
     out = kernels.rope_attention(q, k, v, rotary, cache, batch, params)

@@ -18,7 +18,7 @@ from stoker.engine.layerwise import LayerwiseModel, split_windows
 from stoker.kernels import ops
 from stoker.kernels.reference import rope as rope_reference
 from stoker.kernels.reference.rope import hadamard_transform, quantize
-from stoker.kernels.types import AttentionParams
+from stoker.kernels.types import AttentionParams, Rotary
 from stoker.layers.attention import alibi_slopes
 from stoker.layers.rope import rope_table
 from stoker.quant import key_spreading
@@ -72,7 +72,7 @@ def test_attention_over_unrounded_keys_does_not_change(
     q, k, v = torch.randn(TOKENS, 6, 24), torch.randn(TOKENS, 2, 24) + 5 * torch.randn(2, 24), torch.randn(TOKENS, 2, 24)
 
     def run(cache: KVCache) -> tuple[Tensor, Tensor]:
-        queries = ops.rope_store(q.clone(), k, v, batch.positions, table, interleaved, cache, batch.slots)
+        queries = ops.rope_store(q.clone(), k, v, Rotary(batch.positions, table, interleaved), cache, batch.slots)
         return queries, ops.attention(queries, cache, batch, params)
 
     pages = [torch.zeros(1, 2, TOKENS, 24) for _ in range(4)]

@@ -362,25 +362,24 @@ def replay(recordings: Recordings, layers: Layers, x: Tensor, batch: ForwardBatc
 def rotate_heads(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
     """x [T, heads, D] rotated by rotary position embedding, for models that normalize heads after it. May overwrite x.
 
-    The last axis of x has unit stride. The other arguments are those of `rope_store`.
+    The last axis of x has unit stride. The other arguments are those of `Rotary`.
     """
     return _pick(x, rope_ref).rotate_heads(x, positions, cos_sin, interleaved)
 
 
-def rope_store(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor | None, interleaved: bool, cache: KVCache, slots: Tensor
-) -> Tensor:
-    """Rotate q and k by rotary position embedding, store k and v in the cache, and return q.
+def rope_store(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, slots: Tensor) -> Tensor:
+    """Normalize q and k, rotate them by rotary position embedding, store k and v in the cache, and return q.
 
     q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, Dv]: views with unit stride in the last axis; q may be changed in place.
-    cos_sin float32 [max_positions, dim] holds dim / 2 cosines, then dim / 2 sines, for the first dim features; None: no rotation.
-    positions int32 [T]: rows of cos_sin; with a `key_mean` they must be positions in the sequence.
+    rotary.norms: RMS norms of each head, which round to the dtype of q as `norm` does; None: no norms.
+    rotary.cos_sin float32 [max_positions, dim] holds dim / 2 cosines, then dim / 2 sines, for the first dim features; None: no rotation.
+    rotary.positions int32 [T]: rows of cos_sin; with a `key_mean` they must be positions in the sequence.
     slots int32 [T]: block × block_size + place in the block; -1 stores nowhere.
 
     A quantized cache stores round(x ÷ scale). With `key_balance`, q and k are multiplied by its factors and Hadamard-transformed
     (`reference.rope.hadamard_transform`), which leaves q · k unchanged. With `key_mean`, keys are stored less a mean.
     """
-    return _pick(q, rope_ref).rope_store(q, k, v, positions, cos_sin, interleaved, cache, slots)
+    return _pick(q, rope_ref).rope_store(q, k, v, rotary, cache, slots)
 
 
 def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
@@ -399,7 +398,7 @@ def rope_attention(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCac
     """`rope_store`, then `attention`. On a GPU one launch computes both in decode steps over a cache of q's dtype, where that is faster."""
     launcher = None if q.is_cpu else _GPU.get(attention_ref)
     if launcher is None:
-        return attention(rope_store(q, k, v, *rotary, cache, batch.slots), cache, batch, params)
+        return attention(rope_store(q, k, v, rotary, cache, batch.slots), cache, batch, params)
     return launcher.rope_attention(q, k, v, rotary, cache, batch, params)
 
 

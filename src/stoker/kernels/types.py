@@ -22,12 +22,21 @@ def supports_key_mean(head_size: int) -> bool:
     return head_size <= MAX_MEAN_HEAD_SIZE and head_size & (head_size - 1) == 0
 
 
+class HeadNorms(NamedTuple):
+    """RMS norms over the features of each head of queries and keys. Weights are those of all heads, [D]; None: no weights."""
+
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+
+
 class Rotary(NamedTuple):
-    """The rotary position embedding of a step: see `ops.rope_store`."""
+    """The rotary position embedding of a step, and the norms before it: see `ops.rope_store`."""
 
     positions: Tensor  # int32 [T]
     cos_sin: Tensor | None  # float32 [max_positions, dim]: dim / 2 cosines, then dim / 2 sines; None: no rotation
     interleaved: bool  # features 2i and 2i + 1 are a pair; otherwise i and i + dim / 2
+    norms: HeadNorms | None = None  # of queries and keys before they are rotated
 
 
 class TokenScores(NamedTuple):

@@ -15,7 +15,7 @@ from stoker.kernels.types import PLAIN, AttentionParams, Rotary
 from stoker.layers.linear import linear_all_reduce
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
-from stoker.layers.qk_norm import norm_specs, qk_norm
+from stoker.layers.qk_norm import head_norms, norm_specs, qk_norm
 from stoker.layers.rope import step_table
 from stoker.layers.shard import num_local_kv_heads, query_heads
 
@@ -35,6 +35,7 @@ class Attention:
         self.interleaved = config.rope.interleaved if config.rope else False
         self.two_axes = config.rope.two_axes if config.rope else False
         self.qk_norm = qk_norm(config, loader, name)
+        self.head_norms = head_norms(config, loader, name)
         self.params = AttentionParams(
             scale=config.scale if config.scale is not None else config.head_size**-0.5,
             window=config.window,
@@ -130,7 +131,7 @@ class Attention:
             q = q * _logn(batch.positions, config.logn_length).to(q.dtype)
         if config.query_scale is not None:
             q = q * _query_scale(batch.positions, config.query_scale).to(q.dtype)
-        return self.attend(q, k, v, Rotary(positions, cos_sin, self.interleaved), cache, batch, params)
+        return self.attend(q, k, v, Rotary(positions, cos_sin, self.interleaved, self.head_norms), cache, batch, params)
 
     def _attend_shared(self, q: Tensor, batch: ForwardBatch, cache: KVCache, params: AttentionParams) -> Tensor:
         """Attention of q [T, heads, head_size] over the cache of another layer, which has stored the keys and values of this step."""
@@ -138,7 +139,8 @@ class Attention:
         if self.qk_norm is not None:
             q, _ = self.qk_norm(q, unused)
         nowhere = torch.full_like(batch.slots, -1)
-        q = ops.rope_store(q, unused, unused, batch.positions, self.cos_sin, self.interleaved, cache, nowhere)
+        rotary = Rotary(batch.positions, self.cos_sin, self.interleaved, self.head_norms)
+        q = ops.rope_store(q, unused, unused, rotary, cache, nowhere)
         return ops.attention(q, cache, batch, params)
 
     def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,8 @@
-"""Norms of queries and keys: per head, per head with separate weights, or over all heads, which may be on several ranks."""
+"""Norms of queries and keys: per head, per head with separate weights, or over all heads, which may be on several ranks.
+
+RMS norms per head with the same weights for all heads (Qwen3, Gemma 3) are part of the kernels that rotate queries and keys (`head_norms`).
+The other norms are ops of their own (`qk_norm`).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from stoker.base.errors import ConfigError
 from stoker.core.model_config import AttentionConfig, NormConfig
 from stoker.core.specs import Spec, TensorSpec
 from stoker.kernels import ops
+from stoker.kernels.types import HeadNorms
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
 from stoker.layers.shard import kv_copies
@@ -19,9 +24,25 @@ from stoker.layers.shard import kv_copies
 QKNorm = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
+def head_norms(config: AttentionConfig, loader: Loader, name: str) -> HeadNorms | None:
+    """The norms of queries and keys that are computed as they are rotated, or None if there are none. Without k_norm in a shared cache."""
+    if config.qk_norm is None or not _is_rotated_next(config):
+        return None
+    keys = ("q_norm", "k_norm") if config.kv_layer is None else ("q_norm",)
+    weights = [Norm(config.qk_norm, loader, f"{name}.{key}", config.head_size).weight for key in keys]
+    return HeadNorms(weights[0], weights[1] if len(weights) > 1 else None, config.qk_norm.eps)
+
+
+def _is_rotated_next(config: AttentionConfig) -> bool:
+    """Whether the norms of queries and keys are RMS norms per head, and nothing is computed between them and the rotation."""
+    assert config.qk_norm is not None
+    is_plain = config.qk_norm.kind == "rms" and not config.qk_norm.bias and not (config.qk_norm_heads or config.qk_norm_full)
+    return is_plain and config.logn_length is None and config.query_scale is None
+
+
 def qk_norm(config: AttentionConfig, loader: Loader, name: str) -> QKNorm | None:
-    """A function (q, k) → (q, k) that normalizes queries and keys as the config requires, or None if it has no such norm."""
-    if config.qk_norm is None:
+    """A function (q, k) → (q, k) that normalizes queries and keys, or None if the config has no such norm or `head_norms` are those."""
+    if config.qk_norm is None or _is_rotated_next(config):
         return None
     if config.kv_layer is not None:
         return _pair(Norm(config.qk_norm, loader, f"{name}.q_norm", config.head_size), lambda k: k)

@@ -48,6 +48,7 @@ from stoker.kernels.types import (
     FusedLayer,
     FusedLinear,
     Fusion,
+    HeadNorms,
     Mamba2Params,
     Rotary,
     RowTokens,
@@ -138,22 +139,28 @@ def attend(
     (attention.decode if decodes else attention.prefill)(q, pages, batch, AttentionParams(0.1, **features), out, tile)  # type: ignore[arg-type]
 
 
-def rope_attend(rows: int, interleaved: bool = False, size: int = 128, dim: int = 128, by_lengths: bool = False) -> None:
+def norms(size: int, normed: bool) -> HeadNorms | None:
+    return HeadNorms(meta(size), meta(size), 1e-6) if normed else None
+
+
+def rope_attend(
+    rows: int, interleaved: bool = False, size: int = 128, dim: int = 128, by_lengths: bool = False, normed: bool = False
+) -> None:  # fmt: skip
     """Decode rows whose last keys and values are not in the cache yet."""
     fused = meta(rows, 48 * size)
     heads = fused.view(rows, 48, size)
     batch = ForwardBatch(index(rows), index(rows), index(rows), index(rows + 1), index(rows), index(rows, 64), rows, 1, 4096)
     if by_lengths:
         batch.split_tokens = index(1)
-    rotary = Rotary(batch.positions, meta(8192, dim, dtype=FP32) if dim else None, interleaved)
+    rotary = Rotary(batch.positions, meta(8192, dim, dtype=FP32) if dim else None, interleaved, norms(size, normed))
     attention.rope_attention(*heads.split((32, 8, 8), 1), rotary, cache(8, 64, size, size, BF16), batch, AttentionParams(0.1))
 
 
-def rope_store(tokens: int, cache_dtype: torch.dtype, interleaved: bool = False, dim: int = 128) -> None:
+def rope_store(tokens: int, cache_dtype: torch.dtype, interleaved: bool = False, dim: int = 128, normed: bool = False) -> None:
     fused = meta(tokens, 6144)
     q, k, v = fused[:, :4096].view(tokens, 32, 128), fused[:, 4096:5120].view(tokens, 8, 128), fused[:, 5120:].view(tokens, 8, 128)
     pages = cache(8, 64, 128, 128, cache_dtype)
-    rope.rope_store(q, k, v, index(tokens), meta(8192, dim, dtype=FP32), interleaved, pages, index(tokens))
+    rope.rope_store(q, k, v, Rotary(index(tokens), meta(8192, dim, dtype=FP32), interleaved, norms(128, normed)), pages, index(tokens))
 
 
 def sample(rows: int, dtype: torch.dtype, all_greedy: bool) -> None:
@@ -394,6 +401,11 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "rope fp8": lambda: rope_store(8192, FP8),
     "rope int8": lambda: rope_store(64, torch.int8),
     "rope interleaved, partial": lambda: rope_store(64, BF16, True, 64),
+    "rope decode, normed": lambda: rope_store(8, BF16, normed=True),
+    "rope prefill, normed": lambda: rope_store(8192, BF16, normed=True),
+    "rope fp8, normed": lambda: rope_store(8192, FP8, normed=True),
+    "rope int8, normed": lambda: rope_store(64, torch.int8, normed=True),
+    "rope interleaved, partial, normed": lambda: rope_store(64, BF16, True, 64, normed=True),
     "decode 1": lambda: attend(1, 1),
     "decode and rotate 1": lambda: rope_attend(1),
     "decode and rotate 64": lambda: rope_attend(64),
@@ -409,6 +421,12 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "decode fp8 256, split by lengths": lambda: attend(256, 1, cache_dtype=FP8, by_lengths=True, captured=True),
     "decode int8, split by lengths": lambda: attend(64, 1, cache_dtype=torch.int8, by_lengths=True),
     "decode latent, split by lengths": lambda: attend(64, 1, by_lengths=True, **LATENT),  # type: ignore[arg-type]
+    "decode and rotate 1, normed": lambda: rope_attend(1, normed=True),
+    "decode and rotate 64, normed": lambda: rope_attend(64, normed=True),
+    "decode and rotate 64, normed, 256 wide, partial": lambda: rope_attend(64, size=256, dim=64, normed=True),
+    "decode and store 64, normed, without rotation": lambda: rope_attend(64, dim=0, normed=True),
+    "decode and rotate 64, normed, split by lengths": lambda: rope_attend(64, by_lengths=True, normed=True),
+    "decode and rotate 256, normed, split by lengths": lambda: rope_attend(256, by_lengths=True, normed=True),
     "decode and rotate 64, split by lengths": lambda: rope_attend(64, by_lengths=True),
     "decode and rotate 256, split by lengths": lambda: rope_attend(256, by_lengths=True),
     "decode fp8 captured": lambda: attend(256, 1, cache_dtype=FP8, captured=True),

@@ -22,8 +22,15 @@ BOUNDS = {
     "xielu": (SMALL, 0), "rotate heads": (SMALL, 0),
     "sum of two copied summands, 8192 features": (SMALL, 0), "sum of two copied summands, 72 features": (SMALL, 0),
     "rope decode": (SMALL, 0), "rope prefill": (SMALL, 0),
+    "rope decode, normed": (SMALL, 0), "rope prefill, normed": (SMALL, 0),
+    "rope interleaved, partial, normed": (SMALL, 0),
+    "rope fp8, normed": (80, 0), "rope int8, normed": (80, 0),
     "rope fp8": (72, 0), "rope int8": (72, 0),  # with the Hadamard transform of keys and queries
     "decode and rotate 1": (144, 0), "decode and rotate 64": (FOUR_CTAS, 0),
+    "decode and rotate 1, normed": (144, 0), "decode and rotate 64, normed": (FOUR_CTAS, 0),
+    "decode and rotate 64, normed, split by lengths": (FOUR_CTAS, 0),
+    "decode and rotate 256, normed, split by lengths": (FOUR_CTAS, 0),
+    "decode and rotate 64, normed, 256 wide, partial": (144, 0),  # three CTAs per SM, as its shared memory allows
     "decode 1": (144, 0), "decode 64": (FOUR_CTAS, 0), "decode 256": (FOUR_CTAS, 0), "decode fp8": (FOUR_CTAS, 0),
     "decode fp8 512": (224, 0),  # nine CTAs of one warp per SM
     "decode 64, split by lengths": (FOUR_CTAS, 0), "decode fp8, split by lengths": (FOUR_CTAS, 0),

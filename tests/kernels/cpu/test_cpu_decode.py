@@ -9,7 +9,7 @@ from torch import Tensor
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import attention, quant_int8, rope
-from stoker.kernels.types import AttentionParams, Fusion
+from stoker.kernels.types import AttentionParams, Fusion, Rotary
 
 SIZE, BLOCK = 16, 4
 
@@ -54,10 +54,10 @@ def test_fused_queries_and_keys_rotate_like_separate_ones(slots: tuple[int, ...]
     count = len(slots)
     heads = torch.randn(count, 4 + 2 + 2, SIZE)
     q, k, v = heads.split((4, 2, 2), dim=1)
-    table, positions = torch.randn(32, dim), ints(*range(7, 7 + count))
+    rotary = Rotary(ints(*range(7, 7 + count)), torch.randn(32, dim), interleaved)
     joined, apart = cache(), cache()
-    found = rope.rope_store(q, k, v, positions, table, interleaved, joined, ints(*slots))
-    want = rope.rope_store(q.clone(), k.clone(), v.clone(), positions, table, interleaved, apart, ints(*slots))
+    found = rope.rope_store(q, k, v, rotary, joined, ints(*slots))
+    want = rope.rope_store(q.clone(), k.clone(), v.clone(), rotary, apart, ints(*slots))
     assert torch.equal(found, want)
     assert torch.equal(joined.keys, apart.keys) and joined.values is not None and apart.values is not None
     assert torch.equal(joined.values, apart.values)

@@ -21,7 +21,7 @@ from stoker.kernels.reference import linear as linear_reference
 from stoker.kernels.reference import quant_int4 as int4_reference
 from stoker.kernels.reference import quant_int8 as int8_reference
 from stoker.kernels.reference import rope as rope_reference
-from stoker.kernels.types import PLAIN, AttentionParams, FusedLayer, FusedLinear, Fusion
+from stoker.kernels.types import PLAIN, AttentionParams, FusedLayer, FusedLinear, Fusion, HeadNorms, Rotary
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 4e-3}  # bfloat16: one rounding of the result
 DIGITS_TOLERANCE = 8e-5  # of activations that are rounded to 16 bits (digits.h)
@@ -409,7 +409,10 @@ def test_empty_and_unsupported_arguments() -> None:
 )
 @pytest.mark.parametrize(("dim", "size"), [(0, 48), (16, 48), (48, 48), (20, 21), (64, 64)])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rope_store_equals_the_reference(interleaved: bool, dim: int, size: int, cache_dtype: torch.dtype, balanced: bool) -> None:
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_store_equals_the_reference(
+    normed: bool, interleaved: bool, dim: int, size: int, cache_dtype: torch.dtype, balanced: bool
+) -> None:  # fmt: skip
     dtype = torch.float32 if cache_dtype == torch.int8 else cache_dtype
     scales = [torch.rand(2) * 0.02 + 0.01 if cache_dtype == torch.int8 else None for _ in range(2)]
     scales += [torch.rand(2, 2, size) + 0.5] if balanced else []
@@ -418,10 +421,13 @@ def test_rope_store_equals_the_reference(interleaved: bool, dim: int, size: int,
     q, k, v = heads.split((4, 2, 2), dim=1)
     positions, slots = torch.tensor([7, 0, 39], dtype=torch.int32), torch.tensor([9, -1, 19], dtype=torch.int32)
     table = torch.randn(40, dim) if dim else None
-    want = rope_reference.rope_store(q.clone(), k, v, positions, table, interleaved, caches[0], slots)
+    norms = HeadNorms(torch.rand(size).to(dtype) + 0.5, torch.rand(size) + 0.5, 1e-5) if normed else None
+    rotary = Rotary(positions, table, interleaved, norms)
+    want = rope_reference.rope_store(q.clone(), k, v, rotary, caches[0], slots)
     before = k.clone(), v.clone()
-    found = rope.rope_store(q, k, v, positions, table, interleaved, caches[1], slots)
-    assert found.data_ptr() == q.data_ptr() and torch.equal(k, before[0]) and torch.equal(v, before[1])
+    found = rope.rope_store(q, k, v, rotary, caches[1], slots)
+    assert normed or found.data_ptr() == q.data_ptr()
+    assert torch.equal(k, before[0]) and torch.equal(v, before[1])
     torch.testing.assert_close(found, want)
     for name in ("keys", "values"):
         ours, theirs = (getattr(cache, name).float() for cache in caches)
@@ -436,7 +442,7 @@ def test_positions_and_slots_out_of_range_raise_and_store_nothing(position: int,
     q, k, v = torch.randn(1, 3 * 2, 16).split(2, dim=1)
     positions, slots = (torch.tensor([index], dtype=torch.int32) for index in (position, slot))
     with pytest.raises(IndexError):
-        rope.rope_store(q, k, v, positions, torch.randn(40, 16), False, cache, slots)
+        rope.rope_store(q, k, v, Rotary(positions, torch.randn(40, 16), False), cache, slots)
     assert not cache.keys.any()
 
 

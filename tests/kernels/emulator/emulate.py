@@ -1,4 +1,4 @@
-"""Run kernels on an emulated device: `fused_layer FORM`, for one weight format, `attention`, `prompts` or `large_gemm`.
+"""Run kernels on an emulated device: `fused_layer FORM`, for one weight format, `attention`, `prompts`, `rotation` or `large_gemm`.
 
 A process without TRITON_INTERPRET.
 """
@@ -15,9 +15,10 @@ from emulated.launch import emulating
 from fused_layer_cases import check, problem
 from oracle import TOLERANCE, Case, expected_attention, padded, relative_error
 from test_attention import DRAFTED, test_draft_tokens_combine_by_flags, test_flags_of_results_whose_bits_are_all_zero
+from test_rope import test_normalizes_heads_before_it_rotates_them, test_norms_before_an_8_bit_cache
 
 from stoker.kernels.reference import linear as linear_reference
-from stoker.kernels.triton import norm
+from stoker.kernels.triton import norm, rope
 from stoker.kernels.triton.attention import launch as kernels
 from stoker.kernels.triton.attention.tiles import AttentionTile, Splits
 from stoker.kernels.triton.attention.warp_specialized import launch as prompts
@@ -98,11 +99,24 @@ def attend() -> None:
     ):  # fmt: skip
         with emulating(case.size, num_ctas):
             attention.check(case, dim, False, AttentionTile(16, 16, 4, 2), splits)
+    for case, dim in ((half, 64), (wide, 64)):
+        with emulating(case.size):
+            attention.check(case, dim, False, AttentionTile(16, 16, 4, 2), Splits(4), norms=attention.norms(case.size))
     with emulating():
         test_flags_of_results_whose_bits_are_all_zero()
         test_draft_tokens_combine_by_flags(*DRAFTED["chains"])
     for case in (Case([(1, 40), (1, 9)], dtype=torch.bfloat16), Case([(3, 40), (2, 9)], dtype=torch.bfloat16)):
         attend_captured(case)
+
+
+def rotate() -> None:
+    """Queries that are normalized and rotated in place, although warps are delayed, and keys that are stored in 16 and 8 bits."""
+    for heads, kv_heads, size, dim, interleaved in ((8, 2, 128, 128, False), (5, 1, 20, 10, True), (16, 2, 256, 64, False)):
+        with emulating():
+            test_normalizes_heads_before_it_rotates_them(rope, heads, kv_heads, size, dim, torch.bfloat16, interleaved, torch.float32)
+    for tokens in (3, 70):
+        with emulating():
+            test_norms_before_an_8_bit_cache(128, 128, True, True, torch.float8_e4m3fn, tokens)
 
 
 def attend_captured(case: Case) -> None:
@@ -221,4 +235,7 @@ def _operand(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    {"attention": attend, "prompts": attend_prompts, "large_gemm": multiply, "fused_layer": lambda: fused_layer(sys.argv[2])}[sys.argv[1]]()
+    {
+        "attention": attend, "prompts": attend_prompts, "rotation": rotate, "large_gemm": multiply,
+        "fused_layer": lambda: fused_layer(sys.argv[2]),
+    }[sys.argv[1]]()  # fmt: skip

@@ -58,7 +58,7 @@ class CacheRecordingLoader(Loader):
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, batch: ForwardBatch, params: AttentionParams
     ) -> Tensor:
         """Compute `ops.rope_attention` in two steps, and record the cache between them."""
-        q = ops.rope_store(q, k, v, *rotary, cache, batch.slots)
+        q = ops.rope_store(q, k, v, rotary, cache, batch.slots)
         self.stats.add(q, cache.keys, cache.values)
         return ops.attention(q, cache, batch, params)
 

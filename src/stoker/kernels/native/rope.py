@@ -1,4 +1,4 @@
-"""Rotary position embedding and the write into the paged KV cache by the C kernel (rope.c)."""
+"""Rotary position embedding and the write into the paged KV cache by the C kernel (rope.c), after norms by another (norm.c)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from torch import Tensor
 
 from stoker.kernels.native.library import ABSENT, FLOAT32, INT32, ROPE_STORE, TensorInfo, kernels, tensor_info
 from stoker.kernels.native.linear import ACTIVATION_DTYPES
+from stoker.kernels.native.norm import norm
 from stoker.kernels.native.pages import native_pages
 from stoker.kernels.reference import rope as reference
+from stoker.kernels.types import Rotary
 
 if TYPE_CHECKING:
     from stoker.core.forward_batch import KVCache
@@ -18,13 +20,18 @@ if TYPE_CHECKING:
 rotate_heads = reference.rotate_heads
 
 
-def rope_store(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor | None, interleaved: bool, cache: KVCache, slots: Tensor
-) -> Tensor:
-    """Rotate q and k and store k and v (`ops.rope_store`) by the C kernel where it is supported, otherwise by the reference."""
-    if _rope_store(q, k, v, tensor_info(positions), tensor_info(cos_sin), interleaved, cache, tensor_info(slots)):
+def rope_store(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, slots: Tensor) -> Tensor:
+    """Normalize and rotate q and k and store k and v (`ops.rope_store`) by C kernels where they are supported, else by the reference.
+
+    Norms are calls of their own, which run on all cores.
+    """
+    norms = rotary.norms
+    if norms is not None:
+        q, k = (norm(x, weight, None, norms.eps, "rms") for x, weight in ((q, norms.q_weight), (k, norms.k_weight)))
+        rotary = rotary._replace(norms=None)
+    if _rope_store(q, k, v, tensor_info(rotary.positions), tensor_info(rotary.cos_sin), rotary.interleaved, cache, tensor_info(slots)):
         return q
-    return reference.rope_store(q, k, v, positions, cos_sin, interleaved, cache, slots)
+    return reference.rope_store(q, k, v, rotary, cache, slots)
 
 
 def _rope_store(

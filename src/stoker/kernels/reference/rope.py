@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from stoker.kernels.types import MEAN_TOKENS
+from stoker.kernels.reference.norm import norm
+from stoker.kernels.types import MEAN_TOKENS, Rotary
 
 if TYPE_CHECKING:
     from stoker.core.forward_batch import KVCache
 
 
-def rope_store(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor | None, interleaved: bool, cache: KVCache, slots: Tensor
-) -> Tensor:
-    """Rotate q and k, store k and v in the cache, and return q (`ops.rope_store`)."""
+def rope_store(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, slots: Tensor) -> Tensor:
+    """Normalize and rotate q and k, store k and v in the cache, and return q (`ops.rope_store`)."""
+    positions, cos_sin, interleaved, norms = rotary
+    if norms is not None:
+        q, k = (norm(x, weight, None, norms.eps, "rms") for x, weight in ((q, norms.q_weight), (k, norms.k_weight)))
     if cos_sin is not None:
         cos_sin_rows = cos_sin.index_select(0, positions)
         qk = _fused_view(q, k)

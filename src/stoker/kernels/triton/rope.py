@@ -1,12 +1,14 @@
-"""Rotary position embedding (arXiv 2104.09864) and the write into the paged KV cache, in one launch.
+"""Norms of queries and keys, rotary position embedding (arXiv 2104.09864) and the write into the paged KV cache, in one launch.
 
-For each token t and pair (a, b) of features that rotate together, with angle θ of the token's position:
+With norms (`HeadNorms`), each head x of q and k first becomes x / sqrt(mean(x²) + eps) × weight, rounded to its dtype, which is the
+result of `norm.norm` for q and k, without its two launches. For each token t and pair (a, b) of features that rotate together, with angle θ
+of the token's position:
 
     a' = a cos θ - b sin θ        pairs: (0, half), (1, half + 1) ...     or, interleaved: (0, 1), (2, 3) ...
     b' = b cos θ + a sin θ
 
-q [T, num_heads, size] is rotated in place. k [T, kv_heads, size] rotated, and v [T, kv_heads, value_size], are stored at slot
-block × block_size + place of the cache (`kv_pages`): as they are, or in an 8-bit cache as round(x ÷ scale of the head).
+q [T, num_heads, size] is normalized and rotated in place. k [T, kv_heads, size], likewise, and v [T, kv_heads, value_size] are stored at
+slot block × block_size + place of the cache (`kv_pages`): as they are, or in an 8-bit cache as round(x ÷ scale of the head).
 
 With `key_balance`, heads are multiplied by factors per feature and go through a Hadamard transform (`hadamard`), after which no feature
 stands out (QuaRot, arXiv 2404.00456); products of queries and keys stay the same. With `key_mean`, keys are stored less a mean.
@@ -35,6 +37,7 @@ from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options,
 
 if TYPE_CHECKING:
     from stoker.core.forward_batch import KVCache
+    from stoker.kernels.types import Rotary
 
 
 class QKV(NamedTuple):
@@ -51,6 +54,8 @@ class QKV(NamedTuple):
     stride_k_head: int
     stride_v_token: int
     stride_v_head: int
+    q_norm_ptr: Tensor | None  # [size]: the weight of the norm of each head of q; None: no weight, or no norm
+    k_norm_ptr: Tensor | None
 
 
 class HeadFeatures(NamedTuple):
@@ -65,6 +70,7 @@ class HeadFeatures(NamedTuple):
     block_value: int  # value_size, likewise
     hadamard_half: int  # the largest power of two that divides half: the block size of its Hadamard transform
     hadamard_rest: int  # of size - 2 × half
+    norm_eps: float | None  # of the RMS norms of q and k; None: they have none
 
 
 @triton.jit
@@ -139,27 +145,6 @@ def store_pairs(target_ptr, offsets, first, second, scale, inside, FEATURES: tl.
 
 
 @triton.jit
-def load_rotated_pairs(source_ptr, offsets, cos_sin_row_ptr, inside, FEATURES: tl.constexpr):
-    """(first, second) as `load_pairs` returns them, rotated by the angles of one token.
-
-    `cos_sin_row_ptr` points to `half` cosines, then `half` sines.
-    """
-    pair = tl.arange(0, FEATURES.block_half)[None, :]
-    cos = tl.load(cos_sin_row_ptr + pair, mask=pair < FEATURES.half, other=0.0)
-    sin = tl.load(cos_sin_row_ptr + FEATURES.half + pair, mask=pair < FEATURES.half, other=0.0)
-    first, second = load_pairs(source_ptr, offsets, inside, FEATURES)
-    return first * cos - second * sin, second * cos + first * sin
-
-
-@triton.jit
-def rotate_and_store(source_ptr, source_offsets, target_ptr, target_offsets, scale, cos_sin_row_ptr, inside, FEATURES: tl.constexpr):
-    """Load the first 2 × half features of several heads from `source_ptr`, rotate them, and store them at `target_ptr`."""
-    dtype: tl.constexpr = source_ptr.dtype.element_ty
-    first, second = load_rotated_pairs(source_ptr, source_offsets, cos_sin_row_ptr, inside, FEATURES)
-    store_pairs(target_ptr, target_offsets, first.to(dtype), second.to(dtype), scale, inside, FEATURES)
-
-
-@triton.jit
 def load_features(source_ptr, offsets, inside, BEGIN: tl.constexpr, END: tl.constexpr, WIDTH: tl.constexpr):
     """Load features BEGIN : END of several heads, as [heads, WIDTH] in the dtype of the source, with zeros from END on.
 
@@ -178,12 +163,89 @@ def store_features(target_ptr, offsets, x, scale, inside, BEGIN: tl.constexpr, E
 
 
 @triton.jit
-def copy_heads(
-    source_ptr, source_offsets, target_ptr, target_offsets, scale, inside, BEGIN: tl.constexpr, END: tl.constexpr, WIDTH: tl.constexpr
+def normalized(x, factor, weight, DTYPE: tl.constexpr):
+    """x × factor × weight (None: 1) in float32, rounded to the dtype of the heads as the result of a norm of its own is."""
+    x = x * factor
+    if weight is not None:
+        x = x * weight
+    return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def load_head(source_ptr, offsets, norm_ptr, inside, FEATURES: tl.constexpr):
+    """(first, second, rest) of several heads, float32, after their norm if FEATURES has one.
+
+    `first` and `second` are pairs of features (`load_pairs`), `rest` the features that are not rotated. A part without features is another
+    name of one that has some. `norm_ptr` [size]: the weight of the norm, or None. `offsets` and `inside` are [heads, 1].
+    """
+    HALF: tl.constexpr = FEATURES.half
+    SIZE: tl.constexpr = FEATURES.size
+    REST: tl.constexpr = FEATURES.block_rest
+    if HALF > 0:
+        first, second = load_pairs(source_ptr, offsets, inside, FEATURES)
+    if SIZE > 2 * HALF:
+        rest = load_features(source_ptr, offsets, inside, 2 * HALF, SIZE, REST).to(tl.float32)
+    if HALF == 0:
+        first, second = rest, rest
+    if SIZE == 2 * HALF:
+        rest = first
+    if FEATURES.norm_eps is not None:
+        DTYPE: tl.constexpr = source_ptr.dtype.element_ty
+        row = tl.full([1, 1], True, tl.int1)
+        first_weight, second_weight, rest_weight = None, None, None
+        if norm_ptr is not None:
+            if HALF > 0:
+                first_weight, second_weight = load_pairs(norm_ptr, tl.zeros([1, 1], tl.int32), row, FEATURES)
+            if SIZE > 2 * HALF:
+                rest_weight = load_features(norm_ptr, tl.zeros([1, 1], tl.int32), row, 2 * HALF, SIZE, REST).to(tl.float32)
+        if HALF == 0:
+            squares = tl.sum(rest * rest, axis=1)
+        else:
+            squares = tl.sum(first * first + second * second, axis=1)
+            if SIZE > 2 * HALF:
+                squares += tl.sum(rest * rest, axis=1)
+        factor = (1.0 / tl.sqrt(squares / SIZE + FEATURES.norm_eps))[:, None]
+        if HALF > 0:
+            first, second = normalized(first, factor, first_weight, DTYPE), normalized(second, factor, second_weight, DTYPE)
+        if SIZE > 2 * HALF:
+            rest = normalized(rest, factor, rest_weight, DTYPE)
+    return first, second, rest
+
+
+@triton.jit
+def load_angles(cos_sin_row_ptr, FEATURES: tl.constexpr):
+    """(cosines, sines) of one token, each float32 [1, block_half]. `cos_sin_row_ptr` points to `half` cosines, then `half` sines."""
+    pair = tl.arange(0, FEATURES.block_half)[None, :]
+    cos = tl.load(cos_sin_row_ptr + pair, mask=pair < FEATURES.half, other=0.0)
+    sin = tl.load(cos_sin_row_ptr + FEATURES.half + pair, mask=pair < FEATURES.half, other=0.0)
+    return cos, sin
+
+
+@triton.jit
+def rotate_and_store(
+    source_ptr,
+    source_offsets,  # [heads, 1]
+    target_ptr,
+    target_offsets,  # [heads, 1]
+    scale,  # the real value of a stored unit, [heads, 1] or 1
+    norm_ptr,  # the weight of the norm, or None
+    cos_sin_row_ptr,
+    inside,  # [heads, 1]
+    FEATURES: tl.constexpr,  # HeadFeatures
+    IN_PLACE: tl.constexpr,  # source and target are the same
 ):
-    """Copy features BEGIN : END of several heads from source to target, in the dtype of the target."""
-    x = load_features(source_ptr, source_offsets, inside, BEGIN, END, WIDTH)
-    store_features(target_ptr, target_offsets, x, scale, inside, BEGIN, END, WIDTH)
+    """Load several heads, normalize them if FEATURES has a norm, rotate them, and store them divided by `scale`."""
+    HALF: tl.constexpr = FEATURES.half
+    SIZE: tl.constexpr = FEATURES.size
+    DTYPE: tl.constexpr = source_ptr.dtype.element_ty
+    if HALF > 0:
+        cos, sin = load_angles(cos_sin_row_ptr, FEATURES)
+    first, second, rest = load_head(source_ptr, source_offsets, norm_ptr, inside, FEATURES)
+    if HALF > 0:
+        turned = (first * cos - second * sin).to(DTYPE), (second * cos + first * sin).to(DTYPE)
+        store_pairs(target_ptr, target_offsets, turned[0], turned[1], scale, inside, FEATURES)
+    if SIZE > 2 * HALF and (not IN_PLACE or FEATURES.norm_eps is not None):
+        store_features(target_ptr, target_offsets, rest.to(DTYPE), scale, inside, 2 * HALF, SIZE, FEATURES.block_rest)
 
 
 @triton.jit
@@ -196,11 +258,12 @@ def transform_heads(
     balance_ptr,  # factors [size] of each head, pointers [heads, 1]
     mean_ptr,  # means [size] of each head in units of the scale, pointers [heads, 1]; or None
     has_mean,  # [heads, 1]: whose mean is subtracted
+    norm_ptr,  # the weight of the norm, or None
     cos_sin_row_ptr,
     inside,  # [heads, 1]
     FEATURES: tl.constexpr,  # HeadFeatures
 ):
-    """Rotate several heads, multiply them by `balance_ptr`, transform them, subtract their mean, and store them divided by `scale`.
+    """`rotate_and_store` with another transform before the store, in which heads are multiplied by `balance_ptr` and lose their mean.
 
     The transform (`reference.rope.hadamard_transform`) applies a Hadamard transform to each of three vectors: the sums of all pairs, the
     differences of all pairs, and the features that are not rotated.
@@ -213,19 +276,20 @@ def transform_heads(
         first_factor, second_factor = load_pairs(balance_ptr, 0, inside, FEATURES)
         if mean_ptr is not None:
             first_mean, second_mean = load_pairs(mean_ptr, 0, has_mean, FEATURES)
+        cos, sin = load_angles(cos_sin_row_ptr, FEATURES)
     if SIZE > 2 * HALF:
         factor = load_features(balance_ptr, 0, inside, 2 * HALF, SIZE, REST)
-        rest = load_features(source_ptr, source_offsets, inside, 2 * HALF, SIZE, REST)
         if mean_ptr is not None:
             rest_mean = load_features(mean_ptr, 0, has_mean, 2 * HALF, SIZE, REST)
+    first, second, rest = load_head(source_ptr, source_offsets, norm_ptr, inside, FEATURES)
     if HALF > 0:
-        first, second = load_rotated_pairs(source_ptr, source_offsets, cos_sin_row_ptr, inside, FEATURES)
+        first, second = first * cos - second * sin, second * cos + first * sin
         first, second = first * first_factor * 0.5**0.5, second * second_factor * 0.5**0.5
         plus, minus = hadamard_blocks(first + second, FEATURES.hadamard_half), hadamard_blocks(first - second, FEATURES.hadamard_half)
         if mean_ptr is not None:
             plus, minus = plus - first_mean * scale, minus - second_mean * scale
     if SIZE > 2 * HALF:
-        rest = hadamard_blocks(rest.to(tl.float32) * factor, FEATURES.hadamard_rest)
+        rest = hadamard_blocks(rest * factor, FEATURES.hadamard_rest)
         if mean_ptr is not None:
             rest -= rest_mean * scale
     tl.debug_barrier()  # source and target may be the same: every thread has loaded its features
@@ -256,8 +320,9 @@ def rope_store_kernel(
 ):
     """Rotate HEADS heads of q of one token in place, or store HEADS heads of its k, rotated, or v in the cache. The work of one CTA.
 
-    With `key_balance_ptr`, q and k are also multiplied by its factors and transformed (`transform_heads`), and k is stored less its mean if
-    the cache has means. Both let an 8-bit cache round keys less, and q · k stays the same.
+    With a norm in FEATURES, q and k are normalized before. With `key_balance_ptr`, they are also multiplied by its factors and transformed
+    (`transform_heads`), and k is stored less its mean if the cache has means. Both let an 8-bit cache round keys less, and q · k stays the
+    same.
     """
     SIZE: tl.constexpr = FEATURES.size
     HALF: tl.constexpr = FEATURES.half
@@ -276,9 +341,11 @@ def rope_store_kernel(
         if key_balance_ptr is not None:
             kv_head = head // (qkv.num_heads // qkv.num_kv_heads)
             factors_ptr = key_balance_ptr + (kv_head * 2 + 1) * SIZE
-            transform_heads(qkv.q_ptr, offsets, qkv.q_ptr, offsets, 1.0, factors_ptr, None, None, cos_sin_row_ptr, inside, FEATURES)
-        elif HALF > 0:
-            rotate_and_store(qkv.q_ptr, offsets, qkv.q_ptr, offsets, 1.0, cos_sin_row_ptr, inside, FEATURES)
+            transform_heads(
+                qkv.q_ptr, offsets, qkv.q_ptr, offsets, 1.0, factors_ptr, None, None, qkv.q_norm_ptr, cos_sin_row_ptr, inside, FEATURES
+            )
+        else:
+            rotate_and_store(qkv.q_ptr, offsets, qkv.q_ptr, offsets, 1.0, qkv.q_norm_ptr, cos_sin_row_ptr, inside, FEATURES, True)
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
         block = slot // BLOCK_SIZE
@@ -298,25 +365,23 @@ def rope_store_kernel(
                     has_mean = inside & (position > 0)
                 factors_ptr = key_balance_ptr + head * (2 * SIZE)
                 transform_heads(
-                    qkv.k_ptr, source, cache.keys_ptr, target, scale, factors_ptr, mean_ptr, has_mean, cos_sin_row_ptr, inside, FEATURES
-                )
+                    qkv.k_ptr, source, cache.keys_ptr, target, scale, factors_ptr, mean_ptr, has_mean, qkv.k_norm_ptr, cos_sin_row_ptr,
+                    inside, FEATURES,
+                )  # fmt: skip
             else:
-                if HALF > 0:
-                    rotate_and_store(qkv.k_ptr, source, cache.keys_ptr, target, scale, cos_sin_row_ptr, inside, FEATURES)
-                if SIZE > 2 * HALF:
-                    copy_heads(qkv.k_ptr, source, cache.keys_ptr, target, scale, inside, 2 * HALF, SIZE, FEATURES.block_rest)
+                rotate_and_store(qkv.k_ptr, source, cache.keys_ptr, target, scale, qkv.k_norm_ptr, cos_sin_row_ptr, inside, FEATURES, False)
         else:
             if cache.values_ptr is not None:
                 source = token * qkv.stride_v_token + head * qkv.stride_v_head
                 target = block * cache.stride_value_block + head * cache.stride_value_head + place * FEATURES.value_size
                 scale = head_scale(cache.value_scale_ptr, head, inside)
-                copy_heads(qkv.v_ptr, source, cache.values_ptr, target, scale, inside, 0, FEATURES.value_size, FEATURES.block_value)
+                x = load_features(qkv.v_ptr, source, inside, 0, FEATURES.value_size, FEATURES.block_value)
+                store_features(cache.values_ptr, target, x, scale, inside, 0, FEATURES.value_size, FEATURES.block_value)
 
 
-def rope_store(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor | None, interleaved: bool, cache: KVCache, slots: Tensor
-) -> Tensor:
+def rope_store(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, slots: Tensor) -> Tensor:
     """Rotate q in place and store k and v (`ops.rope_store`). Raises ValueError for a cache that the kernel does not support."""
+    positions, cos_sin, interleaved, norms = rotary
     tokens, num_heads, size = q.shape
     if tokens == 0:
         return q
@@ -326,11 +391,13 @@ def rope_store(
     kv_heads, half = k.shape[1], 0 if cos_sin is None else cos_sin.shape[1] // 2
     value_size = 0 if cache.values is None else cache.values.shape[-1]
     heads, num_warps = (4, 1) if cache.key_balance is not None else (8, 4) if tokens >= 64 else (4, 2)
-    q_tiles = cdiv(num_heads, heads) if half or cache.key_balance is not None else 0
+    q_tiles = cdiv(num_heads, heads) if half or norms is not None or cache.key_balance is not None else 0
     kv_tiles = cdiv(kv_heads, heads)
     if cache.values is None:
         v = k
-    qkv = QKV(q, k, v, num_heads, kv_heads, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+    q_norm, k_norm, eps = (None, None, None) if norms is None else norms
+    strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)
+    qkv = QKV(q, k, v, num_heads, kv_heads, *strides, q_norm, k_norm)
     rope_store_kernel[(tokens, q_tiles + kv_tiles * (1 if cache.values is None else 2))](
         qkv,
         kv_pages(cache),
@@ -340,7 +407,7 @@ def rope_store(
         slots,
         q_tiles,
         kv_tiles,
-        FEATURES=_features(size, value_size, half, interleaved),
+        FEATURES=_features(size, value_size, half, interleaved, eps),
         BLOCK_SIZE=cache.block_size,
         HEADS=heads,
         num_warps=num_warps,
@@ -368,7 +435,7 @@ def rotate_heads_kernel(
     pdl_launch_dependents(USE_PDL)
     row_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * FEATURES.half)
     offsets = token * stride_token + head * stride_head
-    rotate_and_store(x_ptr, offsets, x_ptr, offsets, 1.0, row_ptr, head < num_heads, FEATURES)
+    rotate_and_store(x_ptr, offsets, x_ptr, offsets, 1.0, None, row_ptr, head < num_heads, FEATURES, True)
 
 
 def rotate_heads(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
@@ -391,8 +458,8 @@ def rotate_heads(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: boo
 
 
 @cached
-def _features(size: int, value_size: int, half: int, interleaved: bool) -> HeadFeatures:
+def _features(size: int, value_size: int, half: int, interleaved: bool, norm_eps: float | None = None) -> HeadFeatures:
     """The constants FEATURES: the sizes of a head's parts, rounded up to powers of two for tiles."""
     rest = size - 2 * half
     blocks = [next_power_of_2(max(n, 1)) for n in (half, rest, value_size)]
-    return HeadFeatures(size, value_size, half, interleaved, *blocks, power_of_2_divisor(half), power_of_2_divisor(rest))
+    return HeadFeatures(size, value_size, half, interleaved, *blocks, power_of_2_divisor(half), power_of_2_divisor(rest), norm_eps)

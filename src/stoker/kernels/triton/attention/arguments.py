@@ -15,11 +15,13 @@ from torch import Tensor
 class NewTokens(NamedTuple):
     """Runtime: the keys and values of the tokens of a decode step, which are not in the cache yet. Strides are in elements."""
 
-    keys_ptr: Tensor  # [T, kv_heads, size], not yet rotated
+    keys_ptr: Tensor  # [T, kv_heads, size], not yet normalized and rotated
     values_ptr: Tensor  # [T, kv_heads, value_size]
     positions_ptr: Tensor  # int32 [T]
     cos_sin_ptr: Tensor | None  # float32 [max_positions, 2 × half]: cosines, then sines
     slots_ptr: Tensor  # int32 [T]: block × block_size + place; -1 stores nowhere
+    q_norm_ptr: Tensor | None  # [size]: the weight of the norm of each query head; None: no weight, or no norm
+    k_norm_ptr: Tensor | None  # of each key head
     stride_key_token: int
     stride_key_head: int
     stride_value_token: int
@@ -87,10 +89,11 @@ class TreeRows(NamedTuple):
 
 
 class RotaryShape(NamedTuple):
-    """Constants: which features of a new token are rotated, and how they are paired."""
+    """Constants: the norm of the heads of a new token, which of their features are rotated, and how these are paired."""
 
     half: int  # pairs of features that rotate; 0: none
     interleaved: bool  # pairs are (0, 1), (2, 3) ...; else (0, half), (1, half + 1) ...
+    norm_eps: float | None  # of the RMS norms of queries and keys; None: they have none
 
 
 class OperandFormat(NamedTuple):

@@ -53,7 +53,7 @@ MAX_SCRATCH_BYTES = 512 << 20
 
 
 class StepTokens(NamedTuple):
-    """The keys and values that a decode step adds to the cache: k [T, kv_heads, D] before rotation, v [T, kv_heads, Dv]."""
+    """The keys and values that a decode step adds to the cache: k [T, kv_heads, D] before norm and rotation, v [T, kv_heads, Dv]."""
 
     k: Tensor
     v: Tensor
@@ -61,9 +61,9 @@ class StepTokens(NamedTuple):
 
 
 def rope_attention(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
-    """Rotary embedding, cache write and attention (`ops.rope_attention`), in one launch for decode steps where that is faster."""
+    """Norms, rotary embedding, cache write and attention (`ops.rope_attention`), in one launch for decode steps where that is faster."""
     if not (batch.is_decode and _is_stored_unchanged(q, cache) and _is_one_launch_faster(q, cache, params)):
-        return attention(rope_store(q, k, v, *rotary, cache, batch.slots), cache, batch, params)
+        return attention(rope_store(q, k, v, rotary, cache, batch.slots), cache, batch, params)
     _check(q, cache)
     out = _empty_output(q, cache)
     decode(q, cache, batch, params, out, new=StepTokens(k, v, rotary))
@@ -286,10 +286,11 @@ def _split_arguments(
 
 def _new_tokens(new: StepTokens, batch: ForwardBatch) -> tuple[NewTokens, RotaryShape]:
     """The kernel arguments `new` and ROTARY for the new tokens of a decode step: their tensors and strides, and how they are rotated."""
-    k, v, (positions, cos_sin, interleaved) = new
+    k, v, (positions, cos_sin, interleaved, norms) = new
     half = 0 if cos_sin is None else cos_sin.shape[1] // 2
-    tokens = NewTokens(k, v, positions, cos_sin, batch.slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1))
-    return tokens, RotaryShape(half, interleaved)
+    q_norm, k_norm, eps = (None, None, None) if norms is None else norms
+    strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
+    return NewTokens(k, v, positions, cos_sin, batch.slots, q_norm, k_norm, *strides), RotaryShape(half, interleaved, eps)
 
 
 def _head_shape(q: Tensor, cache: KVCache, out: Tensor, tile: AttentionTile, pairs: str | None) -> HeadShape:

@@ -1,8 +1,8 @@
 """The new token of each decode row: rotated and stored by the CTAs that attend for it, which saves one launch per layer (1.2 µs).
 
-Without this, `rope_store` rotates queries and keys and writes the cache in a launch of its own. Here every CTA of a row rotates its own
-queries. Only the last split of a row sees the new key, so its CTAs store the key and the value before they read keys; all CTAs that share
-a KV head store the same bytes.
+Without this, `rope_store` normalizes and rotates queries and keys and writes the cache in a launch of its own. Here every CTA of a row
+does so with its own queries. Only the last split of a row sees the new key, so its CTAs store the key and the value before they read keys;
+all CTAs that share a KV head store the same bytes.
 
     interleaved:      feature 2i pairs with 2i + 1          rotated = x × cos + partner × sin'
     else:             feature i pairs with i + half         with sin' = -sin for the first of a pair, +sin for the second
@@ -46,49 +46,108 @@ def rotary_factors(cos_sin_row_ptr, FIRST: tl.constexpr, WIDTH: tl.constexpr, RO
 
 
 @triton.jit
-def load_rotated_part(rows, cos, sin, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr):
-    """The result of `load_part`, with the features below 2 × half rotated by `cos` and `sin` from `rotary_factors`.
+def partners(FIRST: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr):
+    """[WIDTH]: the features that rotate with features FIRST : FIRST + WIDTH. Meaningless for those that are not rotated."""
+    col = FIRST + tl.arange(0, WIDTH)
+    if ROTARY.interleaved:
+        return col ^ 1
+    else:
+        RUN: tl.constexpr = partner_run(ROTARY.half)
+        return tl.max_contiguous(tl.multiple_of(tl.where(col < ROTARY.half, col + ROTARY.half, col - ROTARY.half), RUN), RUN)
+
+
+@triton.jit
+def norm_weights(weight_ptr, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr):
+    """Each [1, WIDTH]: the weights of the norm of features FIRST : FIRST + WIDTH and of their partners. Volatile as in `rotary_factors`.
+
+    1 for all if there are no weights, or if no feature has a partner.
+    """
+    if weight_ptr is None:
+        return 1.0, 1.0
+    else:
+        col = FIRST + tl.arange(0, WIDTH)[None, :]
+        own = tl.load(weight_ptr + col, mask=col < SIZE, other=0.0, volatile=True)
+        if 2 * ROTARY.half <= FIRST:
+            return own, 1.0
+        else:
+            partner = partners(FIRST, WIDTH, ROTARY)[None, :]
+            return own, tl.load(weight_ptr + partner, mask=col < 2 * ROTARY.half, other=0.0, volatile=True)
+
+
+@triton.jit
+def norm_factor(rows, inside, SHAPE: tl.constexpr, ROTARY: tl.constexpr):
+    """float32 [N, 1]: 1 / sqrt(mean(x²) + eps) of each head that `rows` [N] points to. 1 if there is no norm."""
+    if ROTARY.norm_eps is None:
+        return 1.0
+    else:
+        x = load_part(rows, 0, SHAPE.part1, SHAPE.size, inside).to(tl.float32)
+        squares = tl.sum(x * x, axis=1)
+        if SHAPE.part2 > 0:
+            x = load_part(rows, SHAPE.part1, SHAPE.part2, SHAPE.size, inside).to(tl.float32)
+            squares += tl.sum(x * x, axis=1)
+        return (1.0 / tl.sqrt(squares / SHAPE.size + ROTARY.norm_eps))[:, None]
+
+
+@triton.jit
+def normalized_part(x, factor, weight, ROTARY: tl.constexpr):
+    """x × factor × weight, rounded to the dtype of x, or x itself if there is no norm."""
+    if ROTARY.norm_eps is None:
+        return x
+    else:
+        return (x.to(tl.float32) * factor * weight).to(x.dtype)
+
+
+@triton.jit
+def load_rotated_part(
+    rows,
+    factor,  # `norm_factor` of the rows
+    weights,  # `norm_weights` of the part
+    angles,  # `rotary_factors` of the part
+    inside,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
+):
+    """The result of `load_part` after the norm of heads, if there is one, with the features below 2 × half rotated.
 
     float32 when any of the features is rotated.
     """
-    x = load_part(rows, FIRST, WIDTH, SIZE, inside)
+    x = normalized_part(load_part(rows, FIRST, WIDTH, SIZE, inside), factor, weights[0], ROTARY)
     if 2 * ROTARY.half <= FIRST:
         return x
     else:
-        col = FIRST + tl.arange(0, WIDTH)
-        if ROTARY.interleaved:
-            partner = col ^ 1
-        else:
-            RUN: tl.constexpr = partner_run(ROTARY.half)
-            partner = tl.max_contiguous(tl.multiple_of(tl.where(col < ROTARY.half, col + ROTARY.half, col - ROTARY.half), RUN), RUN)
-        other = tl.load(rows[:, None] + partner[None, :], mask=inside[:, None] & (col < 2 * ROTARY.half)[None, :], other=0.0)
-        return x.to(tl.float32) * cos + other.to(tl.float32) * sin
+        partner = partners(FIRST, WIDTH, ROTARY)[None, :]
+        turns = FIRST + tl.arange(0, WIDTH)[None, :] < 2 * ROTARY.half
+        other = tl.load(rows[:, None] + partner, mask=inside[:, None] & turns, other=0.0)
+        return x.to(tl.float32) * angles[0] + normalized_part(other, factor, weights[1], ROTARY).to(tl.float32) * angles[1]
 
 
 @triton.jit
 def store_new_token(
     new_key_ptr,  # one head's new key [size], not rotated
     new_value_ptr,  # its value [value_size]
-    factors1,  # `rotary_factors` of part 1 of the key
-    factors2,  # of part 2
+    weights1,  # `norm_weights` of part 1 of the key
+    weights2,  # of part 2
+    angles1,  # `rotary_factors` of both parts
+    angles2,
     key_page_ptr,  # where they go in the cache
     value_page_ptr,
     is_stored,  # False: store nothing
     SHAPE: tl.constexpr,
     ROTARY: tl.constexpr,
 ):
-    """Rotate the new key of one head, and store it and its value in the cache if `is_stored`.
+    """Normalize and rotate the new key of one head, and store it and its value in the cache if `is_stored`.
 
-    `factors1` and `factors2` are the `rotary_factors` of both parts. Key and value are loaded completely before either is stored.
+    Key and value are loaded completely before either is stored.
     """
     zero = tl.zeros([1], tl.int64)  # pointers of one row
     inside = is_stored & (tl.arange(0, 1) == 0)
-    cos1, sin1 = factors1
-    cos2, sin2 = factors2
-    k1 = load_rotated_part(new_key_ptr + zero, cos1, sin1, inside, 0, SHAPE.part1, SHAPE.size, ROTARY)
+    factor = norm_factor(new_key_ptr + zero, inside, SHAPE, ROTARY)
+    k1 = load_rotated_part(new_key_ptr + zero, factor, weights1, angles1, inside, 0, SHAPE.part1, SHAPE.size, ROTARY)
     v1 = load_part(new_value_ptr + zero, 0, SHAPE.value_part1, SHAPE.value_size, inside)
     if SHAPE.part2 > 0:
-        k2 = load_rotated_part(new_key_ptr + zero, cos2, sin2, inside, SHAPE.part1, SHAPE.part2, SHAPE.size, ROTARY)
+        k2 = load_rotated_part(new_key_ptr + zero, factor, weights2, angles2, inside, SHAPE.part1, SHAPE.part2, SHAPE.size, ROTARY)
     if SHAPE.value_part2 > 0:
         v2 = load_part(new_value_ptr + zero, SHAPE.value_part1, SHAPE.value_part2, SHAPE.value_size, inside)
     store_part(key_page_ptr + zero, k1, 0, SHAPE.part1, SHAPE.size, inside)
