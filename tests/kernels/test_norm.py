@@ -8,7 +8,6 @@ from oracle import TOLERANCE, relative_error
 from torch import Tensor
 
 from stoker.kernels.triton import norm as kernels
-from stoker.kernels.types import Fusion
 
 EPS = 1e-5
 
@@ -50,26 +49,7 @@ def test_norm_of_the_heads_of_a_fused_projection() -> None:
     assert relative_error(out, expected_norm(heads, weight, None, "rms")) < 1e-2
 
 
-@pytest.mark.parametrize("kind", kernels.KINDS)
-@pytest.mark.parametrize("tokens", [1, 3, 90, 400])
-@pytest.mark.parametrize(("heads", "kv_heads", "size", "weighted"), [(5, 2, 32, True), (2, 1, 24, True), (3, 3, 32, False)])
-def test_norms_of_queries_and_keys(heads: int, kv_heads: int, size: int, weighted: bool, tokens: int, kind: str) -> None:
-    """In one launch, from a fused projection, with the bits of two launches."""
-    fused = torch.randn(tokens, (heads + 2 * kv_heads) * size).bfloat16()
-    q, k, _ = fused.view(tokens, -1, size).split((heads, kv_heads, kv_heads), 1)
-    weights = [torch.randn(size).bfloat16() if weighted else None for _ in range(2)]
-    biases = [torch.randn(size).bfloat16() if weighted and kind == "layer" else None for _ in range(2)]
-    norms = [Fusion(kind, weight, bias, EPS) for weight, bias in zip(weights, biases, strict=True)]
-    pair = kernels.norm_pair(q, k, *norms)
-    for x, found, weight, bias in zip((q, k), pair, weights, biases, strict=True):
-        assert found.is_contiguous()
-        assert torch.equal(found, kernels.norm(x, weight, bias, EPS, kind))
-        assert relative_error(found, expected_norm(x, weight, bias, kind)) < TOLERANCE[torch.bfloat16]
-
-
 def test_nothing_to_do() -> None:
-    empty = torch.zeros(0, 2, 8)
-    assert [x.shape for x in kernels.norm_pair(empty, empty, Fusion("rms"), Fusion("rms"))] == [(0, 2, 8)] * 2
     assert kernels.norm(torch.zeros(0, 8), None, None, EPS, "rms").shape == (0, 8)
 
 

@@ -173,19 +173,6 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind
     return _pick(x, norm_ref).norm(x, weight, bias, eps, kind)
 
 
-def norm_pair(q: Tensor, k: Tensor, q_norm: Fusion, k_norm: Fusion) -> tuple[Tensor, Tensor]:
-    """`norm` of queries and of keys over each head: q [T, heads, size], k [T, kv_heads, size], with unit stride in the last axis.
-
-    The norms have the same kind and eps, and both or neither of them a weight and a bias.
-    """
-    launcher = None if q.is_cpu or _observer is not None else _GPU.get(norm_ref)
-    if launcher is None:
-        q, k = (norm(x, f.norm_weight, f.norm_bias, f.norm_eps, f.norm_kind or "rms") for x, f in ((q, q_norm), (k, k_norm)))
-        return q, k
-    pair: tuple[Tensor, Tensor] = launcher.norm_pair(q, k, q_norm, k_norm)
-    return pair
-
-
 def all_reduce(x: Tensor, group: Group, residual: Tensor | None = None) -> Tensor:
     """The sum of x over the ranks of the group, plus `residual`. The result has the same bits on all ranks. May overwrite x.
 

@@ -53,10 +53,7 @@ def qk_norm(config: AttentionConfig, loader: Loader, name: str) -> QKNorm | None
     q_size, k_size = (config.num_heads, config.num_kv_heads) if config.qk_norm_full else (1, 1)
     size = config.head_size
     norms = [Norm(config.qk_norm, loader, f"{name}.{key}", n * size) for key, n in (("q_norm", q_size), ("k_norm", k_size))]
-    if config.qk_norm_full:
-        return _pair(norms[0], norms[1])
-    fusions = norms[0].fusion, norms[1].fusion
-    return lambda q, k: ops.norm_pair(q, k, *fusions)
+    return _pair(norms[0], norms[1])
 
 
 def norm_specs(config: AttentionConfig, name: str) -> dict[str, Spec]:

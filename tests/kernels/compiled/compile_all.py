@@ -266,7 +266,6 @@ def copied_summands(features: int) -> None:
 
 
 SPARSEMIXER_ROUTING = RoutingParams(2, "sparsemixer", renormalize=False)
-RMS_128 = Fusion("rms", meta(128), None, 1e-6)
 RMS_2880 = Fusion("rms", meta(2880), None, 1e-5)
 DEEPSEEK_ROUTING = RoutingParams(8, "sigmoid", num_groups=8, top_groups=4, group_score="top2")
 LATENT = {"heads": 128, "kv_heads": 1, "size": 576, "value_size": None}
@@ -377,8 +376,6 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "recurrent scan prefill": lambda: scan(300),
     "recurrent norm": lambda: gated_norm.gated_norm(meta(4, 8192), meta(4, 16384)[:, :8192], meta(8192), 1e-5, 8, True),
     "recurrent norm of heads": lambda: gated_norm.gated_norm(meta(64, 4096), meta(64, 4096), meta(128), 1e-6, 32, False),
-    "norm of queries and keys": lambda: norm.norm_pair(meta(1, 32, 128), meta(1, 4, 128), RMS_128, RMS_128),
-    "norm of queries and keys, 64 rows": lambda: norm.norm_pair(meta(64, 32, 128), meta(64, 4, 128), RMS_128, RMS_128),
     "norm wide": lambda: norm.norm(meta(8, 16384), meta(16384), meta(16384), 1e-5, "layer"),
     **{f"gated {name}": lambda name=name: activation.gated(meta(64, 28672), name) for name in ACTIVATIONS},  # type: ignore[misc]
     "xielu": lambda: activation.xielu(meta(64, 21504), meta(4, dtype=FP32)),

@@ -18,7 +18,6 @@ FOUR_CTAS = 128  # registers: four CTAs of four warps per SM
 # launch → (registers, spilled bytes) at most. Other launches: 255 and none.
 BOUNDS = {
     "norm": (SMALL, 0), "norm of heads": (SMALL, 0), "embedding": (SMALL, 0), "activate gelu": (SMALL, 0),
-    "norm of queries and keys": (SMALL, 0), "norm of queries and keys, 64 rows": (SMALL, 0),
     "route 1 tokens by a router": (SMALL, 0), "route 7 tokens by a router": (FOUR_CTAS, 0),
     "xielu": (SMALL, 0), "rotate heads": (SMALL, 0),
     "sum of two copied summands, 8192 features": (SMALL, 0), "sum of two copied summands, 72 features": (SMALL, 0),
