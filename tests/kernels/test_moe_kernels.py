@@ -75,14 +75,14 @@ def test_routes_of_tokens(experts: int, params: RoutingParams, name: str, biased
     assert not split_counters(x.device).any()
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 5, 8])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9, 33, 64])
 @pytest.mark.parametrize("name", NORMS)
 def test_one_launch_norms_and_routes_as_several(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same bits of the normed tokens, and the same routing if a token has a NaN, and if rows of x are not next to each other."""
     x, weight = torch.randn(tokens, 208).bfloat16()[:, :200], torch.randn(40, 200)
     x[tokens // 2, 7] = float("nan")
     y, one = moe.route_tokens(x, weight, None, None, RoutingParams(4), NORMS[name])
-    monkeypatch.setattr(moe, "MAX_ROUTER_WORK", 0)
+    monkeypatch.setattr(moe, "router_tile", lambda *sizes: None)
     separate, several = moe.route_tokens(x, weight, None, None, RoutingParams(4), NORMS[name])
     assert torch.equal(y.view(torch.int16), separate.view(torch.int16))
     assert torch.equal(one.order, several.order) and torch.equal(one.offsets, several.offsets)
@@ -104,6 +104,16 @@ def test_one_launch_chooses_and_sorts_as_two(experts: int, params: RoutingParams
     experts_of = torch.bucketize(torch.arange(two.order.numel()), two.offsets[1:], right=True)
     chosen = torch.empty_like(experts_of).index_copy_(0, two.order.long(), experts_of).view(tokens, -1)
     assert all(len(set(row)) == params.top_k for row in chosen.tolist())
+
+
+@pytest.mark.parametrize(("experts", "features"), [(32, 2880), (128, 2880), (128, 2048), (8, 4096), (512, 2048), (60, 100)])
+def test_tiles_of_the_router_depend_on_the_power_of_two_of_the_tokens(experts: int, features: int) -> None:
+    for tokens in range(1, 65):
+        traced = min(t for t in (1, 4, 8, 16, 32, 64) if t >= tokens)
+        tile = moe.router_tile(tokens, experts, features, 1)
+        assert tile == moe.router_tile(traced, experts, features, 1)
+        assert tile is None or -(-experts // tile[0]) * -(-tokens // tile[1]) <= max(experts, moe.ROUTER_CTAS)
+    assert moe.router_tile(65, experts, features, 1) is moe.router_tile(0, experts, features, 1) is None
 
 
 def test_more_choices_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:

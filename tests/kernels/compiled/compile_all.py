@@ -531,9 +531,12 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         )
         for rows in (1, 7, 64)
     },
-    "route 8 tokens by the router of Qwen3-30B-A3B": lambda: moe.route_tokens(
-        meta(8, 2048), meta(128, 2048, dtype=FP32), None, None, RoutingParams(8), Fusion("rms", meta(2048), None, 1e-5)
-    ),
+    **{
+        f"route {rows} tokens by the router of Qwen3-30B-A3B": lambda rows=rows: moe.route_tokens(  # type: ignore[misc]
+            meta(rows, 2048), meta(128, 2048, dtype=FP32), None, None, RoutingParams(8), Fusion("rms", meta(2048), None, 1e-5)
+        )
+        for rows in (8, 16, 64)
+    },
     "route 8 tokens": lambda: moe.route(meta(8, 128, dtype=FP32), None, RoutingParams(8)),
     "route 64 tokens": lambda: moe.route(meta(64, 32, dtype=FP32), None, RoutingParams(4, "softmax_topk")),
     "route by SparseMixer": lambda: moe.route(meta(64, 16, dtype=FP32), None, SPARSEMIXER_ROUTING),

@@ -54,10 +54,14 @@ MAX_EXPERTS = 1024
 # Scores (tokens × experts, both rounded up to powers of two) that one CTA ranks and sorts, instead of a CTA per token and another launch:
 # 64 tokens of gpt-oss' 32 experts, 16 of 128 experts. Eight warps then have eight scores per thread.
 MAX_SORTED_SCORES = 2048
-# `router_kernel`: multiplications of all CTAs, and elements of the tile that a CTA normalizes. 8 tokens of gpt-oss and of Qwen3-30B-A3B.
-# Each CTA reads all tokens: those of Qwen3 read 4 MB from L2.
+# `router_kernel` with a CTA for each expert: multiplications of all CTAs, and elements of the tile that a CTA normalizes. 8 tokens of
+# gpt-oss-20b and of Qwen3-30B-A3B. Each CTA reads all tokens: those of Qwen3 read 4 MB from L2.
 MAX_ROUTER_WORK = 1 << 21
 MAX_ROUTER_TILE = 1 << 15
+# The same with several experts per CTA: tokens, and CTAs, about one for each SM. Separate launches of norm, conversion and router took 26 µs
+# for 64 rows of gpt-oss-20b and 21 for Qwen3-30B-A3B: few CTAs multiplied, and one of them added up the slices of all.
+MAX_ROUTER_ROWS = 64
+ROUTER_CTAS = 136
 
 
 def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> Routing:
@@ -92,13 +96,12 @@ def route_tokens(
 ) -> tuple[Tensor, Routing]:
     """x after the norm of `fusion`, and the experts of each token by a router (`ops.route_tokens`).
 
-    One launch for few tokens; up to MAX_ROWS the product widens them in registers.
+    Up to MAX_ROWS tokens are widened to float32 in registers.
     """
     tokens, features = x.shape
-    tile = _block_tokens(tokens) * next_power_of_2(features)
-    is_small = tokens * features * len(weight) <= MAX_ROUTER_WORK and tile <= MAX_ROUTER_TILE
-    if tokens and is_small and params.num_groups == 1:
-        return _route_in_one_launch(x, weight, bias, correction, params, fusion)
+    tile = router_tile(tokens, len(weight), features, params.num_groups)
+    if tile is not None:
+        return _route_by_tiles(x, weight, bias, correction, params, fusion, tile)
     if fusion.norm_kind is not None:
         x = norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
     is_widened = 0 < tokens <= MAX_ROWS
@@ -106,43 +109,74 @@ def route_tokens(
     return x, route(logits, correction, params)
 
 
-def _route_in_one_launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, params: RoutingParams, fusion: Fusion
+def router_tile(tokens: int, experts: int, features: int, num_groups: int) -> tuple[int, int] | None:
+    """(experts, tokens) of a CTA of `router_kernel`; None: it does not support the sizes, or needs more CTAs than run at a time.
+
+    Equal for all numbers of tokens that are rounded up to the same power of two, of which a build traces one.
+    """
+    block, block_tokens = next_power_of_2(features), _block_tokens(tokens)
+    is_small = block_tokens * features * experts <= MAX_ROUTER_WORK and block_tokens * block <= MAX_ROUTER_TILE
+    if 0 < tokens <= 8 and is_small and num_groups == 1:
+        return 1, block_tokens
+    if not 0 < tokens <= MAX_ROUTER_ROWS or block > 4096:
+        return None
+    per_cta, each = (4, 4) if block > 2048 else (8, 8)  # a thread has eight features of each row, and up to 128 registers in 16 warps
+    ctas = cdiv(experts, per_cta) * cdiv(block_tokens, each)
+    if ctas > ROUTER_CTAS:
+        return None
+    while ctas * 2 <= ROUTER_CTAS and per_cta > 1:
+        ctas *= 2
+        per_cta, each = (per_cta, each // 2) if each > 4 else (per_cta // 2, each)
+    return per_cta, each
+
+
+def _route_by_tiles(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    params: RoutingParams,
+    fusion: Fusion,
+    tile: tuple[int, int],
 ) -> tuple[Tensor, Routing]:
-    """`route_tokens` by `router_kernel`."""
+    """`route_tokens` by `router_kernel`, which chooses the experts if one CTA can sort the choices, and else by `route`."""
     x = x.contiguous()
     (tokens, features), experts = x.shape, len(weight)
-    routing = _empty_routing(tokens, experts, params.top_k, x.device)
-    y = None if fusion.norm_kind is None else torch.empty_like(x)
     block, block_tokens, options = next_power_of_2(features), _block_tokens(tokens), _routing_options(experts, params)
-    num_warps = norm_warps(block)
-    router_kernel[(experts,)](
+    num_warps, choosing, routing = norm_warps(block), 0, None
+    if params.num_groups == 1 and _sorts_choices(block_tokens, options):
+        routing = _empty_routing(tokens, experts, params.top_k, x.device)
+        choosing = block_tokens if block_tokens == 1 and options.block_size <= 32 else max(block_tokens, num_warps)
+    y = None if fusion.norm_kind is None else torch.empty_like(x)
+    logits = torch.empty((tokens, experts), dtype=torch.float32, device=x.device)
+    router_kernel[(cdiv(experts, tile[0]), cdiv(tokens, tile[1]))](
         x,
         fusion.norm_weight,
         fusion.norm_bias if fusion.norm_kind == "layer" else None,
         y,
         weight,
         bias,
-        torch.empty((tokens, experts), dtype=torch.float32, device=x.device),
-        split_counters(x.device),
-        correction,
-        routing.weights,
-        routing.order,
-        routing.offsets,
+        logits,
+        None if routing is None else split_counters(x.device),
+        None if routing is None else correction,
+        None if routing is None else routing.weights,
+        None if routing is None else routing.order,
+        None if routing is None else routing.offsets,
         tokens,
         fusion.norm_eps,
         params.scale,
         params.jitter,
         SIZE=features,
         RMS=fusion.norm_kind != "layer",
-        TOKENS=block_tokens,
-        CHOOSING=block_tokens if block_tokens == 1 and options.block_size <= 32 else max(block_tokens, num_warps),
+        TOKENS=tile[1],
+        EXPERTS=tile[0],
+        CHOOSING=choosing,
         BLOCK=block,
         OPTIONS=options,
         num_warps=num_warps,
         **pdl_launch_options(x),
     )
-    return x if y is None else y, routing
+    return x if y is None else y, routing or route(logits, correction, params)
 
 
 def _empty_routing(tokens: int, experts: int, top_k: int, device: torch.device) -> Routing:
