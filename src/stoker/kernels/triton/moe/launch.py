@@ -58,8 +58,8 @@ MAX_SORTED_SCORES = 2048
 # gpt-oss-20b and of Qwen3-30B-A3B. Each CTA reads all tokens: those of Qwen3 read 4 MB from L2.
 MAX_ROUTER_WORK = 1 << 21
 MAX_ROUTER_TILE = 1 << 15
-# The same with several experts per CTA: tokens, and CTAs, about one for each SM. Separate launches of norm, conversion and router took 26 µs
-# for 64 rows of gpt-oss-20b and 21 for Qwen3-30B-A3B: few CTAs multiplied, and one of them added up the slices of all.
+# The same with several experts per CTA: tokens, and CTAs, about one for each SM. Separate launches of norm, conversion and router took
+# 26 µs for 64 rows of gpt-oss-20b and 21 for Qwen3-30B-A3B: few CTAs multiplied, and one of them added up the slices of all.
 MAX_ROUTER_ROWS = 64
 ROUTER_CTAS = 136
 
