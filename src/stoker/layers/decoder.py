@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -218,6 +219,16 @@ class Decoder:
         if self.fused_layers is not None:
             self.fused_layers = self.fused_layers.subset(indices)
         self.overlapped_layers = OverlappedLayers.for_layers(self.layers, self.adapters, self.config.stream_width, self.device)
+
+    @contextmanager
+    def only_layers(self, indices: Sequence[int]) -> Iterator[None]:
+        """Within the block, steps run only the layers at `indices`, and have the caches of these. All ranks need the same indices."""
+        every = self.layers, self.fused_layers, self.overlapped_layers
+        self.keep_layers(indices)
+        try:
+            yield
+        finally:
+            self.layers, self.fused_layers, self.overlapped_layers = every
 
     def complete_caches(self, caches: list[KVCache]) -> None:
         """Set the fields of quantized caches (scales, balance, mean) on the `KVCache` of each layer."""

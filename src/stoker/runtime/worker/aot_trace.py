@@ -7,15 +7,13 @@ a multiple of 16, so the selection covers these cases.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from stoker.base.config import RuntimeConfig
 from stoker.base.nodes import leader
-from stoker.core.specs import LinearSpec
 from stoker.distributed.group import Finish, Group
 from stoker.distributed.inbox import ONE_SHOT_BYTES, Inboxes
 from stoker.distributed.pipeline import Stage
@@ -25,14 +23,14 @@ from stoker.engine.reader import Engine
 from stoker.kernels import ops
 from stoker.kernels.triton.all_reduce import check_sums
 from stoker.kernels.triton.aot.compiler import CompileJob, collecting
-from stoker.layers.decoder import Decoder, layer_specs
-from stoker.layers.fused_layer import FusedLayers
+from stoker.layers.decoder import Decoder
 from stoker.layers.loader import Loader
 from stoker.layers.state_cache import StateCache
 from stoker.quant.format import TensorSource
 from stoker.runtime.worker.capacity import Capacity
 from stoker.runtime.worker.dummy_step import Bounds
 from stoker.runtime.worker.inputs import Shape
+from stoker.runtime.worker.layer_kinds import distinct_layers
 from stoker.runtime.worker.memory import make_caches, num_verified_slots
 from stoker.runtime.worker.model_runner import ModelRunner
 from stoker.runtime.worker.rank import captures_steps
@@ -129,7 +127,7 @@ def _runner(engine: Engine, config: RuntimeConfig, rank: int) -> ModelRunner:
     states = StateCache(settings.model, layers, mapping.tensor_parallel, num_slots, dtype, META)
     caches = make_caches(settings.model, 1 << 10, size, engine.kv_dtype, META, layers, mapping.tensor_parallel, states)
     model.complete_caches(caches)
-    first = _distinct_layers(engine, layers, model.fused_layers)
+    first = distinct_layers(engine, layers, model.fused_layers)
     model.keep_layers(first)
     return ModelRunner(
         model, [caches[i] for i in first], num_rows=capacity.max_num_sequences * mapping.data_parallel,
@@ -144,26 +142,6 @@ def _runner(engine: Engine, config: RuntimeConfig, rank: int) -> ModelRunner:
         ),
         world=World(rank, mapping.world_size, group, stage, everyone, leader(mapping), dispatch=dispatch),
     )  # fmt: skip
-
-
-def _distinct_layers(engine: Engine, layers: Sequence[int], fused_layers: FusedLayers | None) -> list[int]:
-    """Indices of the layers of a stage that launch other kernels than all layers before them.
-
-    A fused layer computes the queries, keys and values of the next layer, so no layer can be left out where their widths differ.
-    """
-    kinds: list[Any] = [_kind(engine, layer) for layer in layers]
-    if fused_layers is not None:
-        if len({(one.num_heads + 2 * one.num_kv_heads) * one.head_size for one in fused_layers.attentions}) > 1:
-            return list(range(len(kinds)))
-        kinds = list(zip(kinds, [*kinds[1:], None], strict=True))
-    return [i for i, kind in enumerate(kinds) if kinds.index(kind) == i]
-
-
-def _kind(engine: Engine, layer: int) -> tuple[Any, ...]:
-    """The properties that determine which kernels a layer launches. One layer of each kind is traced."""
-    model, recipe = engine.config.model, engine.config.recipe
-    formats = [recipe.format_for(spec) for spec in layer_specs(model, layer).values() if isinstance(spec, LinearSpec)]
-    return model.layers[layer], formats
 
 
 def _trace(runner: ModelRunner) -> None:

@@ -66,17 +66,18 @@ class ModelRunner:
         num_rows: int, max_batch_size: int, max_num_tokens: int, max_seq_len: int, block_size: int, device: torch.device, use_graphs: bool,
         world: World = ALONE_WORLD, publisher: StepPublisher | None = None, grammars: Grammars | None = None,
         drafter: Drafter | None = None, max_drafts: int = 0, has_trees: bool = False, states: StateCache | None = None,
-        tracker: RowTracker | None = None,
+        tracker: RowTracker | None = None, few_layers: list[int] | None = None,
     ) -> None:  # fmt: skip
         """`max_drafts`: the largest number of drafts of a row, for which steps are captured. `has_trees`: they may be trees.
 
         `tracker`: with it, steps with drafts are planned before the results of earlier ones are known. Without ranks and trees only.
 
-        `states`: the storage of recurrent states.
+        `states`: the storage of recurrent states. `few_layers`: indices of layers that stand for all (`representative_layers`).
         """
         self.states, self.tracker = states, tracker
         self.model = model
         self.caches = caches
+        self._few_layers = few_layers
         self.device = device
         self._num_threads = torch.get_num_threads() if device.type == "cpu" else 0
         self.max_batch_size, self.max_num_tokens, self.max_seq_len = max_batch_size, max_num_tokens, max_seq_len
@@ -312,10 +313,10 @@ class ModelRunner:
         self.follow(packed[0], True)
 
     @torch.inference_mode()
-    def run_dummy_step_with_sampling(self, shape: Shape, bounds: Bounds) -> None:
+    def run_dummy_step_with_sampling(self, shape: Shape, bounds: Bounds, *, all_layers: bool = True) -> None:
         """Run a dummy step without a graph, with all variants of sampling and all drafts, to measure memory or to trace kernels.
 
-        Every rank calls it at the same time, before followers wait for published steps.
+        Every rank calls it at the same time, before followers wait for published steps. Without `all_layers`, a few stand for all.
         """
         width = -(-self.max_seq_len // self.inputs.block_size)
         step = allocate_dummy_step(
@@ -323,7 +324,7 @@ class ModelRunner:
         )
         ranks = self._set_uniform_counts(step)
         batch = self._resolve(step)
-        logits = self.model(batch, self.caches)
+        logits = self.model(batch, self.caches) if all_layers else self._run_few_layers(batch)
         if not self.world.is_leader:
             self._store_last_ids(step, self._unknown_ids(step, ranks), ranks)
             return
@@ -334,6 +335,13 @@ class ModelRunner:
         self._store_last_ids(step, token_ids, ranks)
         if self.draft_runner is not None:
             self.draft_runner.run(batch, step, token_ids, None, self.draft_runner.drafter.num_drafts, False)
+
+    def _run_few_layers(self, batch: ForwardBatch) -> Tensor:
+        """The logits after the layers that stand for all: the same kernels and as much memory, in less time."""
+        if self._few_layers is None:
+            return self.model(batch, self.caches)
+        with self.model.only_layers(self._few_layers):
+            return self.model(batch, [self.caches[i] for i in self._few_layers])
 
     def zero_blocks(self, blocks: list[int]) -> None:
         """Zero blocks that may contain NaN on all ranks, before other sequences use them.

@@ -25,6 +25,7 @@ from stoker.runtime.worker.draft_sources import DraftTask, load_drafter
 from stoker.runtime.worker.drafter import DraftSource
 from stoker.runtime.worker.dummy_step import Bounds
 from stoker.runtime.worker.inputs import Shape
+from stoker.runtime.worker.layer_kinds import representative_layers
 from stoker.runtime.worker.memory import (
     MemoryBudget,
     block_bytes,
@@ -129,7 +130,7 @@ class LoadedRank:
         before = torch.cuda.memory_allocated(self.device)
         pads = not self.world.everyone.smallest(not self.pads_prefills)  # the same steps on all ranks; only the leader has a draft engine
         for shape, bounds in largest_steps(self.capacity, speculates=self.config.speculate != "none", pads=pads):
-            runner.run_dummy_step_with_sampling(shape, bounds)
+            runner.run_dummy_step_with_sampling(shape, bounds, all_layers=shape.is_decode)  # prompts take long
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated(self.device) - before
 
@@ -216,6 +217,7 @@ class LoadedRank:
             publisher=publisher,
             grammars=grammars,
             states=states,
+            few_layers=None if uses_drafter(self.config) else representative_layers(self.engine, layers),
             tracker=make_tracker(
                 self.config,
                 config.model,
