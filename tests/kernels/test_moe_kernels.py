@@ -178,6 +178,21 @@ def test_the_residual_is_added_to_the_rounded_sum(dtype: torch.dtype) -> None:
     assert torch.equal(reference.expert_down(x, weight, routing, residual), reference.expert_down(x, weight, routing) + residual)
 
 
+@pytest.mark.parametrize("splits", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_experts_of_one_token_are_not_searched(dtype: torch.dtype, splits: int) -> None:
+    """With the bits of a search in the offsets."""
+    routing = moe.route(torch.randn(1, 9), None, RoutingParams(4))
+    assert routing.experts is not None
+    assert torch.equal(routing.experts, torch.bucketize(torch.arange(4), routing.offsets[1:], right=True).int())
+    searched, tile = replace(routing, experts=None), QuantTile(16, 32, splits) if splits else None
+    x, up, down = (torch.randn(*shape).to(dtype) for shape in ((1, 70), (9, 40, 70), (9, 70, 40)))
+    weights = PackedWeight("dense", up, bias=torch.randn(9, 40).to(dtype)), PackedWeight("dense", down)
+    inner = moe.expert_up(x, weights[0], routing, tile)
+    assert torch.equal(inner, moe.expert_up(x, weights[0], searched, tile))
+    assert torch.equal(moe.expert_down(inner, weights[1], routing, tile=tile), moe.expert_down(inner, weights[1], searched, tile=tile))
+
+
 def test_the_number_of_tiles_is_that_of_the_worst_routing() -> None:
     for segments, tokens in product((1, 2, 3), (1, 2, 4)):
         for rows in range(1, 13):

@@ -32,6 +32,8 @@ class Routing:
     offsets: Tensor  # int32 [num_experts + 1]: choices order[offsets[e] : offsets[e + 1]] belong to expert e
     # False with expert parallelism: `offsets` covers the experts of this rank only, and rows of other experts are zeros.
     is_whole: bool = True
+    # int32 [k]: the expert of each choice in `order`; of one token, so that kernels need not search `offsets`. None: they do.
+    experts: Tensor | None = None
 
     @property
     def top_k(self) -> int:

@@ -214,10 +214,14 @@ def block_fp8(*grid: int, values: Tensor) -> PackedWeight:
     return PackedWeight("fp8", values, meta(*grid, dtype=FP32), group_size=128, block_rows=128, activations="group")
 
 
+def routing_of(rows: int, top_k: int, count: int) -> Routing:
+    return Routing(meta(rows, top_k, dtype=FP32), index(rows * top_k), index(count + 1), experts=index(top_k) if rows == 1 else None)
+
+
 def experts(
     rows: int, dtype: torch.dtype, activations: str = "none", count: int = 8, top_k: int = 2, n: int = 4096, k: int = 4096
 ) -> None:  # fmt: skip
-    routing = Routing(meta(rows, top_k, dtype=FP32), index(rows * top_k), index(count + 1))
+    routing = routing_of(rows, top_k, count)
     if dtype == BF16:
         weight = PackedWeight("dense", meta(count, n, k))
     else:
@@ -228,7 +232,7 @@ def experts(
 
 def int4_experts(rows: int, group: int, zero: str, count: int = 8, top_k: int = 2, n: int = 4096, k: int = 4096) -> None:
     """The launches of an up and a down projection; with `zero` \"int\" each expert has a column order of its own."""
-    routing = Routing(meta(rows, top_k, dtype=FP32), index(rows * top_k), index(count + 1))
+    routing = routing_of(rows, top_k, count)
     grid = meta(count, n, k // group, dtype=torch.float16)
     zeros = {"none": None, "int": meta(*grid.shape, dtype=torch.uint8), "float": grid, "e2m1": None}[zero]
     order, is_fp4 = index(count, k) if zero == "int" else None, zero == "e2m1"
@@ -239,7 +243,7 @@ def int4_experts(rows: int, group: int, zero: str, count: int = 8, top_k: int = 
 
 
 def int8_experts(rows: int, group: int, shifted: bool, count: int = 8, top_k: int = 2, n: int = 4096, k: int = 4096) -> None:
-    routing = Routing(meta(rows, top_k, dtype=FP32), index(rows * top_k), index(count + 1))
+    routing = routing_of(rows, top_k, count)
     scale = meta(count, n, k // group, dtype=FP32)
     weight = PackedWeight("int8", meta(count, n, k, dtype=torch.int8), scale, scale if shifted else None, group)
     moe.expert_up(meta(rows, k), weight, routing)
@@ -247,7 +251,7 @@ def int8_experts(rows: int, group: int, shifted: bool, count: int = 8, top_k: in
 
 
 def block_experts(rows: int, count: int = 256, top_k: int = 8, n: int = 7168, k: int = 2048) -> None:
-    routing = Routing(meta(rows, top_k, dtype=FP32), index(rows * top_k), index(count + 1))
+    routing = routing_of(rows, top_k, count)
     weight = block_fp8(count, n // 128, k // 128, values=meta(count, n, k, dtype=FP8))
     moe.expert_up(meta(rows, k), weight, routing)
     moe.expert_down(meta(rows * top_k, k), weight, routing)

@@ -98,6 +98,7 @@ def expert_linear_kernel(
     # Pointers
     order_ptr,  # int32 [m]
     offsets_ptr,  # int32 [experts + 1]
+    experts_ptr,  # int32 [m]: the experts of the choices of one token; None: of several tokens, or of experts on several ranks
     # Sizes and strides
     m,  # choices
     m_tiles,
@@ -129,9 +130,14 @@ def expert_linear_kernel(
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
 
-    expert, first, end_row = find_expert_tile(m_tile, offsets_ptr, m, EXPERTS, TOKENS)
-    if first >= end_row:
-        return
+    if experts_ptr is None:
+        expert, first, end_row = find_expert_tile(m_tile, offsets_ptr, m, EXPERTS, TOKENS)
+        if first >= end_row:
+            return
+    else:  # every choice is a tile
+        expert = tl.load(experts_ptr + m_tile)
+        first = m_tile
+        end_row = m_tile + 1
     choice = first + tl.arange(0, TOKENS)  # [TOKENS]: places in `order`
     inside = choice < end_row
     out_row = choice
@@ -147,7 +153,11 @@ def expert_linear_kernel(
     column = tl.arange(0, DIGITS * TOKENS)
     column_choice = first + column // DIGITS
     column_row = tl.minimum(column_choice, end_row - 1)
-    if EXPERTS.top_k > 0:
+    if EXPERTS.top_k > 0 and experts_ptr is not None:
+        num_rows = 1
+        x_row = tl.zeros_like(x_row)
+        column_row = tl.zeros_like(column_row)
+    elif EXPERTS.top_k > 0:
         num_rows = m // EXPERTS.top_k
         x_row = tl.load(order_ptr + x_row) // EXPERTS.top_k
         column_row = tl.load(order_ptr + column_row) // EXPERTS.top_k

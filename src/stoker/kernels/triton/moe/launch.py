@@ -77,14 +77,14 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
     block_tokens = _block_tokens(tokens)
     if tokens and _sorts_choices(block_tokens, options):
         choose_experts_kernel[(1,)](
-            logits, correction, weights, None, order, offsets, *numbers, TOKENS=block_tokens, OPTIONS=options,
+            logits, correction, weights, None, order, offsets, routing.experts, *numbers, TOKENS=block_tokens, OPTIONS=options,
             num_warps=min(8, block_tokens), **pdl,
         )  # fmt: skip
         return routing
     ids = torch.empty((tokens, params.top_k), dtype=torch.int32, device=logits.device)
     if tokens:
         choose_experts_kernel[(tokens,)](
-            logits, correction, weights, ids, None, None, *numbers, TOKENS=1, OPTIONS=options, num_warps=1, **pdl
+            logits, correction, weights, ids, None, None, None, *numbers, TOKENS=1, OPTIONS=options, num_warps=1, **pdl
         )  # fmt: skip
     block = min(_BLOCK, next_power_of_2(max(1, ids.numel())))
     sort_choices_kernel[(experts + 1,)](ids, order, offsets, ids.numel(), BLOCK=block, num_warps=max(1, block // 256), **pdl)
@@ -162,6 +162,7 @@ def _route_by_tiles(
         None if routing is None else routing.weights,
         None if routing is None else routing.order,
         None if routing is None else routing.offsets,
+        None if routing is None else routing.experts,
         tokens,
         fusion.norm_eps,
         params.scale,
@@ -183,7 +184,8 @@ def _empty_routing(tokens: int, experts: int, top_k: int, device: torch.device) 
     """Memory for the result of a routing kernel."""
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
     order = torch.empty(tokens * top_k, dtype=torch.int32, device=device)
-    return Routing(weights, order, torch.empty(experts + 1, dtype=torch.int32, device=device))
+    offsets = torch.empty(experts + 1, dtype=torch.int32, device=device)
+    return Routing(weights, order, offsets, experts=torch.empty_like(order) if tokens == 1 else None)
 
 
 def _block_tokens(tokens: int) -> int:
@@ -296,6 +298,7 @@ def _project(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile 
         split_k_pointers(num_tiles, tile_shape, False, values.device),
         routing.order,
         routing.offsets,
+        routing.experts,
         m,
         m_tiles,
         n,

@@ -44,6 +44,7 @@ def router_kernel(
     weights_ptr,
     order_ptr,
     offsets_ptr,
+    experts_ptr,
     # Numbers
     tokens,
     eps,  # of the norm
@@ -93,4 +94,6 @@ def router_kernel(
         if tl.atomic_add(finished_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) * tl.num_programs(1) - 1:
             tl.store(finished_ptr, 0)
             choosing = tl.arange(0, CHOOSING)
-            store_choices(logits_ptr, correction_ptr, weights_ptr, None, order_ptr, offsets_ptr, choosing, tokens, scale, jitter, OPTIONS)
+            store_choices(
+                logits_ptr, correction_ptr, weights_ptr, None, order_ptr, offsets_ptr, experts_ptr, choosing, tokens, scale, jitter, OPTIONS
+            )

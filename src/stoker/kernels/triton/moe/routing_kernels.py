@@ -143,6 +143,7 @@ def choose_experts_kernel(
     ids_ptr,  # int32 [tokens, top_k]; or None
     order_ptr,  # int32 [tokens × top_k]; or None with ids
     offsets_ptr,  # int32 [experts + 1]; or None with ids
+    experts_ptr,  # int32 [top_k]: the experts of one token in ascending order; or None
     # Numbers
     tokens,
     scale,  # of the weights
@@ -156,7 +157,9 @@ def choose_experts_kernel(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
-    store_choices(logits_ptr, correction_ptr, weights_ptr, ids_ptr, order_ptr, offsets_ptr, token, tokens, scale, jitter, OPTIONS)
+    store_choices(
+        logits_ptr, correction_ptr, weights_ptr, ids_ptr, order_ptr, offsets_ptr, experts_ptr, token, tokens, scale, jitter, OPTIONS
+    )
 
 
 @triton.jit
@@ -167,6 +170,7 @@ def store_choices(
     ids_ptr,
     order_ptr,
     offsets_ptr,
+    experts_ptr,
     token,  # int32 [T]: the tokens of this CTA
     tokens,
     scale,
@@ -195,7 +199,9 @@ def store_choices(
     if ids_ptr is not None:
         tl.store(ids_ptr + choice, ids, mask=stored)
     else:
-        sort_choices(slots, token[:, None, None], is_token[:, None, None], inside, expert_index, order_ptr, offsets_ptr, OPTIONS)
+        sort_choices(
+            slots, token[:, None, None], is_token[:, None, None], inside, expert_index, order_ptr, offsets_ptr, experts_ptr, OPTIONS
+        )
 
 
 @triton.jit
@@ -207,6 +213,7 @@ def sort_choices(
     expert_index,  # int32 [1, BLOCK_GROUPS, BLOCK_SIZE]
     order_ptr,
     offsets_ptr,
+    experts_ptr,
     OPTIONS: tl.constexpr,
 ):
     """Store the order and the offsets of the choices of all tokens of a step.
@@ -224,6 +231,8 @@ def sort_choices(
     tl.store(offsets_ptr + 1 + expert_index, ends, mask=inside & (expert_index == OPTIONS.num_experts - 1))
     place = offsets + tl.cumsum(count, 0) - 1
     tl.store(order_ptr + place, token * OPTIONS.top_k + slots, mask=is_chosen)
+    if experts_ptr is not None:
+        tl.store(experts_ptr + place, tl.broadcast_to(expert_index, place.shape), mask=is_chosen)
 
 
 @triton.jit(do_not_specialize=["num_choices"])
