@@ -62,6 +62,12 @@ def test_kernels_that_match_no_product_have_no_roofline() -> None:
     assert [(share.name, share.count, share.roofline) for share in shares] == [("gemv", 2, None)]
 
 
+@pytest.mark.parametrize("kernel", ["gemv_kernel", "small_gemm_kernel", "expert_linear_kernel", "router_kernel"])
+def test_kernels_that_compute_products(kernel: str) -> None:
+    shares = kernel_shares([Event(kernel, 0, 2)], [StepSize(1, 1, 1, 1)], [Product("product", 1_000, 8, 0, False, 2)], Work(), LIMIT)
+    assert [share.name for share in shares] == [f"{kernel}: product"]
+
+
 def test_work_is_bound_by_memory_or_by_arithmetic() -> None:
     product = Product("linear", weight_bytes=2_000_000, params=1_000_000, row_bytes=0, of_rows=False, operand=2)
     assert product.work(StepSize(1, 1, 0, 0)).seconds(LIMIT) == pytest.approx(2e-6)

@@ -23,7 +23,7 @@ from stoker.runtime.worker.model_runner import ModelRunner
 from stoker.runtime.worker.step_handle import StepHandle
 
 # Names of kernels that compute products, from Stoker and from libraries, without those that combine split-K slices.
-_PRODUCT = re.compile(r"gemv|gemm|linear|nvjet|cutlass|xmma|cublas", re.IGNORECASE)
+_PRODUCT = re.compile(r"gemv|gemm|linear|router|nvjet|cutlass|xmma|cublas", re.IGNORECASE)
 _COMBINE = re.compile(r"split_?k|reduce", re.IGNORECASE)
 _ATTENTION = re.compile(r"attention")
 
