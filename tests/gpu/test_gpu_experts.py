@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from oracle import relative_error
+from oracle import FP4_SCALES, fp4_expert_of_every_scale, relative_error
 
 from stoker.core.packed_weight import PackedWeight
 from stoker.core.specs import LinearSpec
 from stoker.kernels import ops
-from stoker.kernels.routing import RoutingParams
+from stoker.kernels.routing import Routing, RoutingParams
+from stoker.kernels.triton.moe import launch as moe
 from stoker.quant.format import Format
 from stoker.quant.formats.block_fp8 import BlockFp8
 from stoker.quant.formats.fp4 import Fp4
@@ -53,6 +55,21 @@ def step(
 
 def inputs(rows: int) -> list[torch.Tensor]:
     return [torch.randn(rows, IN).bfloat16(), torch.randn(2 * rows, IN).bfloat16(), torch.randn(rows, EXPERTS)]
+
+
+@pytest.mark.parametrize("tokens", [8, 64])
+@pytest.mark.parametrize("scale", FP4_SCALES)
+def test_every_fp4_value_and_scale_is_exact(scale: str, tokens: int) -> None:
+    """Of results that are normal numbers. Tiles of 8 tokens have other matrix instructions."""
+    stored, real = fp4_expert_of_every_scale(scale)
+    tensors = {name: value.cuda() for name in ("values", "scale", "row_scale") if (value := getattr(stored, name)) is not None}
+    weight = ops.prepare_weight(replace(stored, **tensors))
+    assert weight.layout == "quads"
+    features = real.shape[2]
+    routing = Routing(*(t.cuda() for t in (torch.ones(features, 1), torch.arange(features).int(), torch.tensor([0, features]).int())))
+    found = moe.expert_up(torch.eye(features).bfloat16().cuda(), weight, routing, tokens=tokens).double().cpu()
+    is_normal = real[0].T.abs() >= torch.finfo(torch.bfloat16).tiny
+    assert torch.equal(torch.where(is_normal, found, 0), torch.where(is_normal, real[0].T, 0))
 
 
 @pytest.mark.parametrize("rows", [1, 7, 48, 600, 1200])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stoker.core.forward_batch import NO_TREE, ForwardBatch, KVCache, TreeMask
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.types import MEAN_TOKENS, AttentionParams
 
 PADDING_SLOT = 10**7  # of rows that no kernel computes
@@ -186,3 +187,26 @@ def _sees(query: int, key: int, prefix: int, params: AttentionParams) -> bool:
     if params.chunk is not None:
         seen = seen and key // params.chunk == query // params.chunk
     return seen
+
+
+FP4_SCALES = ("e8m0", "e4m3")
+
+
+def fp4_expert_of_every_scale(scale: str) -> tuple[PackedWeight, Tensor]:
+    """(one expert in FP4, its values in float64 [1, n, 64]): all values with every scale that the layout `quads` holds.
+
+    e8m0: powers of two from 2 ** -127 to 2, in groups of 32. e4m3: all positive numbers, in groups of 16.
+    """
+    if scale == "e8m0":
+        scales = torch.arange(-127, 2).double().exp2()
+    else:
+        scales = torch.arange(127).byte().view(torch.float8_e4m3fn).double()
+    scales = torch.cat((scales, scales[: len(scales) % 2]))  # rows in pairs
+    group = 32 if scale == "e8m0" else 16
+    codes = torch.stack([torch.cat([torch.randperm(16) for _ in range(4)]) for _ in scales])
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    values = torch.where(codes >= 8, -magnitudes[codes % 8], magnitudes[codes % 8]) * scales[:, None]
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).byte()
+    row_scale = torch.ones(1, len(scales)) if scale == "e4m3" else None
+    stored = scales.bfloat16()[None, :, None].repeat(1, 1, 64 // group)
+    return PackedWeight("int4", packed[None], stored, None, group, is_fp4=True, row_scale=row_scale), values[None]

@@ -32,6 +32,8 @@ class PackedWeight:
         stored   as above, which is also how engine files store them
         paired   int4 on a GPU: byte i of a pair of groups holds feature i of the first group in its low four bits and feature i of the
                  second in its high four bits. A row is padded to whole pairs of groups. Scales and zeros are [groups, N]
+        quads    FP4 experts on a GPU: int16 [E, N, K / 4], a word with four values of two rows, in the order of
+                 `kernels.triton.gemm.quantized.fp4`. A row is padded to a multiple of 64 features. Scales are int64
 
     On a CPU, the values of a prepared fp8 weight are widened to float32, and those of blocks are multiplied by their scales, unless the C
     kernels read them as they are stored.
@@ -66,8 +68,8 @@ class PackedWeight:
 
     @property
     def in_features(self) -> int:
-        """The number K of input features, including the padding of the layout `paired`."""
-        return self.values.shape[-1] * (2 if self.values.dtype == torch.uint8 else 1)
+        """The number K of input features, including the padding of the layouts `paired` and `quads`."""
+        return self.values.shape[-1] * _VALUES_PER_ELEMENT.get(self.values.dtype, 1)
 
     @property
     def row_bytes(self) -> int:
@@ -93,4 +95,5 @@ class PackedWeight:
         return replace(self, **{name: tensor[index] for name, tensor in stacked.items()})
 
 
+_VALUES_PER_ELEMENT = {torch.uint8: 2, torch.int16: 4}  # of the layouts of int4 with two values, and with four
 _STACKED = ("values", "scale", "zero", "row_scale", "bias", "column_order")  # fields that have an axis of experts

@@ -16,7 +16,8 @@ REPRESENTATIVE = (
     "norm", "gated silu", "embedding", "rope decode", "linear, 1 rows", "linear, 32 rows, gated", "decode 64", "prefill 128 tokens",
     "quant fp8, 32 rows", "quant int8, 32 rows", "quant w8a8, 32 rows", "quant int4, 32 rows", "skinny int8, 8 rows",
     "skinny int4, 8 rows", "quant int4 in groups of 32, 64 rows", "experts torch.int8, 64 rows",
-    "experts int4 in groups of 32, float, 64 rows", "experts torch.bfloat16, 64 rows", "route",
+    "experts int4 in groups of 32, float, 64 rows", "experts int4 in groups of 32, e2m1, 64 rows", "experts torch.bfloat16, 64 rows",
+    "route",
 )  # fmt: skip
 
 

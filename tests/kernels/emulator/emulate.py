@@ -1,4 +1,4 @@
-"""Run kernels on an emulated device: `fused_layer FORM`, for one weight format, `attention`, `prompts`, `rotation` or `large_gemm`.
+"""Run kernels on an emulated device: `fused_layer FORM`, `attention`, `prompts`, `rotation`, `large_gemm` or `fp4_experts`.
 
 A process without TRITON_INTERPRET.
 """
@@ -13,11 +13,15 @@ import test_rope_attention as attention
 import torch
 from emulated.launch import emulating
 from fused_layer_cases import check, problem
-from oracle import TOLERANCE, Case, expected_attention, padded, relative_error
+from oracle import FP4_SCALES, TOLERANCE, Case, expected_attention, fp4_expert_of_every_scale, padded, relative_error
 from test_attention import DRAFTED, test_draft_tokens_combine_by_flags, test_flags_of_results_whose_bits_are_all_zero
 from test_rope import test_normalizes_heads_before_it_rotates_them, test_norms_before_an_8_bit_cache
 
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import linear as linear_reference
+from stoker.kernels.reference import moe as moe_reference
+from stoker.kernels.reference.quant_int4 import dequantize_int4
+from stoker.kernels.routing import Routing
 from stoker.kernels.triton import norm, rope
 from stoker.kernels.triton.attention import launch as kernels
 from stoker.kernels.triton.attention.tiles import AttentionTile, Splits
@@ -27,7 +31,10 @@ from stoker.kernels.triton.fused_layer.requirements import first_weight
 from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
 from stoker.kernels.triton.gemm.large.launch import LargeGemmTile, finished_counters, large_gemm
 from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
+from stoker.kernels.triton.gemm.quantized.int4 import prepare_weight
+from stoker.kernels.triton.moe import launch as moe
 from stoker.kernels.tuning.devices import tuning_for
+from stoker.kernels.tuning.tiles import QuantTile
 from stoker.kernels.types import FusedLayer, Fusion
 
 Results = tuple[torch.Tensor, torch.Tensor | None]
@@ -233,9 +240,58 @@ def _operand(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     return values[:, :k], scale, values[:, :k].double() * scale[:, None].double()
 
 
+# Tokens of a tile, tile, dtype, features of a group, rows of the weight, input features: the last tile, the last iteration and the last
+# chunk are not full, or all are.
+EXPERT_CASES = [
+    (16, QuantTile(128, 128, 2, 4, 4), torch.bfloat16, 32, 130, 290),
+    (8, QuantTile(128, 64, 1, 4, 3), torch.bfloat16, 16, 128, 192),
+    (32, QuantTile(256, 192, 1, 8, 2), torch.bfloat16, 128, 144, 384),
+    (16, QuantTile(128, 128, 1, 4, 4), torch.float16, 16, 66, 256),
+]
+
+
+def fence_copies(name: str, ptx: str) -> str:
+    """The PTX with a fence before each barrier: Triton's pipelines have none between cp.async and matrix instructions."""
+    return ptx.replace("bar.sync", "fence.proxy.async.shared::cta;\n\tbar.sync")
+
+
+def project_experts() -> None:
+    """FP4 experts in the layout `quads`, with all values and scales of powers of two between 2 ** -9 and 2, and rows of other ranks."""
+    top_k, counts = 2, [0, 21, 0, 5]
+    order = torch.randperm(sum(counts) + 4).int()
+    routing = Routing(torch.rand(len(order) // top_k, top_k), order, torch.tensor([0, *counts]).cumsum(0).int() + 1)
+    for tokens, tile, dtype, group, n, k in EXPERT_CASES:
+        shape = (len(counts), n, -(-k // group))
+        stored = PackedWeight(
+            "int4",
+            torch.randint(0, 256, (*shape[:2], k // 2), dtype=torch.uint8),
+            torch.randint(-9, 2, shape).float().exp2().bfloat16(),
+            None,
+            group,
+            bias=torch.randn(shape[:2]).to(dtype),
+            is_fp4=True,
+            row_scale=torch.rand(shape[:2]) + 0.5 if group == 16 else None,
+        )
+        weight = prepare_weight(stored)
+        assert weight.layout == "quads"
+        x, choices = torch.randn(len(order) // top_k, k).to(dtype), torch.randn(len(order), k).to(dtype)
+        with emulating(len(x), num_ctas=5, edit_ptx=fence_copies):
+            up, down = moe.expert_up(x, weight, routing, tile, tokens), moe.expert_down(choices, weight, routing, tile=tile, tokens=tokens)
+        dense = PackedWeight("dense", dequantize_int4(stored, torch.float64), bias=stored.bias.double())
+        assert relative_error(up, moe_reference.expert_up(x.double(), dense, routing)) < TOLERANCE[dtype], tile
+        assert relative_error(down, moe_reference.expert_down(choices.double(), dense, routing)) < TOLERANCE[dtype], tile
+    for scale in FP4_SCALES:
+        stored, real = fp4_expert_of_every_scale(scale)
+        x, routing = torch.eye(64).bfloat16(), Routing(torch.ones(64, 1), torch.arange(64).int(), torch.tensor([0, 64]).int())
+        weight = prepare_weight(stored)
+        with emulating(num_ctas=2, edit_ptx=fence_copies):
+            up = moe.expert_up(x, weight, routing)
+        assert torch.equal(up.double(), real[0].T), scale
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     {
-        "attention": attend, "prompts": attend_prompts, "rotation": rotate, "large_gemm": multiply,
+        "attention": attend, "prompts": attend_prompts, "rotation": rotate, "large_gemm": multiply, "fp4_experts": project_experts,
         "fused_layer": lambda: fused_layer(sys.argv[2]),
     }[sys.argv[1]]()  # fmt: skip

@@ -13,7 +13,9 @@ FORMS = ["dense", "fp8", "bytes", "int4 int", "int4 float 64", "int4 none 32"]
 
 
 @pytest.mark.parametrize(
-    "what", [["attention"], ["prompts"], ["rotation"], ["large_gemm"], *(["fused_layer", form] for form in FORMS)], ids=" ".join
+    "what",
+    [["attention"], ["prompts"], ["rotation"], ["large_gemm"], ["fp4_experts"], *(["fused_layer", form] for form in FORMS)],
+    ids=" ".join,
 )
 def test_on_an_emulated_device(what: list[str], uninterpreted: Callable[..., str]) -> None:
     """emulate.py asserts, and prints nothing."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import TOLERANCE, relative_error
+from oracle import FP4_SCALES, TOLERANCE, fp4_expert_of_every_scale, relative_error
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
@@ -145,6 +145,40 @@ def test_int4_groups_that_no_tile_supports() -> None:
     weight, real = int4(24, 60, 12, "float")
     assert weight.layout == "stored"
     check(weight, real, random_routing(*ROUTINGS["rank"]), torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize("routed", ["all", "rank"])
+@pytest.mark.parametrize("tile", [QuantTile(32, 64, 3), QuantTile(64, 128, 1), QuantTile(32, 192, 1)])
+@pytest.mark.parametrize(("dtype", "group", "k"), [(torch.bfloat16, 32, 290), (torch.float16, 16, 256), (torch.bfloat16, 128, 384)])
+def test_fp4_in_quads(routed: str, tile: QuantTile, dtype: torch.dtype, group: int, k: int) -> None:
+    """Tiles, iterations and chunks of 64 features that are full or not."""
+    weight, real = int4(40, k, group, "e2m1")
+    assert weight.layout == "quads"
+    check(weight, real, random_routing(*ROUTINGS[routed]), dtype, TOLERANCE[dtype], tile)
+
+
+@pytest.mark.parametrize("scale", FP4_SCALES)
+def test_every_fp4_value_and_scale_is_exact(scale: str) -> None:
+    stored, real = fp4_expert_of_every_scale(scale)
+    features = real.shape[2]
+    routing = Routing(torch.ones(features, 1), torch.arange(features).int(), torch.tensor([0, features]).int())
+    weight = quant_int4.prepare_weight(stored)
+    assert weight.layout == "quads"
+    assert torch.equal(moe.expert_up(torch.eye(features).bfloat16(), weight, routing).double(), real[0].T)
+
+
+@pytest.mark.parametrize(("n", "scale", "group"), [(24, 4.0, 32), (24, float("nan"), 32), (25, 1.0, 32), (24, 4.0, 64), (25, 1.0, 128)])
+def test_fp4_that_quads_do_not_hold(n: int, scale: float, group: int) -> None:
+    """A large scale would overflow in the kernel, and a pair of rows needs two. Digits of activations are not multiplied by FP4."""
+    codes = torch.randint(0, 256, (EXPERTS, n, 96), dtype=torch.uint8)
+    scales = torch.full((EXPERTS, n, -(-192 // group)), 0.125).bfloat16()
+    scales[1, 3, 0] = scale
+    stored = PackedWeight("int4", codes, scales, None, group, is_fp4=True)
+    weight = quant_int4.prepare_weight(stored)
+    assert weight.layout == "paired"
+    routing = random_routing(*ROUTINGS["rank"])
+    if scale == scale:
+        check(weight, dequantize_int4(stored, torch.float64), routing, torch.bfloat16, TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("shifted", [False, True])

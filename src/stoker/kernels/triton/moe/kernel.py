@@ -80,6 +80,8 @@ def expert_scale_offset(expert, n, k, FORMAT: tl.constexpr):
     FORM: tl.constexpr = FORMAT.form
     if FORM == "int4":
         return expert.to(tl.int64) * (k // FORMAT.group) * n
+    elif FORM == "fp4":
+        return expert.to(tl.int64) * (k // (2 * FORMAT.group)) * (n // 2)
     elif FORM == "grouped_int8":
         return expert.to(tl.int64) * n * tl.cdiv(k, FORMAT.group)
     elif FORM == "block_fp8":

@@ -11,6 +11,8 @@ speed of memory; a large one is a grouped matrix product, for which `library_gem
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from stoker.kernels.triton.device import num_sms
 from stoker.kernels.triton.gemm.dense.launch import linear, small_linear
 from stoker.kernels.triton.gemm.dense.tiles import MAX_ROWS
 from stoker.kernels.triton.gemm.quantized.arguments import OutputPointers, QuantizedWeightFormat
+from stoker.kernels.triton.gemm.quantized.fp4 import CHUNK
 from stoker.kernels.triton.gemm.quantized.launch import (
     gemm_tile,
     product_format,
@@ -47,9 +50,15 @@ from stoker.kernels.tuning.tiles import QuantTile
 from stoker.kernels.types import PLAIN, Fusion
 
 _BLOCK = 1024
-# Input features of a tile of FP4 and at most 8 tokens, if they divide those of the weight, as the 2,880 of gpt-oss. One token of its 20B,
-# up and down: 28.7 and 18.0 µs, with 64 features 38.7 and 23.0; with more tokens 64 features are faster (64 tokens: 172 and 219 µs).
-_FP4_BLOCK_K = 192
+# Tiles of FP4 experts in the layout `quads` by the largest number of tokens: weight rows, input features, warps and stages. Not measured:
+# 128 features take fewer instructions per value than 64, and no tile spills.
+_QUAD_TILES = {
+    8: QuantTile(128, 128, 1, 4, 4),
+    16: QuantTile(128, 128, 1, 4, 4),
+    32: QuantTile(128, 128, 1, 4, 4),
+    64: QuantTile(128, 128, 1, 4, 3),
+    128: QuantTile(128, 64, 1, 4, 4),
+}
 MAX_EXPERTS = 1024
 # Scores (tokens × experts, both rounded up to powers of two) that one CTA ranks and sorts, instead of a CTA per token and another launch:
 # 64 tokens of gpt-oss' 32 experts, 16 of 128 experts. Eight warps then have eight scores per thread.
@@ -339,24 +348,25 @@ def _tile(rows: int, tokens: int, operands: ExpertOperands, weight_format: Quant
     """The tile for `rows` rows in tiles of `tokens` tokens, by a rule."""
     values, weight = operands.x.values_ptr, operands.weight
     item, form, group = values.element_size(), weight_format.form, weight_format.group
+    if form == "fp4" and item == 2:
+        return _split(_QUAD_TILES[min(tokens, max(_QUAD_TILES))], rows, weight, num_sms(values.device))
     if item == 4:
-        return QuantTile(32, _block_k(weight, form, 32), 1, 8 if form == "int4" else 4, 2)
+        return QuantTile(32, _block_k(weight, form, 32), 1, 8 if form in ("int4", "fp4") else 4, 2)
     if tokens > 64 and form in ("block_fp8", "grouped_int8"):
         # The sums and the product that is added to them both take registers: tiles of 128 weight rows spill.
         return QuantTile(64, _block_k(weight, form, 64), 1, 8 if form == "grouped_int8" else 4, 4 if group <= 128 else 2)
-    if tokens > 64 and weight.is_fp4:
-        # 2,048 tokens of Qwen3-30B-A3B, up and down: 396 and 346 µs with 128 features and 3 stages, 442 and 391 with 64 features.
-        block_k = _block_k(weight, form, 128)
-        return QuantTile(128, block_k, 1, 8, 3 if block_k == 128 else 4)
     if tokens > 64:
         return QuantTile(128, _block_k(weight, form, 128 // item), 1, 8, 2 if form == "int4" and group > 64 else 4)
-    block_k, splits = _block_k(weight, form, max(64, 256 // item)), 1
-    if tokens <= 8 and weight.is_fp4 and weight.in_features % _FP4_BLOCK_K == 0 and _FP4_BLOCK_K % (2 * group) == 0:
-        block_k = _FP4_BLOCK_K
-    num_tiles = min(rows, weight.num_experts) * cdiv(weight.out_features, 64)
-    while num_tiles * splits < 2 * num_sms(values.device) and weight.in_features // (block_k * splits * 2) >= 4:
+    tile = QuantTile(64, _block_k(weight, form, max(64, 256 // item)), 1, 8 if operands.digits == 2 and tokens > 16 else 4, 4)
+    return _split(tile, rows, weight, num_sms(values.device))
+
+
+def _split(tile: QuantTile, rows: int, weight: PackedWeight, num_sms: int) -> QuantTile:
+    """The tile with as many split-K slices as give each SM two CTAs of `rows` rows, of at least four iterations each."""
+    splits, num_tiles = 1, min(rows, weight.num_experts) * cdiv(weight.out_features, tile.block_n)
+    while num_tiles * splits < 2 * num_sms and weight.in_features // (tile.block_k * splits * 2) >= 4:
         splits *= 2
-    return QuantTile(64, block_k, splits, 8 if operands.digits == 2 and tokens > 16 else 4, 4)
+    return replace(tile, splits=splits)
 
 
 def _block_k(weight: PackedWeight, form: str, limit: int) -> int:
@@ -367,6 +377,8 @@ def _block_k(weight: PackedWeight, form: str, limit: int) -> int:
     k, group = weight.in_features, weight.group_size
     if form == "int4":
         return largest_block(k, 2 * group, limit)
+    if form == "fp4":
+        return CHUNK
     if form == "grouped_int8":
         return largest_block(cdiv(k, group) * group, group, limit)
     return group if form == "block_fp8" else limit

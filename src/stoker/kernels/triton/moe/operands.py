@@ -78,6 +78,8 @@ def _int4_operands(x: Tensor, weight: PackedWeight, routing: Routing, tile_token
         x, is_sorted = gather_features(x, weight.column_order, routing, is_sorted), True
     if weight.layout == "stored":
         return _unquantized(x, _dequantized(weight, x.dtype, dequantize_int4), is_sorted)
+    if weight.is_fp4:  # digits are integers
+        return _unquantized(x, weight, is_sorted)
     return _group_operands(x, weight, tile_tokens, is_sorted)
 
 

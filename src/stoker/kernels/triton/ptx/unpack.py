@@ -76,6 +76,70 @@ def _fp4_value(nibble):
 
 
 @triton.jit
+def unpack_quads(words, scales, DTYPE: tl.constexpr, PACKED: tl.constexpr):
+    """Four tensors in DTYPE: the FP4 values of each slot of the int16 `words`, times their scales. Exact in bfloat16.
+
+    `scales` int64 has the shape of `words`, or 1 instead of a dimension. Bits of both: see `gemm.quantized.fp4`. A value with the exponent
+    that its bits have is multiplied by a scale that is larger by 2 ** 126. float16 cannot hold this, and takes more instructions.
+    """
+    if PACKED and tl.bfloat16 == DTYPE:
+        bf16_code: tl.constexpr = _unpack_quads("bf16x2", has_bf16x2_arithmetic())
+        return tl.inline_asm_elementwise(
+            bf16_code,
+            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            [words, _quad_scale(scales, 0), _quad_scale(scales, 1), _quad_scale(scales, 2), _quad_scale(scales, 3)],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    elif PACKED and tl.float16 == DTYPE:
+        f16_code: tl.constexpr = _unpack_quads("f16x2", True)
+        real = (
+            _real_quad_scale(scales, 0).to(tl.float16),
+            _real_quad_scale(scales, 1).to(tl.float16),
+            _real_quad_scale(scales, 2).to(tl.float16),
+            _real_quad_scale(scales, 3).to(tl.float16),
+        )
+        return tl.inline_asm_elementwise(
+            f16_code,
+            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            [words, real[0], real[1], real[2], real[3]],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        w = words.to(tl.int32) & 0xFFFF
+        rotated = (w >> 8) | ((w & 0xFF) << 8)
+        return (
+            _quad_value(w << 6, scales, 0, DTYPE),
+            _quad_value(w << 2, scales, 1, DTYPE),
+            _quad_value(rotated << 4, scales, 2, DTYPE),
+            _quad_value((w & 0x8180) | (rotated & 0x40), scales, 3, DTYPE),
+        )
+
+
+@triton.jit
+def _quad_scale(scales, SLOT: tl.constexpr):
+    """bfloat16: the scale of a slot, times 2 ** 126."""
+    return (scales >> (16 * SLOT)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _real_quad_scale(scales, SLOT: tl.constexpr):
+    """float32: the scale of a slot."""
+    bits = ((scales >> (16 * SLOT)) & 0xFFFF).to(tl.int32) << 16
+    return bits.to(tl.float32, bitcast=True) * 1.1754943508222875e-38  # 2 ** -126
+
+
+@triton.jit
+def _quad_value(fields, scales, SLOT: tl.constexpr, DTYPE: tl.constexpr):
+    """The value, in DTYPE, with its fields in the bits 15 and 8 to 6 of `fields`."""
+    value = _fp4_value(((fields >> 6) & 7) | ((fields >> 12) & 8))
+    return (value * _real_quad_scale(scales, SLOT).to(DTYPE).to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
 def multiply_16bit(values, scale):
     """values × scale on two 16-bit numbers per register. Triton would widen them to 32 bits."""
     PAIR: tl.constexpr = "bf16x2" if values.dtype == tl.bfloat16 else "f16x2"
@@ -165,6 +229,35 @@ def _unpack_fp4(pair, is_native):
             f"lop3.b32 {result}, u, 0x80008000, {result}, 0xea;",  # the sign
             multiply(pair, result, result, "p", is_native),
         ]
+    return ptx_text(*lines, "}")
+
+
+@triton.constexpr_function
+def _unpack_quads(pair, is_native):
+    """PTX of `unpack_quads`. Results $0 … $3; words $4; scales $5 … $8."""
+    lines = [
+        "{ .reg .b32 t, r;",
+        "prmt.b32 r, $4, 0, 0x2301;",  # rotated: the bytes of each word exchanged
+        "shl.b32 t, $4, 6;",
+        "and.b32 $0, t, 0x81c081c0;",
+        "shl.b32 t, $4, 2;",
+        "and.b32 $1, t, 0x81c081c0;",
+        "shl.b32 t, r, 4;",
+        "and.b32 $2, t, 0x81c081c0;",
+        "and.b32 t, $4, 0x81808180;",
+        "lop3.b32 $3, r, 0x00400040, t, 0xea;",
+    ]
+    if pair == "f16x2":
+        lines.append("mov.b32 r, 0x74007400;")  # 2 ** 14, twice
+    for slot in range(4):
+        if pair == "f16x2":
+            lines += [
+                f"shl.b32 t, ${slot}, 3;",  # exponent and fraction from bits 8 to 6 to bits 11 to 9
+                "and.b32 t, t, 0x0e000e00;",
+                f"lop3.b32 t, ${slot}, 0x80008000, t, 0xea;",
+                f"mul.rn.f16x2 ${slot}, t, r;",
+            ]
+        lines.append(multiply(pair, f"${slot}", f"${slot}", f"${5 + slot}", is_native))
     return ptx_text(*lines, "}")
 
 

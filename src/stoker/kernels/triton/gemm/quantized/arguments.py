@@ -66,6 +66,7 @@ class QuantizedWeightFormat(NamedTuple):
     block_fp8       float8_e4m3fn                float32 [ceil(n / block_rows), groups]  as they are stored, by float8_e4m3fn
     grouped_int8    int8                         [n, groups]                             as stored by digits, else in the activations' dtype
     int4            two per byte: `int4`         [groups, n]                             as int8 by digits, else in the activations' dtype
+    fp4             four per word: `fp4`         int64 words: `fp4`                      in the activations' dtype
 
     groups = ceil(k / group). Experts have these shapes each.
     """
@@ -83,7 +84,7 @@ class GemmTile(NamedTuple):
     tokens: int  # columns of the result
     block_n: int  # rows of the weight
     block_k: int  # input features per iteration
-    groups: int  # iterations of one group (grouped_int8) or one pair of groups (int4) within block_k; else 1
+    groups: int  # groups (grouped_int8), pairs of groups (int4) or chunks of 64 features (fp4) within block_k; else 1
     splits: int  # split-K: CTAs that share the input features
 
 
@@ -133,3 +134,4 @@ class WeightRows(NamedTuple):
     row: Any  # [BLOCK_N]
     inside: Any  # bool [BLOCK_N]: False for padding
     load_row: Any  # int64 [BLOCK_N]: padding repeats row 0
+    first: Any  # the number of the first row

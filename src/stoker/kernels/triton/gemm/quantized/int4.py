@@ -26,6 +26,7 @@ from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import quant_int4 as reference
+from stoker.kernels.triton.gemm.quantized.fp4 import in_quads
 from stoker.kernels.triton.gemm.quantized.launch import (
     apply_input_gate,
     dequantized_linear,
@@ -45,13 +46,15 @@ MIN_GROUP = 16  # the depth of a 16-bit matrix instruction
 
 
 def prepare_weight(weight: PackedWeight) -> PackedWeight:
-    """The weight in the layout `paired` (`ops.prepare_weight`). The result does not refer to the given tensors, so that these can be freed.
+    """The weight in the layout `paired` (`ops.prepare_weight`), FP4 experts in `quads` where these can be (`fp4.in_quads`).
 
-    A weight whose group size is no multiple of MIN_GROUP, such as groups that a shard boundary splits, is returned unchanged: no tile
-    supports it.
+    The result does not refer to the given tensors, so that these can be freed. A weight whose group size is no multiple of MIN_GROUP, such
+    as groups that a shard boundary splits, is returned unchanged: no tile supports it.
     """
     if weight.group_size % MIN_GROUP:
         return weight
+    if weight.is_fp4 and weight.num_experts and (quads := in_quads(weight)) is not None:
+        return quads
     group = min(weight.group_size & -weight.group_size, MAX_GROUP)  # the largest power of two that divides it
     tensors = [weight.scale, weight.zero]
     if weight.group_size > group:

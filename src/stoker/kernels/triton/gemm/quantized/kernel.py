@@ -60,7 +60,7 @@ def weight_rows(n_tile, n, TILE: tl.constexpr):
     BLOCK_N: tl.constexpr = TILE.block_n
     row = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = row < n
-    return WeightRows(row, inside, tl.where(inside, row, 0).to(tl.int64))
+    return WeightRows(row, inside, tl.where(inside, row, 0).to(tl.int64), n_tile * BLOCK_N)
 
 
 @triton.jit

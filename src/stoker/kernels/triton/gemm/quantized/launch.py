@@ -35,6 +35,7 @@ from stoker.kernels.triton.gemm.quantized.arguments import (
     UnquantizedRow,
     WeightPointers,
 )
+from stoker.kernels.triton.gemm.quantized.fp4 import CHUNK
 from stoker.kernels.triton.gemm.quantized.kernel import quantized_linear_kernel
 from stoker.kernels.triton.gemm.quantized.tiles import (
     MAX_SKINNY_ROWS,
@@ -215,7 +216,7 @@ def weight_pointers(weight: PackedWeight, weight_format: QuantizedWeightFormat) 
 def _weight_form(values: Tensor, weight: PackedWeight) -> str:
     """The field `form` of QuantizedWeightFormat."""
     if weight.format == "int4":
-        return "int4"
+        return "fp4" if weight.layout == "quads" else "int4"
     if weight.group_size:
         return "block_fp8" if weight.format == "fp8" else "grouped_int8"
     return "direct" if values.dtype == weight.values.dtype else "upcast"
@@ -225,7 +226,8 @@ def gemm_tile(weight_format: QuantizedWeightFormat, tile: QuantTile, tokens: int
     """The constants TILE of a launch with `num_tiles` tiles of `tokens` tokens."""
     form, group = weight_format.form, weight_format.group
     block_k = group if form == "block_fp8" else tile.block_k
-    groups = block_k // (2 * group) if form == "int4" else block_k // group if form == "grouped_int8" else 1
+    features = {"int4": 2 * group, "grouped_int8": group, "fp4": CHUNK}.get(form, block_k)
+    groups = block_k // features
     return GemmTile(tokens, tile.block_n, block_k, groups, tile.splits if num_tiles <= MAX_TILES else 1)
 
 

@@ -12,7 +12,7 @@ An activation is one column, or two: the coarse and the fine int8 digit (`activa
 thread holds both sums and combines them without shared memory (with all coarse digits first: 548 instead of 396 instructions per iteration
 of 64 rows × 256 features × 32 tokens).
 
-The products of int4 are in `int4_products`.
+The products of int4 are in `int4_products`, those of FP4 experts in `fp4_products`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stoker.kernels.triton.gemm.quantized.fp4_products import multiply_fp4
 from stoker.kernels.triton.gemm.quantized.int4_products import multiply_int4
 from stoker.kernels.triton.gemm.quantized.operand_tiles import combine_digits, load_tile, load_x_tile, weight_rows, x_columns
 from stoker.kernels.triton.ptx.unpack import unpack_8bit
@@ -47,6 +48,9 @@ def multiply(
     FORM: tl.constexpr = FORMAT.form
     if FORM == "int4":
         return multiply_int4(x, weight, tokens, rows, begin, end, sizes, FORMAT, TILE, PRODUCT, GATED)
+    elif FORM == "fp4":
+        tl.static_assert(not GATED)
+        return multiply_fp4(x, weight, tokens, rows, begin, end, sizes, FORMAT, TILE, PRODUCT)
     elif FORM == "grouped_int8":
         tl.static_assert(not GATED)
         return multiply_grouped_int8(x, weight, tokens, rows, begin, end, sizes, FORMAT, TILE, PRODUCT)
