@@ -1,12 +1,12 @@
 """Measures tiles of the experts' kernel on one CUDA device: tokens of a tile, weight rows, features, warps and stages of the pipeline.
 
-    python benchmarks/kernels/expert_tiles.py --seconds 105 --json results.json
+    python benchmarks/kernels/expert_tiles.py --form fp4 --seconds 105 --json results.json
 
-Shapes are those of gpt-oss-20b and Qwen3-30B-A3B, formats MXFP4, FP8 with a scale per row, and bfloat16, for 64 to 896 rows of a decode
+Shapes are those of gpt-oss-20b and Qwen3-30B-A3B, formats MXFP4, FP8 with a scale per row, and bfloat16, for up to 896 rows of a decode
 step. Kernels are compiled in a pool of processes, while those that are ready are measured. A time is the median of replays of a CUDA graph
 of four calls with different routings, which read two copies of the weights in turn. Each result is compared with the float64 product of the
-dequantized weights. 4,096 rows are those of a prompt, for which other formats use the library. `rule` is what the launcher chooses. The
-script ends after `--seconds`, with what it has.
+dequantized weights. 2,048 rows are those of a prompt, for which other formats use the library. `rule` is what the launcher chooses. The
+script ends after `--seconds`, with what it has; each projection has the same share of this time.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ from stoker.kernels.triton.moe import launch as moe
 from stoker.kernels.tuning.tiles import QuantTile
 from stoker.profiling.tile_tuning import time_graph
 
-ROWS = (64, 128, 256, 448, 896)
-PROMPT_ROWS = 4096
+ROWS = {"fp4": (1, 8, 16, 64, 128, 256, 448, 2048), "fp8": (64, 128, 256, 448, 896), "bf16": (64, 128, 256, 448, 896)}
+FEW_ROWS = 8  # up to which split-K is measured
+MAX_PADDING = 1.03  # features that are multiplied, per feature of the weight
+BEST = 5  # tiles that are printed
 MAX_SHARED = 227 << 10  # bytes per CTA
 MAX_SUMS = 128  # per thread
 MAX_ERROR = {"fp4": 0.02, "bf16": 0.02, "fp8": 0.06}  # of the largest exact value; FP8 rounds the activations, too
@@ -55,7 +57,7 @@ class Projection:
     @property
     def rows(self) -> tuple[int, ...]:
         """The numbers of rows that are measured."""
-        return (*ROWS, PROMPT_ROWS) if self.form == "fp4" else ROWS
+        return ROWS[self.form]
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -65,24 +67,27 @@ class Projection:
 
     def candidates(self) -> Iterator[tuple[int, QuantTile]]:
         """(tokens of a tile, tile) that are measured."""
-        weight, element = self.weight("meta")[0], {"fp4": 0.5, "fp8": 1, "bf16": 2}[self.form]
-        # A stored word of FP4 has a value of each of several groups, which are multiplied together: two in a byte.
-        k, unit = weight.in_features, max(1, 2 * weight.values.element_size() * weight.group_size)
-        blocks_k = {"fp4": (64, 128, 192, 320), "fp8": (128, 256), "bf16": (64, 128)}[self.form]
-        shapes = [(64, 4), (128, 8), (128, 4)]  # weight rows, warps
-        for tokens, block_k, (block_n, warps), stages in itertools.product((16, 32, 64, 128, 8, 256), blocks_k, shapes, (3, 4, 6)):
+        k, is_fp4 = self.shape[2], self.form == "fp4"
+        element = {"fp4": 0.5, "fp8": 1, "bf16": 2}[self.form]
+        blocks_k = {"fp4": (128, 64, 192, 256), "fp8": (128, 256), "bf16": (64, 128)}[self.form]
+        # Weight rows and warps. A matrix instruction of four warps has 64 rows, of FP4 one row of each of 64 pairs.
+        shapes = [(128, 4), (256, 8), (256, 4)] if is_fp4 else [(64, 4), (128, 8), (128, 4)]
+        all_tokens = (16, 8, 32, 64, 128) if is_fp4 else (16, 32, 64, 128)
+        for stages, tokens, block_k, (block_n, warps) in itertools.product((4, 3, 6), all_tokens, blocks_k, shapes):
             stage_bytes = block_k * (block_n * element + tokens * (1 if self.form == "fp8" else 2))
             if (
-                k % block_k == block_k % unit == 0
+                -(-k // block_k) * block_k <= (MAX_PADDING if is_fp4 else 1) * k
                 and stages * stage_bytes <= MAX_SHARED
                 and block_n * tokens <= MAX_SUMS * 32 * warps
-                and (8 < tokens < 256 or self.form == "fp4")
+                and (not is_fp4 or stages < 6 or (tokens <= 16 and block_n == 128))
+                and (not is_fp4 or block_k < 192 or (tokens <= 32 and k % 128 == (64 if block_k == 192 else 0)))
             ):
-                yield tokens, QuantTile(block_n, block_k, 1, warps, stages)
+                for splits in (1, 2, 4) if is_fp4 and tokens == 8 and k // (4 * block_k) >= 3 else (1,):
+                    yield tokens, QuantTile(block_n, block_k, splits, warps, stages)
 
     def project(self, x: Tensor, weight: PackedWeight, routing: Routing, tokens: int | None, tile: QuantTile | None) -> Tensor:
         """The projection of x by the launcher, which chooses `tokens` or `tile` where they are None."""
-        return (moe.expert_down if self.is_down else moe.expert_up)(x, weight, routing, tile, tokens)
+        return (moe.expert_down if self.is_down else moe.expert_up)(x, weight, routing, tile=tile, tokens=tokens)
 
     def weight(self, device: str) -> tuple[PackedWeight, Tensor | None]:
         """(the weight as the kernel reads it, its values in float64 unless the device is meta)."""
@@ -171,7 +176,7 @@ def measure(projection: Projection, compiled: dict[Future[str | None], tuple[int
             yield {"model": projection.model, "form": projection.form, "tokens": tokens, "tile": astuple(tile)[:5], "problem": problem}
             continue
         for rows in projection.rows:
-            if is_sensible(tokens, rows * top_k / experts):
+            if is_sensible(tokens, rows * top_k / experts) and (tile.splits == 1 or rows <= FEW_ROWS):
                 yield result(rows, tokens, tile)
     for rows in projection.rows:  # after the candidates, among which its kernels are
         yield result(rows, None, None)
@@ -183,12 +188,15 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=600, help="after which no other kernel is measured")
     options.add_argument("--workers", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1), help="processes that compile")
     options.add_argument("--compile-only", action="store_true", help="only compile the kernels, on a machine that may have no device")
+    options.add_argument("--form", choices=ROWS, help="measure only this format")
+    options.add_argument("--model", choices=EXPERTS, help="measure only this model")
     chosen = options.parse_args()
     began = time.monotonic()
     results: list[dict[str, Any]] = []
     with ProcessPoolExecutor(chosen.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        work = {p: {pool.submit(compile_candidate, p, *candidate): candidate for candidate in p.candidates()} for p in projections()}
-        for projection, compiled in work.items():
+        wanted = [p for p in projections() if chosen.form in (None, p.form) and chosen.model in (None, p.model)]
+        work = {p: {pool.submit(compile_candidate, p, *candidate): candidate for candidate in p.candidates()} for p in wanted}
+        for number, (projection, compiled) in enumerate(work.items(), 1):
             if chosen.compile_only:
                 problems = [problem for future in compiled if (problem := future.result()) is not None]
                 print(f"{time.monotonic() - began:.0f} s: {projection}, {len(compiled)} kernels; problems: {problems}", flush=True)
@@ -196,12 +204,14 @@ def main() -> None:
             if time.monotonic() > began + chosen.seconds:
                 break
             torch.manual_seed(0)
-            found = list(measure(projection, compiled, began + chosen.seconds))
+            found = list(measure(projection, compiled, began + chosen.seconds * number / len(work)))
             results += found
+            print(f"{time.monotonic() - began:.0f} s: {projection}, {len(compiled)} kernels", flush=True)
             for rows in projection.rows:
                 timed = [one for one in found if one.get("rows") == rows and "us" in one]
-                rule, best = timed[-1], min(timed, key=lambda one: one["us"])
-                print(f"{time.monotonic() - began:.0f} s: {len(timed)} tiles, rule {rule['us']}, best {best}", flush=True)
+                *tiles, rule = timed
+                best = [f"{one['us']} {one['tokens']}×{one['tile']}" for one in sorted(tiles, key=lambda one: one["us"])[:BEST]]
+                print(f"  {rows} rows: floor {rule['floor']}, {len(tiles)} tiles, rule {rule['us']}, best {', '.join(best)}", flush=True)
             if chosen.json:
                 with open(chosen.json, "w", encoding="utf-8") as file:
                     json.dump({**provenance(device="cuda"), "results": results}, file)
