@@ -38,7 +38,7 @@ from stoker.kernels.tuning.tiles import QuantTile
 from stoker.profiling.tile_tuning import time_graph
 
 ROWS = {"fp4": (1, 8, 16, 64, 128, 256, 448, 2048), "fp8": (64, 128, 256, 448, 896), "bf16": (64, 128, 256, 448, 896)}
-FEW_ROWS = 8  # up to which split-K is measured
+SMALL_ROWS = 8  # up to which split-K is measured
 MAX_PADDING = 1.03  # features that are multiplied, per feature of the weight
 BEST = 5  # tiles that are printed
 MAX_SHARED = 227 << 10  # bytes per CTA
@@ -176,7 +176,7 @@ def measure(projection: Projection, compiled: dict[Future[str | None], tuple[int
             yield {"model": projection.model, "form": projection.form, "tokens": tokens, "tile": astuple(tile)[:5], "problem": problem}
             continue
         for rows in projection.rows:
-            if is_sensible(tokens, rows * top_k / experts) and (tile.splits == 1 or rows <= FEW_ROWS):
+            if is_sensible(tokens, rows * top_k / experts) and (tile.splits == 1 or rows <= SMALL_ROWS):
                 yield result(rows, tokens, tile)
     for rows in projection.rows:  # after the candidates, among which its kernels are
         yield result(rows, None, None)
