@@ -31,7 +31,6 @@ import triton.language as tl
 from stoker.kernels.triton.attention.arguments import HeadPages, TileOrigin
 from stoker.kernels.triton.attention.key_tile import block_ids, load_part
 from stoker.kernels.triton.attention.new_token import load_rotated_part, norm_factor, norm_weights, rotary_factors, store_new_token
-from stoker.kernels.triton.attention.paired_8bit import pair_scale
 from stoker.kernels.triton.attention.query_tile import (
     LOG2E,
     as_query_operand,
@@ -184,7 +183,7 @@ def decode_attention_kernel(
     slopes = None
     if alibi_slopes_ptr is not None:
         slopes = tl.load(alibi_slopes_ptr + rows.head, mask=rows.inside, other=0.0) * LOG2E
-    score_scale = scale * pair_scale(PAIRS)
+    score_scale = scale
     if cache.key_scale_ptr is not None:
         score_scale = score_scale * tl.load(cache.key_scale_ptr + kv_head)
     state = initial_state(sinks_ptr, rows.head, rows.inside, split, SHAPE, TILE)

@@ -8,7 +8,7 @@ import triton.language as tl
 from stoker.kernels.triton.activation import tanh
 from stoker.kernels.triton.attention.arguments import SoftmaxState
 from stoker.kernels.triton.attention.key_tile import as_value_operand, block_ids, load_part, page_rows
-from stoker.kernels.triton.attention.paired_8bit import pair_scale, unpack_pairs
+from stoker.kernels.triton.attention.paired_8bit import unpack_pairs
 from stoker.kernels.triton.attention.query_tile import LOG2E, is_visible
 from stoker.kernels.triton.kv_pages import mean_tokens
 
@@ -21,14 +21,13 @@ def mean_scores(q1, q2, means_ptr, start, SHAPE: tl.constexpr, FORMAT: tl.conste
     """
     STEP: tl.constexpr = 1 if FORMAT.pairs is None else 2
     PRECISION: tl.constexpr = FORMAT.precision
-    UNIT: tl.constexpr = 1.0 / pair_scale(FORMAT.pairs)
     # 16 equal rows, the smallest side of a matrix instruction's tile.
     rows = means_ptr + start // mean_tokens() * SHAPE.size + tl.zeros([16], tl.int32)
     mean1 = load_part(rows, 0, SHAPE.part1, SHAPE.size, None, STEP)
-    scores = tl.dot(q1, tl.trans((mean1 * UNIT).to(q1.dtype)), input_precision=PRECISION)
+    scores = tl.dot(q1, tl.trans(mean1.to(q1.dtype)), input_precision=PRECISION)
     if FORMAT.pairs is not None:
         mean2 = load_part(rows, 1, SHAPE.part2, SHAPE.size, None, STEP)
-        scores = tl.dot(q2, tl.trans((mean2 * UNIT).to(q1.dtype)), scores, input_precision=PRECISION)
+        scores = tl.dot(q2, tl.trans(mean2.to(q1.dtype)), scores, input_precision=PRECISION)
     return tl.max(scores, 1)
 
 

@@ -28,7 +28,6 @@ import triton
 import triton.language as tl
 
 from stoker.kernels.triton.attention.key_tile import store_part
-from stoker.kernels.triton.attention.paired_8bit import pair_scale
 from stoker.kernels.triton.attention.query_tile import LOWEST
 
 
@@ -68,7 +67,7 @@ def store_or_combine(
     PAIRS: tl.constexpr = FORMAT.pairs
     M: tl.constexpr = TILE.block_m
     VALUE_SIZE: tl.constexpr = SHAPE.value_size
-    weight = pair_scale(PAIRS) / tl.where(state.total > 0.0, state.total, 1.0)  # a row without keys (padding) gives zeros
+    weight = 1.0 / tl.where(state.total > 0.0, state.total, 1.0)  # a row without keys (padding) gives zeros
     if value_scale_ptr is not None:
         weight = weight * tl.load(value_scale_ptr + origin.kv_head)
     x1 = state.acc1 * weight[:, None]  # [M, value_part1]
