@@ -12,7 +12,7 @@ a matrix instruction expects them and are unpacked there: the even features beco
 The sum over features does not depend on their order. 512 rows over 1,500 keys of e4m3 (H200): 703 µs through shared memory, 407 µs so.
 
 e4m3: four values take three instructions, a byte permutation and two conversions. Shifts and masks, which need no conversion, took seven:
-517 instructions per warp and tile of 64 keys of 128 features instead of 390 (sm_90).
+the loop had 517 instructions per warp and tile of 64 keys of 128 features instead of 390 (sm_90).
 """
 
 from __future__ import annotations

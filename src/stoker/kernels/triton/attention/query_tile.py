@@ -44,20 +44,23 @@ def first_visible_key(position, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def is_visible(key, position, end, prefix, tree, OPTIONS: tl.constexpr):
-    """bool [M, N]: whether the query at `position` [M, 1] attends to the key at `key` [1, N].
+def is_visible(key, position, end, prefix, tree, OPTIONS: tl.constexpr, TOKENS: tl.constexpr):
+    """bool [M, N], or [1, N] for all rows: whether the query at `position` [M, 1] attends to the key at `key` [1, N].
 
-    Keys from `end` on do not exist. The first `prefix` keys of a prefix LM (None: not one) are visible to all queries. With a `tree`
-    (TreeRows, or None), its keys are visible to the queries whose masks contain them.
+    Keys from `end` on do not exist, or follow all of the TOKENS tokens of the tile (see `key_range`). The first `prefix` keys of a prefix
+    LM (None: not one) are visible to all queries. With a `tree` (TreeRows, or None), its keys are visible to the queries whose masks
+    contain them.
     """
-    seen = key <= position
-    if tree is not None:
-        node = tl.minimum(tl.maximum(key - tree.start, 0), 63).to(tl.int64)
-        in_mask = ((tree.masks[:, None] >> node) & 1) == 1
-        seen = tl.where(key < tree.start, seen, in_mask)
-    if prefix is not None:
-        seen = seen | (key < prefix)
-    seen = seen & (key < end)
+    seen = key < end
+    if TOKENS > 1 or prefix is not None or tree is not None:  # else no key before the end follows the query
+        seen = key <= position
+        if tree is not None:
+            node = tl.minimum(tl.maximum(key - tree.start, 0), 63).to(tl.int64)
+            in_mask = ((tree.masks[:, None] >> node) & 1) == 1
+            seen = tl.where(key < tree.start, seen, in_mask)
+        if prefix is not None:
+            seen = seen | (key < prefix)
+        seen = seen & (key < end)
     if OPTIONS.window is not None:
         seen = seen & (key > position - OPTIONS.window)
     if OPTIONS.chunk is not None:

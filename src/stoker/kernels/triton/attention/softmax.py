@@ -121,7 +121,7 @@ def attend(
             factor = scale * LOG2E
         if MASKED:
             # -inf, which scaling leaves as it is: a finite stand-in times the factor would differ from the running maximum by rounding.
-            seen = is_visible(key[None, :], positions[:, None], end, prefix, tree, OPTIONS)
+            seen = is_visible(key[None, :], positions[:, None], end, prefix, tree, OPTIONS, TILE.tokens)
             scores = tl.where(seen, scores, float("-inf"))
         raised = tl.maximum(highest, tl.max(scores, 1) * factor)
         weights = tl.exp2(scores * factor - raised[:, None])
