@@ -25,7 +25,7 @@ KEY_TILE = 64  # the keys that a CTA reads at a time: splits are whole tiles
 # Fitted to launches of 33 to 128 rows ("Long rows beside short ones" in docs/log.md): 10 ns per split on the whole device, or 5 µs in each
 # of its four CTAs per SM.
 SPLIT_COST = 400
-_CTAS_PER_SM = 4  # of heads of up to 128 features: they have four warps, 105 to 125 registers per thread, and 38 KiB of shared memory
+_CTAS_PER_SM = 4  # of heads of up to 128 features: they have four warps, 96 to 128 registers per thread, and 38 to 54 KiB of shared memory
 _MAX_HEADS = 32  # query heads of one KV head that a CTA computes
 
 
