@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import test_rope_attention as attention
 import torch
@@ -114,6 +115,22 @@ def attend() -> None:
         test_draft_tokens_combine_by_flags(*DRAFTED["chains"])
     for case in (Case([(1, 40), (1, 9)], dtype=torch.bfloat16), Case([(3, 40), (2, 9)], dtype=torch.bfloat16)):
         attend_captured(case)
+    pairs: dict[str, Any] = {"kv_heads": 1, "block_size": 64, "dtype": torch.bfloat16}
+    for cache_dtype, mean, size in ((torch.float8_e4m3fn, False, 128), (torch.float8_e4m3fn, True, 64), (torch.int8, False, 64)):
+        attend_pairs(Case([(1, 150), (1, 1), (1, 70)], cache_dtype=cache_dtype, mean=mean, size=size, **pairs))
+
+
+def attend_pairs(case: Case) -> None:
+    """Decode rows over an 8-bit cache, whose pairs of features are unpacked by inline PTX as on a GPU."""
+    q, cache, batch, params = case.build()
+    out = torch.full(q.shape, float("nan"), dtype=q.dtype)
+    operand_format = kernels._operand_format
+    with (
+        mock.patch.object(kernels, "_operand_format", lambda q, pairs: operand_format(q, pairs)._replace(packed=True)),
+        emulating(case.size),
+    ):
+        kernels.decode(q, cache, batch, params, out, AttentionTile(16, 64, 4, 3), Splits(1))
+    assert relative_error(out.flatten(1), expected_attention(q, cache, batch, params)) < TOLERANCE[case.dtype]
 
 
 def rotate() -> None:
