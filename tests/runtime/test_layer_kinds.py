@@ -59,7 +59,7 @@ def peak_bytes(run: Callable[[], None]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "few"),
+    ("kinds", "indices"),
     [
         ("AAAAAAAA", [0, 1, 7]),
         ("ABABABAB", [0, 1, 2, 7]),
@@ -71,22 +71,24 @@ def peak_bytes(run: Callable[[], None]) -> int:
         ("", None),
     ],
 )
-def test_each_layer_is_represented_between_the_same_neighbours(monkeypatch: pytest.MonkeyPatch, kinds: str, few: list[int] | None) -> None:
+def test_each_layer_is_represented_between_the_same_neighbours(
+    monkeypatch: pytest.MonkeyPatch, kinds: str, indices: list[int] | None
+) -> None:
     monkeypatch.setattr(layer_kinds, "_kind", lambda engine, layer: kinds[layer - 10])
-    assert representative_layers(None, range(10, 10 + len(kinds))) == few  # type: ignore[arg-type]
-    if few is not None:
-        chosen = "".join(kinds[i] for i in few)
+    assert representative_layers(None, range(10, 10 + len(kinds))) == indices  # type: ignore[arg-type]
+    if indices is not None:
+        chosen = "".join(kinds[i] for i in indices)
         assert {*zip(" " + kinds, kinds, kinds[1:] + " ", strict=False)} == {*zip(" " + chosen, chosen, chosen[1:] + " ", strict=False)}
 
 
 @pytest.mark.parametrize(
-    ("config", "quantization", "few"),
+    ("config", "quantization", "indices"),
     [(LLAMA, None, 3), (LLAMA, "FP8", 3), (LLAMA, "WEIGHTS_ONLY_INT4", 3), (MIXTRAL, None, 3), (GEMMA, None, 4)],
 )
 @torch.inference_mode()
-def test_few_layers_need_as_much_memory_as_all(tmp_path: Path, config: dict[str, Any], quantization: str | None, few: int) -> None:
+def test_representatives_need_as_much_memory_as_all(tmp_path: Path, config: dict[str, Any], quantization: str | None, indices: int) -> None:
     loaded, runner = runner_of(config, tmp_path, quantization)
-    assert len(runner._few_layers) == few and len(runner.model.layers) == 8
+    assert len(runner._representatives) == indices and len(runner.model.layers) == 8
     for shape, bounds in largest_steps(loaded.capacity):
         run = partial(runner.run_dummy_step_with_sampling, shape, bounds)
         needed = peak_bytes(partial(run, all_layers=True))
@@ -114,4 +116,4 @@ def test_a_rank_whose_drafter_may_read_all_layers_runs_all(tiny_engine: Path) ->
     """On followers, too: they cannot know which layers it reads, and take part in the collectives of all."""
     engine = Engine.open(tiny_engine)
     config = RuntimeConfig(kv_cache_tokens=512, speculate=str(tiny_engine), draft_tokens=2)
-    assert load_rank(engine, config, torch.device("cpu"), ALONE_WORLD).runner(8)._few_layers is None
+    assert load_rank(engine, config, torch.device("cpu"), ALONE_WORLD).runner(8)._representatives is None

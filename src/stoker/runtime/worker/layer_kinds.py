@@ -32,11 +32,11 @@ def representative_layers(engine: Engine, layers: Sequence[int]) -> list[int] | 
     kinds: list[Any] = [_kind(engine, layer) for layer in layers]
     numbers = [kinds.index(kind) for kind in kinds]
     between = list(zip([-1, *numbers], numbers, [*numbers[1:], -1], strict=False))
-    few = [i for i, place in enumerate(between) if between.index(place) == i]
-    chosen = [numbers[i] for i in few]
-    if len(few) == len(kinds) or [between[i] for i in few] != list(zip([-1, *chosen], chosen, [*chosen[1:], -1], strict=False)):
+    indices = [i for i, place in enumerate(between) if between.index(place) == i]
+    chosen = [numbers[i] for i in indices]
+    if len(indices) == len(kinds) or [between[i] for i in indices] != list(zip([-1, *chosen], chosen, [*chosen[1:], -1], strict=False)):
         return None
-    return few
+    return indices
 
 
 def _kind(engine: Engine, layer: int) -> tuple[Any, ...]:

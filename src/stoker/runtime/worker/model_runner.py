@@ -66,18 +66,18 @@ class ModelRunner:
         num_rows: int, max_batch_size: int, max_num_tokens: int, max_seq_len: int, block_size: int, device: torch.device, use_graphs: bool,
         world: World = ALONE_WORLD, publisher: StepPublisher | None = None, grammars: Grammars | None = None,
         drafter: Drafter | None = None, max_drafts: int = 0, has_trees: bool = False, states: StateCache | None = None,
-        tracker: RowTracker | None = None, few_layers: list[int] | None = None,
+        tracker: RowTracker | None = None, representatives: list[int] | None = None,
     ) -> None:  # fmt: skip
         """`max_drafts`: the largest number of drafts of a row, for which steps are captured. `has_trees`: they may be trees.
 
         `tracker`: with it, steps with drafts are planned before the results of earlier ones are known. Without ranks and trees only.
 
-        `states`: the storage of recurrent states. `few_layers`: indices of layers that stand for all (`representative_layers`).
+        `states`: the storage of recurrent states. `representatives`: indices of layers that stand for all (`representative_layers`).
         """
         self.states, self.tracker = states, tracker
         self.model = model
         self.caches = caches
-        self._few_layers = few_layers
+        self._representatives = representatives
         self.device = device
         self._num_threads = torch.get_num_threads() if device.type == "cpu" else 0
         self.max_batch_size, self.max_num_tokens, self.max_seq_len = max_batch_size, max_num_tokens, max_seq_len
@@ -324,7 +324,7 @@ class ModelRunner:
         )
         ranks = self._set_uniform_counts(step)
         batch = self._resolve(step)
-        logits = self.model(batch, self.caches) if all_layers else self._run_few_layers(batch)
+        logits = self.model(batch, self.caches) if all_layers else self._run_representatives(batch)
         if not self.world.is_leader:
             self._store_last_ids(step, self._unknown_ids(step, ranks), ranks)
             return
@@ -336,12 +336,12 @@ class ModelRunner:
         if self.draft_runner is not None:
             self.draft_runner.run(batch, step, token_ids, None, self.draft_runner.drafter.num_drafts, False)
 
-    def _run_few_layers(self, batch: ForwardBatch) -> Tensor:
+    def _run_representatives(self, batch: ForwardBatch) -> Tensor:
         """The logits after the layers that stand for all: the same kernels and as much memory, in less time."""
-        if self._few_layers is None:
+        if self._representatives is None:
             return self.model(batch, self.caches)
-        with self.model.only_layers(self._few_layers):
-            return self.model(batch, [self.caches[i] for i in self._few_layers])
+        with self.model.only_layers(self._representatives):
+            return self.model(batch, [self.caches[i] for i in self._representatives])
 
     def zero_blocks(self, blocks: list[int]) -> None:
         """Zero blocks that may contain NaN on all ranks, before other sequences use them.

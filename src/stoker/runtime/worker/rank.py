@@ -217,7 +217,7 @@ class LoadedRank:
             publisher=publisher,
             grammars=grammars,
             states=states,
-            few_layers=None if uses_drafter(self.config) else representative_layers(self.engine, layers),
+            representatives=None if uses_drafter(self.config) else representative_layers(self.engine, layers),
             tracker=make_tracker(
                 self.config,
                 config.model,
