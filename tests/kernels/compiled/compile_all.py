@@ -322,6 +322,13 @@ def large_gemm(
     return large.large_gemm(meta(4096, 512, dtype=dtype), meta(rows, 512, dtype=dtype), tile, **scales, **added, gate=gate)
 
 
+def large_gemm_of_digits(dtype: torch.dtype, bias: bool = False) -> Tensor:
+    x = quantize_rows(meta(300, 512, dtype=dtype), "slabs", 512)
+    scales = {"x_scale": x.scale, "weight_scale": meta(1024, dtype=FP32)}
+    added = meta(1024, dtype=dtype) if bias else None
+    return large.large_gemm(x.values, meta(1024, 512, dtype=torch.int8), **scales, bias=added, digits=large.Digits(300, dtype))
+
+
 LAUNCHES: dict[str, Callable[[], object]] = {
     "large gemm bfloat16, gated": lambda: large_gemm(BF16, gate="silu"),
     "large gemm float16, gated, with bias and residual": lambda: large_gemm(torch.float16, "gelu_tanh", residual=True, bias=True),
@@ -329,6 +336,10 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "large gemm fp8, gated, with bias": lambda: large_gemm(FP8, "silu", bias=True),
     "large gemm fp8, 128 × 128, with residual": lambda: large_gemm(FP8, residual=True, tile=large.NARROW_TILE),
     "large gemm fp8, 128 × 128, gated": lambda: large_gemm(FP8, "silu", tile=large.NARROW_TILE),
+    "large gemm fp8, 192 × 128, with residual": lambda: large_gemm(FP8, residual=True, tile=large.TALL_TILE),
+    "large gemm fp8, 192 × 128, with bias": lambda: large_gemm(FP8, bias=True, tile=large.TALL_TILE),
+    "large gemm of digits bfloat16": lambda: large_gemm_of_digits(BF16),
+    "large gemm of digits float16, with bias": lambda: large_gemm_of_digits(torch.float16, bias=True),
     "large gemm fp8, two slices": lambda: large_gemm(FP8, tile=large.SPLIT_TILE),
     "large gemm fp8, two slices, with bias and residual": lambda: large_gemm(FP8, residual=True, bias=True, tile=large.SPLIT_TILE),
     "large gemm fp8, two slices, gated, with bias": lambda: large_gemm(FP8, "silu", bias=True, tile=large.SPLIT_TILE),

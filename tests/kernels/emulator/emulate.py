@@ -1,4 +1,4 @@
-"""Run kernels on an emulated device: `fused_layer FORM`, `attention`, `prompts`, `rotation`, `large_gemm` or `fp4_experts`.
+"""Run kernels on an emulated device: `fused_layer FORM`, `attention`, `prompts`, `rotation`, `large_gemm`, `digits` or `fp4_experts`.
 
 A process without TRITON_INTERPRET.
 """
@@ -30,7 +30,7 @@ from stoker.kernels.triton.attention.warp_specialized import launch as prompts
 from stoker.kernels.triton.fused_layer.large_batch import launch as large_batch
 from stoker.kernels.triton.fused_layer.requirements import first_weight
 from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
-from stoker.kernels.triton.gemm.large.launch import LargeGemmTile, finished_counters, large_gemm
+from stoker.kernels.triton.gemm.large.launch import Digits, LargeGemmTile, finished_counters, large_gemm
 from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
 from stoker.kernels.triton.gemm.quantized.int4 import prepare_weight
 from stoker.kernels.triton.moe import launch as moe
@@ -210,13 +210,15 @@ def attend_outliers(case: Case) -> None:
 # rows, outputs, features, dtype, tile, bias, gate and residual, CTAs: rows, outputs and features end inside a tile, and CTAs have several
 # units, or no unit. Slices have equal numbers of blocks, or not.
 NARROW_TILE, WIDE_TILE = LargeGemmTile(128, 128, 2, 16), LargeGemmTile(128, 256, 2, 1)
-SPLIT_TILE = NARROW_TILE._replace(slices=2)
+SPLIT_TILE, TALL_TILE = NARROW_TILE._replace(slices=2), LargeGemmTile(192, 128, 2, 16)
 LARGE_GEMM_CASES = [
     (150, 200, 592, torch.float8_e4m3fn, SPLIT_TILE, "br", 5),
     (130, 72, 336, torch.float8_e4m3fn, SPLIT_TILE, "bgr", 13),
     (70, 264, 200, torch.float8_e4m3fn, SPLIT_TILE, "", 3),
     (150, 200, 304, torch.float8_e4m3fn, NARROW_TILE, "r", 3),
     (130, 144, 240, torch.float8_e4m3fn, WIDE_TILE, "g", 2),
+    (230, 200, 304, torch.float8_e4m3fn, TALL_TILE, "r", 3),
+    (100, 136, 176, torch.bfloat16, TALL_TILE, "b", 1),
     (40, 136, 104, torch.float16, NARROW_TILE, "", 4),
     (70, 144, 120, torch.bfloat16, WIDE_TILE, "bgr", 2),
 ]
@@ -241,6 +243,35 @@ def multiply() -> None:
         fusion = Fusion(gate=gate, residual=None if residual is None else residual.double())
         want = linear_reference.linear(wide_x, wide_weight, None if bias is None else bias.double(), fusion)
         assert relative_error(outputs[0], want) < TOLERANCE[kind], (rows, n, k, dtype, tile)
+        assert torch.equal(*outputs), "the result depends on the order of CTAs"
+
+
+# rows, outputs, features, dtype, tile, whether there is a bias, CTAs. The last slab of rows is whole or not.
+DIGIT_CASES = [
+    (75, 200, 304, torch.bfloat16, WIDE_TILE, True, 3),
+    (140, 136, 144, torch.float16, NARROW_TILE, False, 2),
+    (9, 264, 256, torch.bfloat16, WIDE_TILE, False, 5),
+]
+
+
+def multiply_digits() -> None:
+    """Rows as int8 digits × int8 weights, whose sums are exact, with digits of random magnitudes."""
+    for rows, n, k, dtype, tile, is_biased, num_ctas in DIGIT_CASES:
+        source = (torch.randn(rows, k) * torch.logspace(-3, 0, rows)[:, None]).to(dtype)
+        weight, weight_scale = torch.randint(-127, 128, (n, k), dtype=torch.int8), torch.rand(n) + 0.1
+        bias = torch.randn(n).to(dtype) if is_biased else None
+        outputs = []
+        for seed in range(2):
+            with emulating(seed, num_ctas + seed):
+                x = quantize_rows(source, "slabs", k)
+                scales = {"x_scale": x.scale, "weight_scale": weight_scale}
+                outputs.append(large_gemm(x.values, weight, tile, **scales, bias=bias, digits=Digits(rows, dtype)))
+        coarse, fine = x.values.double().unflatten(0, (-1, 2, 8)).transpose(0, 1).flatten(1, 2)[:, :rows]
+        want = (254 * coarse + fine) @ weight.double().t() * x.scale.double()[:, None] * weight_scale.double()
+        want = want if bias is None else want + bias.double()
+        assert outputs[0].dtype == dtype and relative_error(outputs[0], want) < 4e-3, (rows, n, k, tile)
+        exact = source.double() @ (weight.double() * weight_scale.double()[:, None]).t()
+        assert relative_error(want - (0 if bias is None else bias.double()), exact) < 1e-4, "digits in other rows"
         assert torch.equal(*outputs), "the result depends on the order of CTAs"
 
 
@@ -309,6 +340,6 @@ def project_experts() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     {
-        "attention": attend, "prompts": attend_prompts, "rotation": rotate, "large_gemm": multiply, "fp4_experts": project_experts,
-        "fused_layer": lambda: fused_layer(sys.argv[2]),
+        "attention": attend, "prompts": attend_prompts, "rotation": rotate, "large_gemm": multiply, "digits": multiply_digits,
+        "fp4_experts": project_experts, "fused_layer": lambda: fused_layer(sys.argv[2]),
     }[sys.argv[1]]()  # fmt: skip

@@ -10,13 +10,10 @@ import pytest
 pytestmark = pytest.mark.slow
 
 FORMS = ["dense", "fp8", "bytes", "int4 int", "int4 float 64", "int4 none 32"]
+OTHERS = [["attention"], ["prompts"], ["rotation"], ["large_gemm"], ["digits"], ["fp4_experts"]]
 
 
-@pytest.mark.parametrize(
-    "what",
-    [["attention"], ["prompts"], ["rotation"], ["large_gemm"], ["fp4_experts"], *(["fused_layer", form] for form in FORMS)],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("what", [*OTHERS, *(["fused_layer", form] for form in FORMS)], ids=" ".join)
 def test_on_an_emulated_device(what: list[str], uninterpreted: Callable[..., str]) -> None:
     """emulate.py asserts, and prints nothing."""
     assert not uninterpreted(Path(__file__).with_name("emulate.py"), *what)

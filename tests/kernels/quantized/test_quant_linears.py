@@ -252,6 +252,18 @@ def test_rows_quantized_in_chunks_equal_rows_quantized_at_once(form: str, monkey
     assert (at_once.values.view(torch.int8) != in_chunks.values.view(torch.int8)).float().mean() < 0.01
 
 
+@pytest.mark.parametrize("rows", [8, 13])
+def test_slabs_are_digits_in_another_order(rows: int) -> None:
+    x, weight = torch.randn(rows, 300).bfloat16(), torch.rand(300).bfloat16()
+    digits, slabs = (quant_activations.quantize_rows(x, form, 300, 0, weight, 1e-5) for form in ("digits", "slabs"))
+    assert torch.equal(slabs.scale, digits.scale)
+    assert slabs.values.shape == (32 if rows > 8 else 16, 300)
+    for token in range(rows):
+        coarse = token // 8 * 16 + token % 8
+        assert torch.equal(slabs.values[coarse], digits.values[token])
+        assert torch.equal(slabs.values[coarse + 8], digits.values[rows + token])
+
+
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize(("m", "block"), [(1, (16, 32)), (65, (128, 64)), (2, (3, 5))])
 def test_block_fp8(m: int, block: tuple[int, int], parts: str) -> None:

@@ -38,7 +38,8 @@ def warp_products(instruction: Instruction, parts: list[str]) -> Step | None:
 
 
 def warpgroup_products(instruction: Instruction, parts: list[str]) -> Step | None:
-    """wgmma of 16-bit or e4m3 values, k of which are 32 bytes. A [64, k] is in registers or shared memory, B [k, columns] in shared memory.
+    """wgmma of values of 16 bits, e4m3 or int8, k of which are 32 bytes. A [64, k] is in registers or shared memory, B [k, columns] in
+    shared memory.
 
     Sums are exact. On a device, those of e4m3 products have about 14 bits.
     """
@@ -47,16 +48,21 @@ def warpgroup_products(instruction: Instruction, parts: list[str]) -> Step | Non
     if parts[1] != "mma_async":
         return group_operations(instruction, parts, lambda program: program.products) or (lambda program, mask: None)
     targets, rows, descriptor, adds, *options = instruction.operands
-    kind = {"f16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}[parts[-1]]
+    kind = {"f16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "s8": torch.int8}[parts[-1]]
     is_in_registers = isinstance(rows, tuple)
-    is_e4m3 = kind == torch.float8_e4m3fn  # of which neither operand is transposed
-    is_transposed = not is_e4m3 and options[-1] == 1  # B is stored as [16, columns], not as [columns, 16]
-    assert parts[-3] == "f32" and parts[-2] == parts[-1] and options[:2] == [1, 1], instruction.text
-    num_options = 2 if is_e4m3 else 3 if is_in_registers else 4
-    assert len(options) == num_options and (is_in_registers or is_e4m3 or options[2] == 0), instruction.text
-    assert isinstance(targets, tuple) and not (is_e4m3 and is_in_registers)
+    is_byte = kind.itemsize == 1  # of which neither operand is transposed
+    is_transposed = not is_byte and options[-1] == 1  # B is stored as [16, columns], not as [columns, 16]
+    sum_type = "s32" if kind == torch.int8 else "f32"
+    assert parts[-3] == sum_type and parts[-2] == parts[-1], instruction.text
+    if kind == torch.int8:
+        assert not options, instruction.text
+    else:
+        num_options = 2 if is_byte else 3 if is_in_registers else 4
+        assert options[:2] == [1, 1] and len(options) == num_options, instruction.text
+        assert is_in_registers or is_byte or options[2] == 0, instruction.text
+    assert isinstance(targets, tuple) and not (is_byte and is_in_registers)
     columns = 2 * len(targets)
-    sums = [read(part, "f32") for part in targets]
+    sums = [read(part, sum_type) for part in targets]
     left = [read(part, "b32") for part in rows] if is_in_registers else []  # type: ignore[union-attr]
     left_descriptor = None if is_in_registers else read(rows, "u64")
     descriptor_of, is_added = read(descriptor, "u64"), read(adds, "pred")
@@ -89,7 +95,7 @@ def warpgroup_products(instruction: Instruction, parts: list[str]) -> Step | Non
             for i, part in enumerate(sums):
                 whole = part(program).copy()
                 values = product[_ROW + 8 * (i % 4 // 2), i // 4 * 8 + 2 * _COLUMN_GROUP + i % 2]
-                whole[threads] = (whole[threads] + values if added[first] else values).astype(np.float32)
+                whole[threads] = (whole[threads] + values if added[first] else values).astype(whole.dtype)
                 write(program, targets[i], whole, None)
 
         program.products.issue(mask, arrive)

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from stoker.kernels.triton.activation import activated
+from stoker.kernels.triton.gemm.large.digits import combine_digits
 from stoker.kernels.triton.gemm.large.gluon_names import async_store
 from stoker.kernels.triton.ptx.sync import cta_barrier
 
@@ -35,10 +36,12 @@ def split_columns(values):
 
 @gluon.jit
 def store_columns(values, staging, out_desc, row, column, INDEX: gl.constexpr, LAYOUT: gl.constexpr):
-    """Store `values` at (row, column) of the output in two parts, through the two buffers of consumer INDEX."""
+    """Store `values` at (row, column) of the output in two parts, in LAYOUT if given, through the two buffers of consumer INDEX."""
     parts = split_columns(values)
     for i in gl.static_range(2):
-        part = gl.convert_layout(parts[i], LAYOUT)  # the same registers
+        part = parts[i]
+        if LAYOUT is not None:
+            part = gl.convert_layout(part, LAYOUT)  # the same registers
         buffer = staging.index(2 * INDEX + i)
         tma.store_wait(1)  # the last store but one, from this buffer, has read it
         cta_barrier()
@@ -75,17 +78,36 @@ def load_residual(residual_ptr, row, column, m, n, ROWS: gl.constexpr, COLUMNS: 
 
 
 @gluon.jit
-def store_tile(acc, out_desc, staging, scales, epilogue, x_scale, residual, row, column, n, INDEX: gl.constexpr, GATE: gl.constexpr):
+def store_tile(
+    acc,  # [ROWS, N]: the sums of a consumer's rows of a tile
+    out_desc,
+    staging,
+    scales,
+    epilogue,  # x_scale_ptr, weight_scale_ptr, bias_ptr and residual_ptr
+    x_scale,
+    residual,
+    row,  # of the output
+    column,
+    n,
+    INDEX: gl.constexpr,
+    GATE: gl.constexpr,
+    DIGITS: gl.constexpr,
+):
     """Apply scales, bias, gate and residual to the sums of a consumer's rows of a tile, and store the outputs."""
     x_scale_ptr, _, bias_ptr, residual_ptr = epilogue
     N: gl.constexpr = acc.shape[1]
     HALF: gl.constexpr = N // 2
     GATED: gl.constexpr = GATE is not None
-    LAYOUT: gl.constexpr = acc.type.layout
-    PART_LAYOUT: gl.constexpr = narrower(LAYOUT, HALF // 2)
+    SUM_LAYOUT: gl.constexpr = acc.type.layout
+    PART_LAYOUT: gl.constexpr = narrower(SUM_LAYOUT, HALF // 2) if DIGITS == 1 else None
+    acc = acc.to(gl.float32)
     if x_scale_ptr is not None:
         acc *= x_scale[:, None]
-        acc *= scales.index(INDEX).load(gl.SliceLayout(0, LAYOUT))[None, :]
+        acc *= scales.index(INDEX).load(gl.SliceLayout(0, SUM_LAYOUT))[None, :]
+    if DIGITS == 2:
+        gl.static_assert(not GATED and residual_ptr is None)
+        acc = combine_digits(acc)
+    LAYOUT: gl.constexpr = acc.type.layout
     if bias_ptr is not None:
         weight_rows, inside = rows_of_weight(column, n, N, GATED, gl.SliceLayout(0, LAYOUT))
         acc += gl.load(bias_ptr + weight_rows, mask=inside, other=0.0).to(gl.float32)[None, :]

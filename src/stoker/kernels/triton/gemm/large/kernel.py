@@ -7,11 +7,13 @@ Formula, for x [m, k] and weight [n, k], or [2 × n, k] if gated, both bfloat16,
 
 Grid: one CTA per SM. CTA i computes the output tiles i, i + number of CTAs … of `block_m` rows and `block_n` rows of the weight; half of
 those of a gated tile are gates, the other half are the values that they multiply. With split-K, for outputs of few tiles, a work unit is
-a tile and half of the features (`split_k`). Three partitions of warps run at their own speed:
+a tile and half of the features (`split_k`). Partitions of warps run at their own speed:
 
     producer (1 warp)       TMA copies of BLOCK_K features of x and of the weight into a stage, up to `num_stages` ahead, across tiles
-    consumer 0 (4 warps)    wgmma over the upper half of the tile's rows, accumulators in registers, then the epilogue
-    consumer 1 (4 warps)    the same for the lower half
+    consumer 0 (4 warps)    wgmma over the first 64 of the tile's rows, accumulators in registers, then the epilogue
+    consumer 1 (4 warps)    the same for the next 64; tiles of 192 rows have a third one
+
+Rows of x may also be two int8 digits each, and the weight int8 (`digits`).
 
 The producer loads the next unit during the epilogues, and scales and residuals are loaded into registers before the main loop. With
 split-K, the residual is loaded after it, by the CTA that combines the slices: in the main loop it would take registers of the sums.
@@ -37,10 +39,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from stoker.kernels.triton.gemm.large.digits import count_digits, load_row_scale, operand_rows
 from stoker.kernels.triton.gemm.large.epilogue import load_residual, narrower, rows_of_weight, store_tile
 from stoker.kernels.triton.gemm.large.gluon_names import async_load, reinterpret
 from stoker.kernels.triton.gemm.large.split_k import combine_slices, finish_slice, unit_slice
 from stoker.kernels.triton.ptx.sync import pdl_wait_and_launch_dependents
+
+CONSUMER_ROWS = gl.constexpr(64)  # of a tile, per consumer: those of an instruction
 
 
 @gluon.jit
@@ -63,7 +68,7 @@ def tile_origin(tile, m, n, TILE: gl.constexpr, GATED: gl.constexpr):
 
 @gluon.jit
 def count_units(m, n, TILE: gl.constexpr, GATED: gl.constexpr):
-    """The number of work units: slices of all output tiles."""
+    """The number of work units: slices of all output tiles of m rows of the operand."""
     COLUMNS: gl.constexpr = TILE.block_n // 2 if GATED else TILE.block_n
     return gl.cdiv(m, TILE.block_m) * gl.cdiv(n, COLUMNS) * TILE.slices
 
@@ -72,7 +77,7 @@ def count_units(m, n, TILE: gl.constexpr, GATED: gl.constexpr):
 def produce(
     x_desc,
     weight_desc,
-    x_stages,  # [STAGES, block_m, BLOCK_K]
+    x_stages,  # [COPIES × STAGES, rows of a copy, BLOCK_K]
     weight_stages,  # [2 × STAGES, block_n / 2, BLOCK_K]
     full,
     empty,
@@ -85,8 +90,10 @@ def produce(
     """The producer: fill stages with the operands of this CTA's units, as consumers free them. Zeros fill what exceeds a tensor."""
     STAGES: gl.constexpr = TILE.num_stages
     HALF: gl.constexpr = TILE.block_n // 2
+    COPIES: gl.constexpr = TILE.block_m // x_desc.block_shape[0]
     BLOCK_K: gl.constexpr = x_desc.block_shape[1]
     BYTES: gl.constexpr = (TILE.block_m + TILE.block_n) * BLOCK_K * x_desc.dtype.primitive_bitwidth // 8
+    m = operand_rows(m, count_digits(x_desc.dtype))
     stage = 0
     phase = 1
     for unit in range(gl.program_id(0), count_units(m, n, TILE, GATED), gl.num_programs(0)):
@@ -96,7 +103,8 @@ def produce(
         for begin in range(first, end, BLOCK_K):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), BYTES)
-            async_load(x_desc, [row, begin], full.index(stage), x_stages.index(stage))
+            for i in gl.static_range(COPIES):
+                async_load(x_desc, [row + i * x_desc.block_shape[0], begin], full.index(stage), x_stages.index(COPIES * stage + i))
             async_load(weight_desc, [column, begin], full.index(stage), weight_stages.index(2 * stage))
             async_load(weight_desc, [second, begin], full.index(stage), weight_stages.index(2 * stage + 1))
             stage += 1
@@ -113,43 +121,48 @@ def consume(
     m,
     n,
     k,
-    INDEX: gl.constexpr,  # of the consumer: 0 or 1
+    INDEX: gl.constexpr,  # of the consumer
     TILE: gl.constexpr,
     GATE: gl.constexpr,
 ):
-    """A consumer: multiply its ROWS rows of each of the CTA's units (parts 2 × stage + INDEX of x), and store the outputs."""
+    """A consumer: multiply its ROWS rows of each of the CTA's units (part INDEX of the rows of a stage), and store the outputs."""
     x_parts, weight_stages, staging, scales, full, empty = shared
     x_scale_ptr, weight_scale_ptr, _, residual_ptr = epilogue
     STAGES: gl.constexpr = TILE.num_stages
-    ROWS: gl.constexpr = TILE.block_m // 2
+    ROWS: gl.constexpr = x_parts.shape[1]
+    CONSUMERS: gl.constexpr = TILE.block_m // ROWS
     BLOCK_K: gl.constexpr = x_parts.shape[2]
     N: gl.constexpr = TILE.block_n
     GATED: gl.constexpr = GATE is not None
+    DIGITS: gl.constexpr = count_digits(x_parts.dtype)
+    SUM_DTYPE: gl.constexpr = gl.float32 if DIGITS == 1 else gl.int32
     INSTR_K: gl.constexpr = 256 // x_parts.dtype.primitive_bitwidth
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, INSTR_K])
+    INSTR_N: gl.constexpr = N if DIGITS == 1 else min(N, 128)  # Triton has integer instructions of at most 224 columns
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, INSTR_N, INSTR_K])
     COLUMNS: gl.constexpr = N // 2 if GATED else N
     OUT_LAYOUT: gl.constexpr = narrower(LAYOUT, COLUMNS)
     SCALE_LAYOUT: gl.constexpr = gl.BlockedLayout([N // 128], [32], [4], [0])
     weights = reinterpret(weight_stages, weight_stages.dtype, [STAGES, N, BLOCK_K], weight_stages.layout)
     stage = 0
     phase = 0
-    for unit in range(gl.program_id(0), count_units(m, n, TILE, GATED), gl.num_programs(0)):
+    x_rows = operand_rows(m, DIGITS)
+    for unit in range(gl.program_id(0), count_units(x_rows, n, TILE, GATED), gl.num_programs(0)):
         tile, part, first, end = unit_slice(unit, k, BLOCK_K, TILE.slices)
-        row, column = tile_origin(tile, m, n, TILE, GATED)
+        row, column = tile_origin(tile, x_rows, n, TILE, GATED)
         row += INDEX * ROWS
         x_scale = None
         if x_scale_ptr is not None:  # loaded ahead of their use
             rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-            x_scale = gl.load(x_scale_ptr + rows, mask=rows < m, other=0.0)
+            x_scale = load_row_scale(x_scale_ptr, rows, m, DIGITS)
             weight_rows, inside = rows_of_weight(column, n, N, GATED, SCALE_LAYOUT)
             weight_scale = gl.load(weight_scale_ptr + weight_rows, mask=inside, other=0.0)
         residual = None
         if residual_ptr is not None and TILE.slices == 1:
             residual = load_residual(residual_ptr, row, column, m, n, ROWS, COLUMNS, OUT_LAYOUT)
-        acc = gl.zeros([ROWS, N], gl.float32, LAYOUT)
+        acc = gl.zeros([ROWS, N], SUM_DTYPE, LAYOUT)
         for begin in range(first, end, BLOCK_K):
             mbarrier.wait(full.index(stage), phase)
-            acc = warpgroup_mma(x_parts.index(2 * stage + INDEX), weights.index(stage).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma(x_parts.index(CONSUMERS * stage + INDEX), weights.index(stage).permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])  # the products of the previous stage are complete: it is free
             mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1, pred=begin > first)
             stage += 1
@@ -160,22 +173,22 @@ def consume(
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
         if TILE.slices == 1:
-            store_tile(acc, out_desc, staging, scales, epilogue, x_scale, residual, row, column, n, INDEX, GATE)
+            store_tile(acc, out_desc, staging, scales, epilogue, x_scale, residual, row // DIGITS, column, n, INDEX, GATE, DIGITS)
         elif finish_slice(acc, split_k, tile, part, INDEX):
             total = combine_slices(acc, split_k, tile, part, INDEX)
             summand = None
             if residual_ptr is not None:
                 summand = load_residual(residual_ptr, row, column, m, n, ROWS, COLUMNS, OUT_LAYOUT)
-            store_tile(total, out_desc, staging, scales, epilogue, x_scale, summand, row, column, n, INDEX, GATE)
+            store_tile(total, out_desc, staging, scales, epilogue, x_scale, summand, row, column, n, INDEX, GATE, DIGITS)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["m"])
 def large_gemm_kernel(
     # TMA descriptors
-    x_desc,  # [m, k], copies of [block_m, BLOCK_K]
+    x_desc,  # [m, k], or [operand_rows(m), k], copies of [block_m, BLOCK_K]
     weight_desc,  # [n or 2 × n, k], copies of [block_n / 2, BLOCK_K]
-    out_desc,  # [m, n], copies of [block_m / 2, block_n / 4]
+    out_desc,  # [m, n], copies of [block_m / 2 (of digits, block_m / 4), block_n / 4]
     # Pointers
     x_scale_ptr,  # float32 [m] or None
     weight_scale_ptr,  # float32 [rows of the weight] or None
@@ -196,27 +209,41 @@ def large_gemm_kernel(
     STAGES: gl.constexpr = TILE.num_stages
     GATED: gl.constexpr = GATE is not None
     BLOCK_K: gl.constexpr = x_desc.block_shape[1]
-    ROWS: gl.constexpr = TILE.block_m // 2
-    x_stages = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TILE.block_m, BLOCK_K], x_desc.layout)
-    x_parts = reinterpret(x_stages, x_desc.dtype, [2 * STAGES, ROWS, BLOCK_K], x_desc.layout)
+    CONSUMERS: gl.constexpr = TILE.block_m // CONSUMER_ROWS
+    COPIES: gl.constexpr = TILE.block_m // x_desc.block_shape[0]
+    x_stages = gl.allocate_shared_memory(x_desc.dtype, [COPIES * STAGES, x_desc.block_shape[0], BLOCK_K], x_desc.layout)
+    x_parts = reinterpret(x_stages, x_desc.dtype, [CONSUMERS * STAGES, CONSUMER_ROWS, BLOCK_K], x_desc.layout)
     weight_stages = gl.allocate_shared_memory(weight_desc.dtype, [2 * STAGES, TILE.block_n // 2, BLOCK_K], weight_desc.layout)
-    staging = gl.allocate_shared_memory(out_desc.dtype, [4, ROWS, TILE.block_n // 4], out_desc.layout)
-    scales = gl.allocate_shared_memory(gl.float32, [2, TILE.block_n], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    staging = gl.allocate_shared_memory(out_desc.dtype, [2 * CONSUMERS, out_desc.block_shape[0], TILE.block_n // 4], out_desc.layout)
+    scales = gl.allocate_shared_memory(gl.float32, [CONSUMERS, TILE.block_n], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
     pdl_wait_and_launch_dependents(gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])), USE_PDL)
     shared = (x_parts, weight_stages, staging, scales, full, empty)
     epilogue = (x_scale_ptr, weight_scale_ptr, bias_ptr, residual_ptr)
     split_k = (partial_ptr, finished_ptr)
-    gl.warp_specialize(
-        [
-            (consume, (out_desc, shared, epilogue, split_k, m, n, k, 0, TILE, GATE)),
-            (consume, (out_desc, shared, epilogue, split_k, m, n, k, 1, TILE, GATE)),
-            (produce, (x_desc, weight_desc, x_stages, weight_stages, full, empty, m, n, k, TILE, GATED)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (out_desc, shared, epilogue, split_k, m, n, k, 0, TILE, GATE)),
+                (consume, (out_desc, shared, epilogue, split_k, m, n, k, 1, TILE, GATE)),
+                (produce, (x_desc, weight_desc, x_stages, weight_stages, full, empty, m, n, k, TILE, GATED)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.static_assert(CONSUMERS == 3)
+        gl.warp_specialize(
+            [
+                (consume, (out_desc, shared, epilogue, split_k, m, n, k, 0, TILE, GATE)),
+                (consume, (out_desc, shared, epilogue, split_k, m, n, k, 1, TILE, GATE)),
+                (consume, (out_desc, shared, epilogue, split_k, m, n, k, 2, TILE, GATE)),
+                (produce, (x_desc, weight_desc, x_stages, weight_stages, full, empty, m, n, k, TILE, GATED)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )

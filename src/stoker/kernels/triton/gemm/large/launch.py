@@ -34,7 +34,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from stoker.kernels.triton.device import num_sms, supports
-from stoker.kernels.triton.gemm.large.kernel import large_gemm_kernel
+from stoker.kernels.triton.gemm.large.kernel import CONSUMER_ROWS, large_gemm_kernel
 from stoker.kernels.triton.integers import cdiv
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.types import Fusion
@@ -50,9 +50,17 @@ class LargeGemmTile(NamedTuple):
     slices: int = 1  # of the features: 1, or 2 with split-K
 
 
+class Digits(NamedTuple):
+    """What rows of int8 digits do not say about the 16-bit rows that they are."""
+
+    rows: int
+    dtype: torch.dtype
+
+
 TILE = LargeGemmTile(128, 256, 4, 16)
 NARROW_TILE = LargeGemmTile(128, 128, 6, 16)
 SPLIT_TILE = LargeGemmTile(128, 128, 6, 16, slices=2)
+TALL_TILE = LargeGemmTile(192, 128, 5, 16)  # with three consumers
 BLOCK_BYTES = 128  # of the features of a row in a stage
 MIN_ROWS = 1024  # of `TILE`, apart from FP8 with MEDIUM_ROWS
 MAX_ROW_BYTES = 32 << 10  # of x: with longer rows, adding the residual is too small a part of the time
@@ -62,8 +70,9 @@ NARROW_ROUND = 0.55  # the time of a round of NARROW_TILE, as a part of that of 
 MAX_GATED_ROUNDS, MAX_ROUNDS = 3, 1  # of TILE or their time: with four rounds, the library is up to 5 % faster than gated tiles
 MIN_SPLIT_FEATURES = 8192  # with 4096, two slices take up to a fifth longer than one
 MAX_SPLIT_TILES = 1024  # of a launch with split-K
-_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
-_REGISTERS = 168  # per thread at the start: what three warpgroups of one CTA can have
+_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv, torch.int8: gl.int8}
+_CONSUMER_ROWS = CONSUMER_ROWS.value
+_REGISTERS = {2: 168, 3: 128}  # by consumers, per thread at the start: what three or four warpgroups of one CTA can have
 
 
 def faster_tile(x: Tensor, weight: Tensor, fusion: Fusion) -> LargeGemmTile | None:
@@ -121,18 +130,21 @@ def large_gemm(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gate: str | None = None,
+    digits: Digits | None = None,
 ) -> Tensor:
     """gate(x × weightᵀ × scales + bias) + residual, [m, n], for x [m, k] and weight [n, k], or [2 × n, k] with a gate.
 
     x and weight are bfloat16 or float16, as is the result, or both float8_e4m3fn with float32 scales x_scale [m] and weight_scale [rows of
     the weight]; the result is bfloat16. Rows must begin at multiples of 16 bytes; `residual` [m, n] and the scales are dense.
+    With `digits`, both are int8 with scales, and x are slabs of digits (`digits.py`); there is no gate, residual or split-K.
     Split-K is for at most MAX_SPLIT_TILES tiles, and for more than BLOCK_BYTES bytes of features.
     """
-    m, k = x.shape
+    rows, k = x.shape
     n = weight.shape[0] // (2 if gate else 1)
-    out = torch.empty((m, n), dtype=torch.bfloat16 if x.itemsize == 1 else x.dtype, device=x.device)
+    m, dtype = digits or (rows, torch.bfloat16 if x.itemsize == 1 else x.dtype)
+    out = torch.empty((m, n), dtype=dtype, device=x.device)
     half, block_k = tile.block_n // 2, BLOCK_BYTES // x.itemsize
-    tiles = count_tiles(m, n, tile, gate)
+    tiles, consumers = count_tiles(rows, n, tile, gate), tile.block_m // _CONSUMER_ROWS
     partial = finished = None
     if tile.slices > 1:
         if tiles > MAX_SPLIT_TILES or k <= block_k:
@@ -140,9 +152,9 @@ def large_gemm(
         partial = torch.empty((tiles, 2, tile.slices, tile.block_m // 2, tile.block_n), dtype=torch.float32, device=x.device)
         finished = finished_counters(x.device)
     large_gemm_kernel[(min(num_sms(x.device), tiles * tile.slices),)](
-        _descriptor(x, tile.block_m, block_k),
+        _descriptor(x, tile.block_m if consumers == 2 else _CONSUMER_ROWS, block_k),
         _descriptor(weight, half, block_k),
-        _descriptor(out, tile.block_m // 2, half // 2),
+        _descriptor(out, _CONSUMER_ROWS // (2 if digits else 1), half // 2),
         x_scale,
         weight_scale,
         bias,
@@ -155,7 +167,7 @@ def large_gemm(
         TILE=tile,
         GATE=gate,
         num_warps=4,
-        maxnreg=_REGISTERS,
+        maxnreg=_REGISTERS[consumers],
         **pdl_launch_options(x),
     )
     return out

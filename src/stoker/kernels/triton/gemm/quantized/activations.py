@@ -19,6 +19,8 @@ which is what keeps small linears of 8-bit weights below the speed of memory, an
                                      ...
     group_sums float32 [groups, M]:  Σ q over each group of features; the zero point of a group is multiplied by it
 
+"slabs" are digits in the order in which `gemm.large` multiplies them: the coarse digits of eight rows, then their fine ones.
+
 Grid of `quantize_rows_kernel`: one CTA per row. Of `quantize_groups_kernel`, which has a scale per row and group: rows × chunks.
 
 Theoretical floor: one read of x and one write of the values at the speed of memory. With few rows the launch itself takes longer: about
@@ -37,11 +39,13 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels.triton.activation import activated
+from stoker.kernels.triton.gemm.large.digits import SLAB_TOKENS
 from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 
 FP8_MAX, INT8_MAX, DIGIT_BASE = 448.0, 127.0, 254.0
-LARGEST_VALUES = {"fp8": FP8_MAX, "int8": INT8_MAX, "digits": INT8_MAX * DIGIT_BASE}  # L above
+LARGEST_VALUES = {"fp8": FP8_MAX, "int8": INT8_MAX, "digits": INT8_MAX * DIGIT_BASE, "slabs": INT8_MAX * DIGIT_BASE}  # L above
+_SLAB_ROWS = SLAB_TOKENS.value
 _CHUNK = 4096  # features in registers at a time, of rows that are read twice
 _MAX_ROW_IN_REGISTERS = 32768  # rows of at most this many features are read once
 _MAX_REGISTERS = 64  # of a thread of 16 warps, so that two CTAs share an SM: one computes while the other one loads
@@ -51,7 +55,8 @@ _MAX_REGISTERS = 64  # of a thread of 16 warps, so that two CTAs share an SM: on
 class QuantizedActivations:
     """Activations x [M, K], quantized: x ≈ values × scale."""
 
-    values: Tensor  # int8 or float8_e4m3fn [M, padded K]; digits: [2 × M, padded K], the coarse ones first. Zeros past K
+    # int8 or float8_e4m3fn [M, padded K]; digits: [2 × M, padded K], the coarse ones first; slabs: M is rounded up. Zeros past K
+    values: Tensor
     scale: Tensor  # float32 [M]: the real value of one unit (of a fine digit), or [groups, M] when each group of features has its own
     group_sums: Tensor | None = None  # digits: float32 [groups, M], the sum of each group in units of the fine digit
 
@@ -206,6 +211,7 @@ def quantize_rows_kernel(
     LIMIT: tl.constexpr,  # the largest value
     GROUP: tl.constexpr,  # features of a group; 1: no group sums
     GATE: tl.constexpr,  # an activation or None
+    SLABS: tl.constexpr,  # rows of a slab of digits, or 0: the fine digits of all rows follow the coarse ones
     CHUNK: tl.constexpr,  # features that the threads load at a time
     NUM_CHUNKS: tl.constexpr,  # chunks of a row that stays in registers, or 0: the row is read twice
     USE_PDL: tl.constexpr,
@@ -218,8 +224,13 @@ def quantize_rows_kernel(
     row_sums_ptr = group_sums_ptr
     if group_sums_ptr is not None:
         row_sums_ptr = group_sums_ptr + row
-    values_row_ptr = values_ptr + row.to(tl.int64) * padded_k
-    target = QuantizedRow(values_row_ptr, tl.cast(num_rows, tl.int64) * padded_k, row_sums_ptr, num_rows)
+    if SLABS > 0:
+        values_row_ptr = values_ptr + (row // SLABS * (DIGITS * SLABS) + row % SLABS).to(tl.int64) * padded_k
+        fine_offset = tl.cast(SLABS, tl.int64) * padded_k
+    else:
+        values_row_ptr = values_ptr + row.to(tl.int64) * padded_k
+        fine_offset = tl.cast(num_rows, tl.int64) * padded_k
+    target = QuantizedRow(values_row_ptr, fine_offset, row_sums_ptr, num_rows)
     if NUM_CHUNKS > 0:
         squares = tl.zeros([CHUNK], tl.float32)
         largest = tl.zeros([CHUNK], tl.float32)
@@ -274,11 +285,10 @@ def quantize_groups_kernel(
 
 
 def empty_activations(x: Tensor, form: str, padded_k: int, group: int = 0) -> QuantizedActivations:
-    """Uninitialized memory for x [M, K] quantized as `form` ("fp8", "int8" or "digits"), with group sums if `group` > 0."""
+    """Uninitialized memory for x [M, K] quantized as `form`, with group sums of digits if `group` > 0."""
     m, is_digits = x.shape[0], form == "digits"
-    values = torch.empty(
-        (m * (2 if is_digits else 1), padded_k), dtype=torch.float8_e4m3fn if form == "fp8" else torch.int8, device=x.device
-    )
+    rows = cdiv(m, _SLAB_ROWS) * 2 * _SLAB_ROWS if form == "slabs" else m * (2 if is_digits else 1)
+    values = torch.empty((rows, padded_k), dtype=torch.float8_e4m3fn if form == "fp8" else torch.int8, device=x.device)
     group_sums = None
     if is_digits and group:
         group_sums = torch.empty((cdiv(padded_k, group), m), dtype=torch.float32, device=x.device)
@@ -297,8 +307,8 @@ def quantize_rows(
 ) -> QuantizedActivations:
     """x [M, K] quantized with a scale per row, after an RMS norm when there is `norm_weight`.
 
-    `form` is "fp8", "int8" or "digits". With digits and `group` > 0, the sums over each `group` features are stored, too. With `gate`, x is
-    [M, 2 × K]: gates, then the values that act(gate) multiplies. `input_scale` replaces the scale per row.
+    `form` is "fp8", "int8", "digits" or "slabs". With digits and `group` > 0, the sums over each `group` features are stored, too. With
+    `gate`, x is [M, 2 × K]: gates, then the values that act(gate) multiplies. `input_scale` replaces the scale per row.
     """
     result = empty_activations(x, form, padded_k, group)
     row_features = max(next_power_of_2(padded_k), 2 * group, 128)
@@ -321,10 +331,11 @@ def quantize_rows(
             x.stride(0),
             eps,
             NORM=norm_weight is not None,
-            DIGITS=2 if form == "digits" else 1,
+            DIGITS=2 if form in ("digits", "slabs") else 1,
             LIMIT=LARGEST_VALUES[form],
             GROUP=max(group, 1),
             GATE=gate,
+            SLABS=_SLAB_ROWS if form == "slabs" else 0,
             CHUNK=chunk,
             NUM_CHUNKS=cdiv(padded_k, chunk) if is_in_registers else 0,
             num_warps=num_warps,
