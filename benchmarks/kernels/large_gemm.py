@@ -1,15 +1,19 @@
 """Measures the persistent GEMM for many rows on one Hopper GPU, compared with float64 and with the library's GEMM.
 
     PYTHONPATH=src python benchmarks/kernels/large_gemm.py [--dtypes fp8,bf16] [--rows 1024,2048,8192] [--json large_gemm.json]
-    PYTHONPATH=src python benchmarks/kernels/large_gemm.py --medium [--rows 96,128,192,256,384,512] [--json medium_gemm.json]
+    PYTHONPATH=src python benchmarks/kernels/large_gemm.py --medium [--rows 96,128,192,256,384,512,640,768,896] [--json medium_gemm.json]
+    PYTHONPATH=src python benchmarks/kernels/large_gemm.py --digits [--rows 129,256,512,768,1024,2048] [--json int8_gemm.json]
 
 Shapes are those of Llama-3.1-8B and 70B on one rank or two. A linear is timed twice: the product alone, and with what a prefill step
 computes around it: silu(gate) × up and the quantization for `down` after `gate_up`, the residual after `out` and `down`. Times are medians
 of CUDA graph replays, in which inputs rotate and all variants take turns, so that they find the same clock.
 
---medium measures FP8 linears of 96 to 512 rows of 8B, and of 70B on two ranks, with the quantization of their rows before them: the
+--medium measures FP8 linears of 96 to 1,023 rows of 8B, and of 70B on two ranks, with the quantization of their rows before them: the
 library, the quantized kernel where its tiles run at the same time (`quantized`), and tiles of this GEMM as block_m/block_n/slices.
 `rule` in the printed line is what `packed_linear` uses.
+
+--digits measures int8 weights with 16-bit rows, with the norm before them: the weight dequantized for the library, the quantized kernel,
+and this GEMM with rows as digits.
 """
 
 from __future__ import annotations
@@ -33,10 +37,21 @@ from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.triton import activation
 from stoker.kernels.triton.aot.offline_target import compiling
 from stoker.kernels.triton.device import num_sms
-from stoker.kernels.triton.gemm.large.launch import MAX_SPLIT_TILES, NARROW_TILE, SPLIT_TILE, TILE, LargeGemmTile, count_tiles, large_gemm
+from stoker.kernels.triton.gemm.large.launch import (
+    MAX_SPLIT_TILES,
+    NARROW_TILE,
+    SPLIT_TILE,
+    TALL_TILE,
+    TILE,
+    LargeGemmTile,
+    count_tiles,
+    large_gemm,
+)
 from stoker.kernels.triton.gemm.large.launch import medium_tile as rule
+from stoker.kernels.triton.gemm.quantized import int8
 from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
-from stoker.kernels.triton.gemm.quantized.launch import one_round_linear_tile, quantized_activation_linear
+from stoker.kernels.triton.gemm.quantized.launch import dequantized_linear, one_round_linear_tile, quantized_activation_linear
+from stoker.kernels.triton.gemm.quantized.tiles import digits_tile
 from stoker.kernels.types import Fusion
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -46,8 +61,10 @@ MODELS = {  # hidden size, size of q, k and v together, intermediate size
     "70b": (8192, 10240, 28672),
 }
 MEDIUM_MODELS = [("8b", 1), ("70b", 2)]  # and their ranks
-MEDIUM_ROWS = "96,128,192,256,384,512"
-MEDIUM_TILES = [NARROW_TILE, SPLIT_TILE, TILE]
+MEDIUM_ROWS = "96,128,192,256,384,512,640,768,896"
+DIGIT_ROWS = "129,256,512,768,1024,2048"
+DIGIT_SHAPES = {"head": (128256, 4096), "gate and up": (28672, 4096), "down": (4096, 14336)}  # of 8B
+MEDIUM_TILES = [NARROW_TILE, SPLIT_TILE, TALL_TILE, TILE]
 CHECKED_ROWS = 192
 
 
@@ -235,7 +252,7 @@ def measure_medium(case: Case, rows: int, repeats: int, launches: int) -> dict[s
         variants["quantized"] = lambda each: each.by_quantized_kernel(case)
     errors, gate = {}, "silu" if case.gated else None
     for tile in MEDIUM_TILES:
-        if tile.slices > 1 and count_tiles(rows, case.n, tile, gate) > MAX_SPLIT_TILES:
+        if (tile.slices > 1 and count_tiles(rows, case.n, tile, gate) > MAX_SPLIT_TILES) or (tile == TALL_TILE and case.gated):
             continue
         key = name_of(tile)
         torch.full((rows, case.n), torch.nan, device="cuda", dtype=BF16)  # freed, and then the memory of the output
@@ -253,6 +270,36 @@ def measure_medium(case: Case, rows: int, repeats: int, launches: int) -> dict[s
     }  # fmt: skip
 
 
+def measure_digits(name: str, rows: int, repeats: int, launches: int) -> dict[str, object]:
+    """A linear of an int8 weight with the norm before it, in each way that computes it."""
+    n, k = DIGIT_SHAPES[name]
+    weights = [quantized_weight(n, k) for _ in range(1 if n > 1 << 16 else launches)]  # a head does not fit into L2
+    x, norm_weight = torch.randn(rows, k, device="cuda", dtype=BF16), torch.rand(k, device="cuda", dtype=BF16)
+    norm = Fusion(norm_kind="rms", norm_weight=norm_weight, norm_eps=1e-5)
+    tile = digits_tile(rows, n, num_sms(x.device))
+    ways: dict[str, Callable[[PackedWeight], Tensor]] = {
+        "library": lambda w: dequantized_linear(x, w, lambda a, b: int8.dequantize_int8(w, a, b, BF16), norm),
+        "quantized": lambda w: quantized_activation_linear(x, w, "digits", "int8", norm, tile),
+        "large": lambda w: int8.large_int8_linear(x, w, norm),
+    }
+    first = weights[0]
+    assert first.scale is not None
+    chosen = torch.randperm(n, device="cuda")[:1024]
+    wide = x.double() * (x.double().square().mean(1, keepdim=True) + 1e-5).rsqrt() * norm_weight.double()
+    exact = wide @ (first.values[chosen].double() * first.scale[chosen].double()[:, None]).t()
+    errors = {way: float((run(first)[:, chosen].double() - exact).norm() / exact.norm()) for way, run in ways.items()}
+    times = time_in_turn(ways, weights, repeats)
+    listed = "  ".join(f"{way} {took:.1f}" for way, took in sorted(times.items(), key=lambda item: item[1]))
+    work = 2 * rows * n * k / 1e6
+    print(f"{name:12} M={rows:<5} {listed}  large {work / times['large']:.0f} TFLOP/s  err {max(errors.values()):.1e}", flush=True)
+    return {"linear": name, "rows": rows, "n": n, "k": k, "us": times, "error": errors}
+
+
+def quantized_weight(n: int, k: int) -> PackedWeight:
+    values = torch.randint(-127, 128, (n, k), device="cuda", dtype=torch.int8)
+    return PackedWeight("int8", values, torch.rand(n, device="cuda") * k**-0.5 / 70 + 1e-5)
+
+
 def name_of(tile: LargeGemmTile) -> str:
     return f"{tile.block_m}/{tile.block_n}/{tile.slices}"
 
@@ -262,8 +309,9 @@ def main() -> None:
     parser.add_argument("--dtypes", default="fp8,bf16")
     parser.add_argument("--models", default="8b,70b")
     parser.add_argument("--ranks", default="1,2")
-    parser.add_argument("--medium", action="store_true", help="FP8 linears of 96 to 512 rows")
-    parser.add_argument("--rows", help=f"1024,2048,8192 by default, {MEDIUM_ROWS} with --medium")
+    parser.add_argument("--medium", action="store_true", help="FP8 linears of 96 to 1,023 rows")
+    parser.add_argument("--digits", action="store_true", help="int8 weights and 16-bit rows")
+    parser.add_argument("--rows", help=f"1024,2048,8192 by default, {MEDIUM_ROWS} with --medium, {DIGIT_ROWS} with --digits")
     parser.add_argument("--tiles", default="128/256/4/16,128/256/4/8", help="comma-separated: block_m/block_n/num_stages/group_m")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--launches", type=int, default=6)
@@ -273,14 +321,20 @@ def main() -> None:
     begin, results = time.monotonic(), []
     if args.medium:
         dtypes, tiles = ["fp8"], MEDIUM_TILES
-        listed = [case for model, ranks in MEDIUM_MODELS for case in cases([model], [ranks])]
+        listed = [case for model, ranks in MEDIUM_MODELS if model in args.models.split(",") for case in cases([model], [ranks])]
     else:
         dtypes, tiles = args.dtypes.split(","), [LargeGemmTile(*map(int, tile.split("/"))) for tile in args.tiles.split(",")]
         listed = list(cases(args.models.split(","), [int(tp) for tp in args.ranks.split(",")]))
+    all_rows = args.rows or (MEDIUM_ROWS if args.medium else DIGIT_ROWS if args.digits else "1024,2048,8192")
+    if args.digits:
+        listed = []
+        for name, rows in itertools.product(DIGIT_SHAPES, [int(rows) for rows in all_rows.split(",")]):
+            results.append(measure_digits(name, rows, args.repeats, args.launches))
+            torch.cuda.empty_cache()
     kinds = {(case.gated, case.residual): case for case in listed}  # sizes do not specialize a kernel
-    precompile([(case, dtype, tile) for case in kinds.values() for dtype in dtypes for tile in tiles])
+    jobs = [(case, dtype, tile) for case in kinds.values() for dtype in dtypes for tile in tiles]
+    precompile([(case, dtype, tile) for case, dtype, tile in jobs if tile != TALL_TILE or not case.gated])
     print(f"compiled in {time.monotonic() - begin:.0f} s", torch.cuda.get_device_name(), flush=True)
-    all_rows = args.rows or (MEDIUM_ROWS if args.medium else "1024,2048,8192")
     for case, dtype, rows in itertools.product(listed, dtypes, [int(rows) for rows in all_rows.split(",")]):
         if time.monotonic() - begin > args.limit_s:
             print("out of time before", dtype, case, rows, flush=True)

@@ -1,6 +1,6 @@
-"""Measures norm, activation, embedding, rope + cache write and the quantization of rows on one CUDA device.
+"""Measures norm, activation, embedding, rope + cache write, quantization of rows and greedy sampling on one CUDA device.
 
-    PYTHONPATH=src python benchmarks/kernels/pointwise.py [--only quantize] [--json FILE]
+    PYTHONPATH=src python benchmarks/kernels/pointwise.py [--only quantize] [--tokens 1,64,256] [--json FILE]
 
 Shapes of Llama-3.1-8B in bfloat16 for 1 to 8,192 tokens, and of Llama-3.1-70B where named. Results are compared with float64
 and with the copy bandwidth. Times are medians of CUDA graph replays over rotating buffers.
@@ -22,9 +22,9 @@ from stoker.core.forward_batch import KVCache
 from stoker.kernels.reference import activation as activation_ref
 from stoker.kernels.reference import norm as norm_ref
 from stoker.kernels.reference import rope as rope_ref
-from stoker.kernels.triton import activation, embedding, norm, rope
+from stoker.kernels.triton import activation, embedding, norm, rope, sampling
 from stoker.kernels.triton.gemm.quantized.activations import QuantizedActivations, quantize_rows
-from stoker.kernels.types import MEAN_TOKENS, HeadNorms, Rotary
+from stoker.kernels.types import MEAN_TOKENS, DrawParams, HeadNorms, Rotary
 
 COPY_CEILING = 4.28e12  # bytes/s, read + write
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, SIZE, BLOCK, EPS = 4096, 14336, 32, 8, 128, 64, 1e-5
@@ -94,6 +94,19 @@ def gathered(tokens: int) -> Launch:
     )
 
 
+def greedy(tokens: int, vocab: int) -> Launch:
+    """The tokens of the largest logits. The error is the part of rows whose token is another one."""
+    logits = values(tokens, vocab)
+    names = ("temperature", "top_k", "top_p", "min_p", "seeds", "counters")
+    params = DrawParams(**{name: torch.zeros(tokens, device="cuda") for name in names}, all_greedy=True)
+
+    def error() -> float:
+        chosen = sampling.sample(logits, params).long()[:, None]
+        return float((logits.gather(1, chosen)[:, 0] != logits.max(1).values).float().mean())
+
+    return Launch(lambda: sampling.sample(logits, params), logits.numel() * 2, error)
+
+
 def rotated(tokens: int, dtype: torch.dtype = torch.bfloat16, is_spread: bool = False, is_normed: bool = False) -> Launch:
     """Rotation and cache write.
 
@@ -142,6 +155,8 @@ KERNELS: dict[str, Callable[[int], Launch]] = {
     "rope + store fp8, spread, normed": lambda tokens: rotated(tokens, torch.float8_e4m3fn, True, True),
     "rope + store fp8": lambda tokens: rotated(tokens, torch.float8_e4m3fn),
     "rope + store fp8, spread": lambda tokens: rotated(tokens, torch.float8_e4m3fn, True),
+    "greedy 128256": lambda tokens: greedy(tokens, 128256),
+    "greedy 201088": lambda tokens: greedy(tokens, 201088),
     "quantize 4096": lambda tokens: quantized(tokens, 4096, "plain"),
     "quantize norm 4096": lambda tokens: quantized(tokens, 4096, "norm"),
     "quantize norm 8192 (70B)": lambda tokens: quantized(tokens, 8192, "norm"),
@@ -154,6 +169,7 @@ KERNELS: dict[str, Callable[[int], Launch]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="the beginning of the names of kernels to measure")
+    parser.add_argument("--tokens", default="1,64,256,2048,8192")
     parser.add_argument("--json", help="write the results to this file")
     chosen = parser.parse_args()
     torch.manual_seed(0)
@@ -161,7 +177,7 @@ def main() -> None:
     for name, make in KERNELS.items():
         if not name.startswith(chosen.only):
             continue
-        for tokens in (1, 64, 256, 2048, 8192):
+        for tokens in map(int, chosen.tokens.split(",")):
             first = make(tokens)
             error = first.error()
             copies = 1 if name.startswith("embedding") else min(16, max(1, ROTATED_BYTES // first.num_bytes))

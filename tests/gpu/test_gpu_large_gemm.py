@@ -6,6 +6,7 @@ Triton is imported inside functions: tests/kernels, collected after this folder,
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,11 +67,45 @@ def check(m: int, n: int, k: int, parts: str, dtype: torch.dtype, tile: Any) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, FP8])
 @pytest.mark.parametrize("parts", ["", "r", "bgr"])
 def test_any_sizes(parts: str, dtype: torch.dtype) -> None:
-    from stoker.kernels.triton.gemm.large.launch import NARROW_TILE, SPLIT_TILE, TILE
+    from stoker.kernels.triton.gemm.large.launch import NARROW_TILE, SPLIT_TILE, TALL_TILE, TILE
 
-    for tile in (TILE, NARROW_TILE, SPLIT_TILE):
+    for tile in (TILE, NARROW_TILE, SPLIT_TILE, TALL_TILE):
+        if tile == TALL_TILE and "g" in parts:
+            continue
         for _ in range(3):
             check(random.choice([1, 127, 192, 300, 2049]), 8 * random.randrange(1, 200), 16 * random.randrange(9, 300), parts, dtype, tile)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("m", [129, 300, 768, 2048])
+def test_int8_weights_and_rows_as_digits(m: int, dtype: torch.dtype) -> None:
+    """The head of Llama-3.1-8B with a norm, and random sizes with a bias and a residual."""
+    from stoker.kernels.triton.gemm.large.launch import supports_digits
+
+    for n, k, is_head in ((128256, 4096, True), (8 * random.randrange(1, 400), 16 * random.randrange(9, 300), False)):
+        x = torch.randn(m, k, device="cuda", dtype=dtype)
+        weight = PackedWeight(
+            "int8",
+            torch.randint(-127, 128, (n, k), device="cuda", dtype=torch.int8),
+            torch.rand(n, device="cuda") * k**-0.5 / 70 + 1e-6,
+            bias=None if is_head else torch.randn(n, device="cuda", dtype=dtype),
+        )
+        fusion = Fusion(norm_kind="rms", norm_weight=torch.rand(k, device="cuda", dtype=dtype), norm_eps=1e-5)
+        if not is_head:
+            fusion = Fusion(residual=torch.randn(m, n, device="cuda", dtype=dtype))
+        assert supports_digits(x, weight.values)
+        out = ops.packed_linear(x, weight, fusion)
+        rows = torch.randperm(m, device="cuda")[:64]
+        residual, norm_weight = fusion.residual, fusion.norm_weight
+        wide = replace(
+            fusion,
+            residual=None if residual is None else residual[rows].double(),
+            norm_weight=None if norm_weight is None else norm_weight.double(),
+        )
+        assert weight.scale is not None
+        bias = None if weight.bias is None else weight.bias.double()
+        expected = linear_reference.linear(x[rows].double(), weight.values.double() * weight.scale.double()[:, None], bias, wide)
+        assert relative_error(out[rows], expected) < (4e-3 if dtype == torch.bfloat16 else 6e-4), (m, n, k)
 
 
 def test_slices_leave_their_counters_at_zero() -> None:

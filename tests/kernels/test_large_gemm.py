@@ -17,12 +17,14 @@ from stoker.kernels.triton.gemm.large.launch import (
     MIN_ROWS,
     NARROW_TILE,
     SPLIT_TILE,
+    TALL_TILE,
     TILE,
     LargeGemmTile,
     faster_tile,
     large_gemm,
     medium_tile,
     occupancy,
+    supports_digits,
 )
 from stoker.kernels.triton.gemm.quantized import fp8
 from stoker.kernels.triton.gemm.quantized.tiles import one_round_tile
@@ -80,7 +82,11 @@ def test_the_last_round_of_tiles_must_use_most_sms() -> None:
     [
         (128, 8192, 4096, None, NARROW_TILE),
         (256, 6144, 4096, None, NARROW_TILE),
-        (384, 6144, 4096, None, TILE),  # 144 narrow tiles take two rounds, 72 wide ones take one
+        (384, 6144, 4096, None, TALL_TILE),  # 144 narrow tiles take two rounds, 96 tall ones take one
+        (512, 6144, 4096, None, TILE),  # and 144 tall ones take two, 96 wide ones take one
+        (768, 4096, 14336, None, TALL_TILE),
+        (769, 4096, 14336, None, TILE),
+        (768, 6144, 4096, None, None),
         (256, 4096, 14336, None, SPLIT_TILE),  # 64 tiles
         (384, 4096, 14336, None, NARROW_TILE),  # the halves of 96 tiles would not run at the same time
         (256, 4096, 4096, None, NARROW_TILE),  # adding two slices takes longer than half of the features
@@ -94,11 +100,12 @@ def test_tiles_of_medium_rows(m: int, n: int, k: int, gate: str | None, expected
     assert medium_tile(m, n, k, gate, 132) == expected
 
 
-@pytest.mark.parametrize("rows", [64, 65, 129, 256, 512, 513])
-def test_fp8_rows_with_tiles_of_their_own(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(64, None), (65, NARROW_TILE), (129, NARROW_TILE), (512, NARROW_TILE), (513, TALL_TILE), (1023, TILE)]
+)
+def test_fp8_rows_with_tiles_of_their_own(rows: int, expected: LargeGemmTile | None) -> None:
     with compilation_target(90):
-        found = faster_tile(meta(rows, 4096, dtype=FP8), meta(4096, 4096, dtype=FP8), added(rows, 4096))
-        assert found == (NARROW_TILE if 65 <= rows <= 512 else None)
+        assert faster_tile(meta(rows, 4096, dtype=FP8), meta(4096, 4096, dtype=FP8), added(rows, 4096)) == expected
         assert faster_tile(meta(rows, 4096), meta(4096, 4096), added(rows, 4096)) is None
 
 
@@ -132,12 +139,31 @@ def test_linears_of_other_devices_do_not_gate_their_output() -> None:
 @pytest.mark.parametrize("gate", [None, "silu"])
 @pytest.mark.parametrize("k", [4096, 8192])
 def test_the_ahead_of_time_trace_has_all_tiles(k: int, gate: str | None) -> None:
-    """Every tile of 65 to 512 rows is also that of a number of tokens of the trace, also where other kernels compute some numbers."""
+    """Every tile of 65 to 1,023 rows is also that of a number of tokens of the trace, also where other kernels compute some numbers."""
     for n in range(512, 40000, 128):
         found = {rows: medium_tile(rows, n, k, gate, 132) for rows in MEDIUM_ROWS}
         quantized = {rows: one_round_tile(rows, n, k, gate is not None, 132, tuning_for("NVIDIA H200", 90)) for rows in MEDIUM_ROWS}
         used = {rows: quantized[rows] or found[rows] for rows in MEDIUM_ROWS}
         assert {used[rows] for rows in EAGER_TOKENS if rows in MEDIUM_ROWS} == set(used.values()), n
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "expected"),
+    [
+        (meta(768, 4096), meta(128256, 4096, dtype=torch.int8), True),
+        (meta(128, 4096), meta(128256, 4096, dtype=torch.int8), False),
+        (meta(4096, 4096), meta(128256, 4096, dtype=torch.int8), False),  # the weight is dequantized once for all rows
+        (meta(768, 4096, dtype=torch.float32), meta(128256, 4096, dtype=torch.int8), False),
+        (meta(768, 4096), meta(50257, 4096, dtype=torch.int8), False),  # rows of the output begin at any multiple of two bytes
+        (meta(768, 4100), meta(128256, 4100, dtype=torch.int8), False),
+        (meta(768, 1 << 18), meta(4096, 1 << 18, dtype=torch.int8), False),  # the sums of digits would not fit int32
+    ],
+)
+def test_which_int8_linears_multiply_digits(x: Tensor, weight: Tensor, expected: bool) -> None:
+    with compilation_target(90):
+        assert supports_digits(x, weight) is expected
+    with compilation_target(89):
+        assert not supports_digits(x, weight)
 
 
 def test_split_k_rejects_sizes_that_it_cannot_divide() -> None:

@@ -74,7 +74,7 @@ from stoker.engine.reader import Engine
 from stoker.kernels.triton.aot.specialization import Specialization
 from stoker.kernels.triton.gemm.large.kernel import large_gemm_kernel
 from stoker.runtime.worker.aot_trace import kernels_of
-limits = Limits(max_batch_size=4, max_input_len=512, max_output_len=64, max_num_tokens=512)
+limits = Limits(max_batch_size=4, max_input_len=960, max_output_len=64, max_num_tokens=1000)
 config = BuildConfig(
     device="cuda", compute_capability="9.0", dtype="bfloat16", dummy_weights=True, limits=limits, quantization="FP8",
 )
@@ -88,13 +88,16 @@ for job in kernels_of(engine, 90).values():
 """
 
 
-def test_tiles_of_fp8_steps_of_up_to_512_tokens_are_listed(tmp_path: Path, uninterpreted: Callable[..., str]) -> None:
+def test_tiles_of_fp8_steps_of_up_to_1000_tokens_are_listed(tmp_path: Path, uninterpreted: Callable[..., str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     printed = uninterpreted("-c", LARGE_GEMMS, tmp_path, tmp_path / "engine")
     assert {tuple(json.loads(line)) for line in printed.splitlines()} == {
         (128, 128, 1, None, False),  # q, k and v, up to 256 tokens
+        (192, 128, 1, None, False),  # up to 384
         (128, 256, 1, None, False),  # with more
-        (128, 128, 1, None, True),  # output projection, and down projection of more than 256 tokens
+        (128, 128, 1, None, True),  # output projection up to 512, and down projection of more than 256 tokens
         (128, 128, 2, None, True),  # down projection of up to 256 tokens
+        (192, 128, 1, None, True),  # both up to 768
+        (128, 256, 1, None, True),  # with more
         (128, 256, 1, "silu", False),  # gate and up
     }

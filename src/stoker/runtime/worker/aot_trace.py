@@ -38,8 +38,8 @@ from stoker.runtime.worker.row_tracker import make_tracker
 
 META = torch.device("meta")
 EAGER_ROWS = (1, 3, 6, 7, 16, 20, 32, 40, 64, 100)
-# One of each 64 up to 512, because the tiles of linears depend on how many tiles of 64 or 128 rows there are.
-EAGER_TOKENS = (5, 16, 40, 64, 100, 160, 200, 300, 350, 420, 500, 1000, 1500)
+# One of each 64 up to 1,024, because the tiles of linears depend on how many tiles of 64, 128 or 192 rows there are.
+EAGER_TOKENS = (5, 16, 40, 64, 100, 160, 200, 300, 350, 420, 500, 560, 620, 680, 740, 800, 870, 930, 1000, 1500)
 MANY_DECODES = (128, 200, 320, 512, 768)  # beside a prompt; captured steps have as many without one
 PROMPT_BESIDE_DECODES = 128  # new tokens of a prompt beside decodes
 SHORT_PROMPTS = (2, 3, 4, 8, 9)  # new tokens of prompts whose beginning is cached or was computed before

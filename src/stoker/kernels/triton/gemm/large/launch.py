@@ -65,12 +65,15 @@ BLOCK_BYTES = 128  # of the features of a row in a stage
 MIN_ROWS = 1024  # of `TILE`, apart from FP8 with MEDIUM_ROWS
 MAX_ROW_BYTES = 32 << 10  # of x: with longer rows, adding the residual is too small a part of the time
 MIN_OCCUPANCY = 0.85  # the library has other tiles, with which the last round leaves fewer SMs idle
-MEDIUM_ROWS = range(65, 513)  # of FP8, with tiles of `medium_tile`
-NARROW_ROUND = 0.55  # the time of a round of NARROW_TILE, as a part of that of TILE: 0.51 to 0.67
+MEDIUM_ROWS = range(65, 1024)  # of FP8, with tiles of `medium_tile`
+# The time of a round of each tile, as a part of that of TILE. NARROW_TILE: 0.51 to 0.67. TALL_TILE: its part of the products is 0.75.
+ROUNDS = {NARROW_TILE: 0.55, TALL_TILE: 0.78, TILE: 1.0}
 MAX_GATED_ROUNDS, MAX_ROUNDS = 3, 1  # of TILE or their time: with four rounds, the library is up to 5 % faster than gated tiles
 MIN_SPLIT_FEATURES = 8192  # with 4096, two slices take up to a fifth longer than one
 MAX_SPLIT_TILES = 1024  # of a launch with split-K
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv, torch.int8: gl.int8}
+DIGIT_ROWS = range(129, 2049)  # of 16-bit rows × int8 weights: fewer have other kernels, and the weight is dequantized for more
+MAX_DIGIT_FEATURES = 1 << 17  # 127 × 127 times as many fit int32
 _CONSUMER_ROWS = CONSUMER_ROWS.value
 _REGISTERS = {2: 168, 3: 128}  # by consumers, per thread at the start: what three or four warpgroups of one CTA can have
 
@@ -99,6 +102,13 @@ def faster_tile(x: Tensor, weight: Tensor, fusion: Fusion) -> LargeGemmTile | No
     return TILE if x.is_meta or occupancy(m, n, fusion.gate, num_sms(x.device)) >= MIN_OCCUPANCY else None
 
 
+def supports_digits(x: Tensor, weight: Tensor) -> bool:
+    """Whether `large_gemm` multiplies rows x [m, k], as digits, by an int8 weight [n, k], and is the fastest way for this m."""
+    n, k = weight.shape
+    is_supported = x.itemsize == 2 and n % 8 == 0 and k % 16 == 0 and k <= MAX_DIGIT_FEATURES and _has_descriptor(weight)
+    return is_supported and x.shape[0] in DIGIT_ROWS and supports(x, "large_gemm")
+
+
 def occupancy(m: int, n: int, gate: str | None, num_sms: int) -> float:
     """The used part of all SMs over the rounds of tiles that an output [m, n] takes."""
     tiles = count_tiles(m, n, TILE, gate)
@@ -108,16 +118,14 @@ def occupancy(m: int, n: int, gate: str | None, num_sms: int) -> float:
 def medium_tile(m: int, n: int, k: int, gate: str | None, num_sms: int) -> LargeGemmTile | None:
     """The tile for an output [m, n] of MEDIUM_ROWS rows and k features of FP8, or None where the library is faster.
 
-    It is the one whose rounds take less time, or half a tile per CTA where all halves run at the same time. What is saved is a constant
-    (the start of a launch, the residual or the gate), so with many rounds the library, whose tiles are a few percent faster, wins.
+    It is the one whose rounds take the least time, or half a tile per CTA where all halves run at the same time. What is saved is a
+    constant (the start of a launch, the residual or the gate), so with many rounds the library, whose tiles are a few percent faster, wins.
     """
-    narrow, wide = count_tiles(m, n, NARROW_TILE, gate), count_tiles(m, n, TILE, gate)
-    if 2 * narrow <= num_sms and k >= MIN_SPLIT_FEATURES:
+    if 2 * count_tiles(m, n, NARROW_TILE, gate) <= num_sms and k >= MIN_SPLIT_FEATURES:
         return SPLIT_TILE
-    narrow_time, wide_time = NARROW_ROUND * cdiv(narrow, num_sms), cdiv(wide, num_sms)
-    if min(narrow_time, wide_time) > (MAX_GATED_ROUNDS if gate else MAX_ROUNDS):
-        return None
-    return NARROW_TILE if narrow_time <= wide_time else TILE
+    times = {tile: each * cdiv(count_tiles(m, n, tile, gate), num_sms) for tile, each in ROUNDS.items() if not gate or tile != TALL_TILE}
+    tile = min(times, key=times.__getitem__)
+    return tile if times[tile] <= (MAX_GATED_ROUNDS if gate else MAX_ROUNDS) else None
 
 
 def large_gemm(

@@ -1,7 +1,13 @@
 """Linears of int8 weights with a scale per row on the GPU, and int8 embedding tables.
 
-Unquantized activations are, by the number of rows: up to 8 multiplied by `gemm.skinny`, up to 256 as digits by the stored weights, more by
-`dequantized_linear`. Weights in groups are computed by the reference: formats dequantize them at load.
+Weights in groups are computed by the reference: formats dequantize them at load. With a scale per row of the weight:
+
+activations    rows                path
+quantized      any                 `quantized_activation_linear`
+none           up to 8             `gemm.skinny`
+               up to 128 or 256    as digits by the stored weights, `quantized_activation_linear`
+               129 to 2048         as digits by the stored weights, `gemm.large`, where the device and the sizes are supported
+               more                `dequantized_linear`
 
 `int8_rows_kernel`: out[i] = weight[ids[i]] × scale[ids[i]]. Grid: rows × blocks of BLOCK features. Theoretical floor: one read of each byte
 and one write of each result at the speed of memory. Not measured by itself.
@@ -17,7 +23,14 @@ from torch import Tensor
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import quant_int8 as reference
 from stoker.kernels.triton.device import num_sms
-from stoker.kernels.triton.gemm.quantized.launch import dequantized_linear, quantized_activation_linear
+from stoker.kernels.triton.gemm.large import launch as large
+from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
+from stoker.kernels.triton.gemm.quantized.launch import (
+    apply_output_fusion,
+    apply_unfused_norm,
+    dequantized_linear,
+    quantized_activation_linear,
+)
 from stoker.kernels.triton.gemm.quantized.tiles import MAX_DIGIT_ROWS, MAX_SKINNY_ROWS, digits_tile
 from stoker.kernels.triton.gemm.skinny.launch import skinny_linear, supports_skinny
 from stoker.kernels.triton.integers import cdiv
@@ -40,12 +53,22 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
         return quantized_activation_linear(x, weight, "int8", "w8a8", fusion)
     if supports_skinny(x, weight):
         return skinny_linear(x, weight, fusion)
+    if large.supports_digits(x, weight.values):
+        return large_int8_linear(x, weight, fusion)
     if x.shape[0] <= MAX_SKINNY_ROWS // 2:
         return quantized_activation_linear(x, weight, "digits", "int8", fusion)
     if x.shape[0] <= MAX_DIGIT_ROWS:
         tile = digits_tile(x.shape[0], weight.out_features // (1 if fusion.gate is None else 2), num_sms(x.device))
         return quantized_activation_linear(x, weight, "digits", "int8", fusion, tile)
     return dequantized_linear(x, weight, lambda a, b: dequantize_int8(weight, a, b, x.dtype), fusion)
+
+
+def large_int8_linear(x: Tensor, weight: PackedWeight, fusion: Fusion) -> Tensor:
+    """A linear with x as digits, by `gemm.large`, for which `large.supports_digits`."""
+    x, fusion = apply_unfused_norm(x, fusion)
+    q = quantize_rows(x, "slabs", weight.in_features, 0, fusion.norm_weight, fusion.norm_eps, None, fusion.input_gate)
+    scales, digits = {"x_scale": q.scale, "weight_scale": _scales(weight)}, large.Digits(x.shape[0], x.dtype)
+    return apply_output_fusion(large.large_gemm(q.values, weight.values, **scales, bias=weight.bias, digits=digits), fusion)
 
 
 def packed_embedding(token_ids: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
