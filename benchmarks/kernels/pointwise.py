@@ -19,10 +19,12 @@ from torch import Tensor
 
 from stoker.cli.benchmark.results import provenance
 from stoker.core.forward_batch import KVCache
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import activation as activation_ref
 from stoker.kernels.reference import norm as norm_ref
 from stoker.kernels.reference import rope as rope_ref
 from stoker.kernels.triton import activation, embedding, norm, rope, sampling
+from stoker.kernels.triton.gemm.quantized import int8
 from stoker.kernels.triton.gemm.quantized.activations import QuantizedActivations, quantize_rows
 from stoker.kernels.types import MEAN_TOKENS, DrawParams, HeadNorms, Rotary
 
@@ -107,6 +109,18 @@ def greedy(tokens: int, vocab: int) -> Launch:
     return Launch(lambda: sampling.sample(logits, params), logits.numel() * 2, error)
 
 
+def dequantized(tokens: int) -> Launch:
+    """As many rows of an int8 weight as there are tokens, in bfloat16."""
+    weight = torch.randint(-127, 128, (tokens, HIDDEN), dtype=torch.int8, device="cuda")
+    scale = torch.rand(tokens, device="cuda")
+    packed = PackedWeight("int8", weight, scale)
+
+    def run() -> Tensor:
+        return int8.dequantize_int8(packed, 0, tokens, torch.bfloat16)
+
+    return Launch(run, 3 * tokens * HIDDEN, lambda: difference(run(), weight.double() * scale.double()[:, None]))
+
+
 def rotated(tokens: int, dtype: torch.dtype = torch.bfloat16, is_spread: bool = False, is_normed: bool = False) -> Launch:
     """Rotation and cache write.
 
@@ -157,6 +171,7 @@ KERNELS: dict[str, Callable[[int], Launch]] = {
     "rope + store fp8, spread": lambda tokens: rotated(tokens, torch.float8_e4m3fn, True),
     "greedy 128256": lambda tokens: greedy(tokens, 128256),
     "greedy 201088": lambda tokens: greedy(tokens, 201088),
+    "dequantize int8 4096": dequantized,
     "quantize 4096": lambda tokens: quantized(tokens, 4096, "plain"),
     "quantize norm 4096": lambda tokens: quantized(tokens, 4096, "norm"),
     "quantize norm 8192 (70B)": lambda tokens: quantized(tokens, 8192, "norm"),
