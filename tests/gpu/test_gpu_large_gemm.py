@@ -81,6 +81,7 @@ def test_any_sizes(parts: str, dtype: torch.dtype) -> None:
 def test_int8_weights_and_rows_as_digits(m: int, dtype: torch.dtype) -> None:
     """The head of Llama-3.1-8B with a norm, and random sizes with a bias and a residual."""
     from stoker.kernels.triton.gemm.large.launch import supports_digits
+    from stoker.kernels.triton.gemm.quantized.int8 import large_int8_linear
 
     for n, k, is_head in ((128256, 4096, True), (8 * random.randrange(1, 400), 16 * random.randrange(9, 300), False)):
         x = torch.randn(m, k, device="cuda", dtype=dtype)
@@ -94,7 +95,7 @@ def test_int8_weights_and_rows_as_digits(m: int, dtype: torch.dtype) -> None:
         if not is_head:
             fusion = Fusion(residual=torch.randn(m, n, device="cuda", dtype=dtype))
         assert supports_digits(x, weight.values)
-        out = ops.packed_linear(x, weight, fusion)
+        out = large_int8_linear(x, weight, fusion)
         rows = torch.randperm(m, device="cuda")[:64]
         residual, norm_weight = fusion.residual, fusion.norm_weight
         wide = replace(

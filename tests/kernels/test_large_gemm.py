@@ -26,7 +26,7 @@ from stoker.kernels.triton.gemm.large.launch import (
     occupancy,
     supports_digits,
 )
-from stoker.kernels.triton.gemm.quantized import fp8
+from stoker.kernels.triton.gemm.quantized import fp8, int8
 from stoker.kernels.triton.gemm.quantized.tiles import one_round_tile
 from stoker.kernels.tuning.devices import tuning_for
 from stoker.kernels.types import PLAIN, Fusion
@@ -164,6 +164,28 @@ def test_which_int8_linears_multiply_digits(x: Tensor, weight: Tensor, expected:
         assert supports_digits(x, weight) is expected
     with compilation_target(89):
         assert not supports_digits(x, weight)
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "expected"),
+    [
+        (129, 4096, "quantized"),  # 96 tiles
+        (256, 4096, "quantized"),  # 128
+        (257, 4096, "large"),
+        (192, 6144, "large"),  # 144 tiles: two rounds, and one of 72 tiles
+        (129, 28672, "large"),
+        (129, 128256, "large"),
+        (128, 128256, "quantized"),
+        (2049, 4096, "library"),
+    ],
+)
+def test_how_int8_linears_are_multiplied(rows: int, n: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = {"quantized_activation_linear": "quantized", "large_int8_linear": "large", "dequantized_linear": "library"}
+    for name, way in ways.items():
+        monkeypatch.setattr(int8, name, lambda *_, way=way: way)
+    weight = PackedWeight("int8", meta(n, 4096, dtype=torch.int8), meta(n, dtype=torch.float32))
+    with compilation_target(90):
+        assert int8.packed_linear(meta(rows, 4096), weight) == expected
 
 
 def test_split_k_rejects_sizes_that_it_cannot_divide() -> None:

@@ -18,6 +18,7 @@ Grid: axis 0 has the tokens, axis 1 tiles of HEADS heads: first those of q, then
     tile    | q heads 0..7 | q heads 8..15 | ... | k heads 0..7 | v heads 0..7 |
 
 Theoretical floor: reading q, k, v and writing as much, at the speed of memory. For few tokens the launch itself, about 1.2 µs.
+With the write to a balanced FP8 cache, Llama-3.1-8B's 768 tokens take 12.3 µs on an H200 (floor 4.0), and 64 tokens 2.4.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ A threshold is found by bisection over the 32 bits of an order-preserving intege
 a row that stays in L2, without scratch memory. Two passes more give the draw.
 
 Theoretical floor: one read of the logits (greedy), 46 µs for 768 rows of 128,256 at 4.28 TB/s. Sampling by threshold reads them 34 to 67
-times from L2. Not measured by itself.
+times from L2. Greedy takes 53.8 µs on an H200, and 8.0 for 64 rows (floor 3.8); sampling was not measured by itself.
 """
 
 from __future__ import annotations

