@@ -59,6 +59,7 @@ def throughput() -> Drawing:
     runs += [row for run in result("h200_key_means")["engine"] for row in run["throughput"]]
     runs += result("h200_before_and_after")["engine"]["after"]["throughput"]
     runs += result("h200_full_load_decodes")["throughput"] + result("h200_full_load_prompts")["throughput"]
+    runs += result("h200_full_load_fp8_kv")["after"]["throughput"]
     three_sides = {
         "Stoker": _rates(result("h200_llama8b_fp8")["throughput"] + runs),
         "vLLM 0.26": _rates(peers["vllm"]["fp8"]["throughput"]),

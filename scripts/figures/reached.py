@@ -60,9 +60,7 @@ def _steps() -> list[Bar]:
         _step("8B AWQ, 32 rows", "AWQ", 32, _captured("h200_step_awq", 32), int4_target_ms),
         _step("1B bfloat16, 1 row", "1B bfloat16", 1, _captured("h200_step_llama1b_bf16", 1), 0.66),
         _step("Mixtral bfloat16, 1 row", "Mixtral bfloat16", 1, _captured("h200_step_mixtral_bf16", 1)),
-        _step(
-            "gpt-oss-20b MXFP4, 1 row", "gpt-oss-20b MXFP4", 1, result("h200_fp4")["gpt-oss-20b step, ms at a context of 1,000"]["fp4"]["1"]
-        ),
+        _step("gpt-oss-20b MXFP4, 1 row", "gpt-oss-20b MXFP4", 1, result("h200_moe")["after"]["gpt-oss-20b"]["gap"][0]["step_ms"]),
     ]
     two, eight = result("h200x2_llama70b_fp8"), result("h200x8_engines")["rows"]
     found += [
@@ -78,7 +76,8 @@ def _runs() -> list[Bar]:
     bf16 = [row for row in prompts if row["quantization"] is None] + result("h200_llama8b_bf16")["throughput"]
     before_and_after = result("h200_before_and_after")["engine"]["after"]["throughput"]
     means = next(run for run in result("h200_key_means")["engine"] if run["code"] == "after")["throughput"]
-    fp8_kv = means + before_and_after + result("h200_llama8b_fp8")["throughput"]
+    now = result("h200_full_load_fp8_kv")
+    fp8_kv = now["after"]["throughput"] + now["before"]["throughput"] + means + before_and_after + result("h200_llama8b_fp8")["throughput"]
     engines = result("h200x4_engines")["rows"]
     one, two, mixtral = (
         [row for row in engines if row["what"].startswith(what)] for what in ("70b fp8 tp1", "70b fp8 tp2", "mixtral fp8 tp2")
