@@ -14,6 +14,7 @@ from stoker.kernels.reference import moe as reference
 from stoker.kernels.reference.quant_fp8 import round_groups, widen_blocks
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.routing import Routing
+from stoker.kernels.triton.gemm.quantized import fp4
 from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 from stoker.kernels.triton.gemm.quantized import launch as quant_linear
 from stoker.kernels.triton.moe import launch as moe
@@ -155,6 +156,15 @@ def test_fp4_in_quads(routed: str, tile: QuantTile, dtype: torch.dtype, group: i
     weight, real = int4(40, k, group, "e2m1")
     assert weight.layout == "quads"
     check(weight, real, random_routing(*ROUTINGS[routed]), dtype, TOLERANCE[dtype], tile)
+
+
+def test_parts_of_experts_become_the_same_quads(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = torch.randint(0, 256, (EXPERTS, 24, 96), dtype=torch.uint8)
+    stored = PackedWeight("int4", codes, torch.ones(EXPERTS, 24, 6).bfloat16(), None, 32, is_fp4=True)
+    together = quant_int4.prepare_weight(stored)
+    for experts_of_a_part in (1, 2):
+        monkeypatch.setattr(fp4, "_CONVERTED", experts_of_a_part * 24 * 192)
+        assert torch.equal(quant_int4.prepare_weight(stored).values, together.values)
 
 
 @pytest.mark.parametrize("scale", FP4_SCALES)

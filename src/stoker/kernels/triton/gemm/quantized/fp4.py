@@ -41,6 +41,7 @@ from stoker.kernels.reference.quant_int4 import unpack
 
 CHUNK = 64  # input features whose values are stored together
 LARGEST_SCALE = 2.0  # × 2 ** 126 × the largest value's bits, 6 × 2 ** -126; twice this scale overflows
+_CONVERTED = 1 << 25  # values that are converted together: about 0.8 GB of temporary tensors
 _SCALE_EXPONENT = 126
 _ROW_EXPONENT = 8  # 448 × 2 ** -8 <= LARGEST_SCALE
 
@@ -70,18 +71,19 @@ def in_quads(weight: PackedWeight) -> PackedWeight | None:
 def _quad_words(values: Tensor, chunks: int) -> Tensor:
     """int16 [E, n, 16 × chunks] from uint8 [E, n, k / 2] of the layout `stored`.
 
-    Experts are converted one after another, because temporary tensors are larger than the weight.
+    As many experts are converted together as have _CONVERTED values, because temporary tensors are larger than the weight.
     """
     experts, n, _ = values.shape
     words = torch.empty((experts, n, chunks * CHUNK // 4), dtype=torch.int16, device=values.device)
     if values.is_meta:  # no content: hundreds of experts of each layer would take most of the time of an ahead-of-time trace
         return words
-    for expert, target in zip(values, words, strict=True):
-        codes = unpack(expert).int()
-        codes = F.pad(codes, (0, chunks * CHUNK - codes.shape[1]))
+    step = max(1, _CONVERTED // (n * chunks * CHUNK))
+    for part, target in zip(values.split(step), words.split(step), strict=True):
+        codes = unpack(part).int()
+        codes = F.pad(codes, (0, chunks * CHUNK - codes.shape[-1]))
         fields = ((codes & 8) << 12) | ((codes & 7) << 6)  # bits 15, 8, 7 and 6
-        # Axes: pairs of rows, row, chunk, half of the chunk, step, half of a step, t, j
-        split = fields.view(n // 2, 2, chunks, 2, 2, 2, 4, 2).permute(1, 3, 2, 0, 6, 4, 5, 7).reshape(2, 2, -1)
+        # Axes: experts, pairs of rows, row, chunk, half of the chunk, step, half of a step, t, j
+        split = fields.view(-1, n // 2, 2, chunks, 2, 2, 2, 4, 2).permute(2, 4, 0, 3, 1, 7, 5, 6, 8).reshape(2, 2, -1)
         target.view(-1).copy_(_word(split[0, 0], split[1, 0], split[0, 1], split[1, 1]))
     return words
 
