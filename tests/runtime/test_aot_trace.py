@@ -58,6 +58,39 @@ def test_the_launches_of_published_models_are_listed(form: int, part: int, tmp_p
         assert listed[name]["fused_layer_small_batch_kernel"] >= 4, "for one token and for several, between layers and after the last layer"
 
 
+# Prints the names of the kernels that are launched to find the products of a step and that no build lists, then the products.
+PRODUCTS = """
+import json, sys
+import torch
+from stoker.base.config import Limits, RuntimeConfig
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+from stoker.engine.reader import Engine
+from stoker.kernels.triton.aot.compiler import collecting
+from stoker.profiling.roofline import products_of
+from stoker.runtime.worker import aot_trace
+limits = Limits(max_batch_size=16, max_input_len=64, max_output_len=64, max_num_tokens=64)
+config = BuildConfig(device="cuda", compute_capability="9.0", dtype="bfloat16", dummy_weights=True, limits=limits)
+engine = Engine.open(build(sys.argv[1], sys.argv[2], config, verify="none").path)
+listed = aot_trace.kernels_of(engine, 90)
+with torch.inference_mode(), collecting(90) as jobs:
+    products = products_of(aot_trace._runner(engine, RuntimeConfig(), 0))
+print(json.dumps([[job.name for folder, job in jobs.items() if folder not in listed], [product.label for product in products]]))
+"""
+
+
+def test_the_step_whose_products_are_found_launches_kernels_of_the_build(tmp_path: Path, uninterpreted: Callable[..., str]) -> None:
+    """Norm, router, choice and sort of few tokens are one launch, also in a step that is observed."""
+    config = next(file for file in PUBLISHED if file.stem == "Qwen3-235B-A22B")
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 1}))
+    missing, products = json.loads(uninterpreted("-c", PRODUCTS, tmp_path, tmp_path / "engine").splitlines()[-1])
+    assert missing == []
+    assert products == [
+        "linear 9216 × 4096", "linear 4096 × 8192", "linear 128 × 4096", "expert_up 128 of 3072 × 4096", "expert_down 128 of 4096 × 1536",
+        "linear 151936 × 4096",
+    ]  # fmt: skip
+
+
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
     "max_position_embeddings": 1024, "num_attention_heads": 32, "num_hidden_layers": 1, "num_key_value_heads": 8, "head_dim": 128,

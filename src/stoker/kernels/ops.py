@@ -480,9 +480,8 @@ def route_tokens(
 
     `weight` float32 [num_experts, K] is that of the router.
     """
-    launcher = None if x.is_cpu or _observer is not None else _GPU.get(moe_ref)
-    if launcher is not None:
-        routed: tuple[Tensor, Routing] = launcher.route_tokens(x, weight, bias, correction, params, fusion)
+    if not x.is_cpu and moe_ref in _GPU:
+        routed: tuple[Tensor, Routing] = _pick(x, moe_ref).route_tokens(x, weight, bias, correction, params, fusion)
         return routed
     if fusion.norm_kind is not None:
         x = norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)

@@ -17,6 +17,7 @@ from stoker.runtime.worker.model_runner import ModelRunner
 
 LINEARS = ("linear", "packed_linear")
 EXPERTS = ("expert_up", "expert_down")
+ROUTER = "route_tokens"  # on a GPU. Elsewhere the router is a linear
 # Of the observed step. They differ, to distinguish products over all tokens from those over sampled rows. The fused layer kernel does not
 # support as many tokens on tensor-parallel ranks: it would exchange data with other ranks, and an observed rank calls its linears instead.
 _TOKENS, _ROWS = 9, 2
@@ -76,6 +77,8 @@ def products_of(runner: ModelRunner) -> list[Product]:
         """Record an op if it is a product."""
         if name in LINEARS or name in EXPERTS:
             products.append(_product(name, args[0], args[1:], result))
+        elif name == ROUTER:
+            products.append(_router(*args[:2]))
 
     with ops.observe_ops(observe):
         runner.run_dummy_step(Shape(_TOKENS, _ROWS, is_decode=False))
@@ -99,6 +102,14 @@ def _pair_flops(model: ModelConfig, layer: int) -> float:
     if isinstance(attention, AttentionConfig):
         return 4.0 * attention.num_heads * attention.head_size
     return 2.0 * attention.num_heads * (2 * attention.kv_rank + attention.rope_size)
+
+
+def _router(x: Tensor, weight: Tensor) -> Product:
+    """The product of a router: tokens x are widened to the float32 of `weight`, in which the logits are stored, too."""
+    outs, features = weight.shape
+    row_bytes = features * x.element_size() + outs * weight.element_size()
+    label = f"linear {outs} × {features}"
+    return Product(label, weight.nbytes, weight.numel(), row_bytes, x.shape[0] == _ROWS, weight.element_size())
 
 
 def _product(name: str, x: Tensor, args: tuple[Any, ...], result: Tensor) -> Product:
