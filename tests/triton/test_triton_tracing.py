@@ -91,7 +91,7 @@ def test_timestamps_and_tensors_are_written(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with running(options=options(path, trace_level=["TIMESTAMPS", "TENSORS"])) as server:
         infer(server, "http", "one")
-        until(path.exists)
+        until(lambda: path.exists() and path.stat().st_size > 0)
         assert list(traces(path)) == ["one"]
         infer(server, "grpc", "two")
     found = traces(path)
