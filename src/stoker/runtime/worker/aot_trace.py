@@ -42,7 +42,7 @@ EAGER_ROWS = (1, 3, 6, 7, 16, 20, 32, 40, 64, 100)
 EAGER_TOKENS = (5, 16, 40, 64, 100, 160, 200, 300, 350, 420, 500, 560, 620, 680, 740, 800, 870, 930, 1000, 1500)
 MANY_DECODES = (128, 200, 320, 512, 768)  # beside a prompt; captured steps have as many without one
 PROMPT_BESIDE_DECODES = 128  # new tokens of a prompt beside decodes
-SHORT_PROMPTS = (2, 3, 4, 8, 9)  # new tokens of prompts whose beginning is cached or was computed before
+SHORT_PROMPTS = (1, 2, 3, 4, 8, 9)  # new tokens of prompts whose beginning is cached or was computed before
 MAX_SHORT_PROMPTS = 64  # with more, no launch splits keys
 MIN_KEYS = 32  # smallest length of the longest row that is traced
 
