@@ -65,6 +65,7 @@ def profile(analyzer: Any, folder: Path, data: list[dict[str, Any]], *options: s
         "--service-kind", "triton", "--input-data", folder / "inputs.json", "--profile-export-file", export,
     ]  # fmt: skip
     for _ in range(2):
+        export.unlink(missing_ok=True)  # perf_analyzer refuses a path that exists
         ran = subprocess.run([*map(str, command)], env=analyzer.environment, capture_output=True, text=True, timeout=120)
         refused = ran.returncode == 99 and "--bls-composing-models" in ran.stdout + ran.stderr
         if not refused and (ran.returncode or export.stat().st_size):
