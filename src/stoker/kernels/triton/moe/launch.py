@@ -154,9 +154,11 @@ def _route_by_tiles(
     (tokens, features), experts = x.shape, len(weight)
     block, block_tokens, options = next_power_of_2(features), _block_tokens(tokens), _routing_options(experts, params)
     num_warps, choosing, routing = norm_warps(block), 0, None
+    choice: tuple[Tensor | None, ...] = (None,) * 6
     if params.num_groups == 1 and _sorts_choices(block_tokens, options):
         routing = _empty_routing(tokens, experts, params.top_k, x.device)
         choosing = block_tokens if block_tokens == 1 and options.block_size <= 32 else max(block_tokens, num_warps)
+        choice = split_counters(x.device), correction, routing.weights, routing.order, routing.offsets, routing.experts
     y = None if fusion.norm_kind is None else torch.empty_like(x)
     logits = torch.empty((tokens, experts), dtype=torch.float32, device=x.device)
     router_kernel[(cdiv(experts, tile[0]), cdiv(tokens, tile[1]))](
@@ -167,12 +169,7 @@ def _route_by_tiles(
         weight,
         bias,
         logits,
-        None if routing is None else split_counters(x.device),
-        None if routing is None else correction,
-        None if routing is None else routing.weights,
-        None if routing is None else routing.order,
-        None if routing is None else routing.offsets,
-        None if routing is None else routing.experts,
+        *choice,
         tokens,
         fusion.norm_eps,
         params.scale,

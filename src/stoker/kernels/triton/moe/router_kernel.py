@@ -16,7 +16,8 @@ rounds it. The CTA that finishes last chooses the experts of all tokens and sort
 What does not depend on earlier kernels (the router, the norm's weight) is loaded before the wait, while the kernel before still runs.
 
 Theoretical floor: the bytes of the router at the speed of memory, 0.08 µs for gpt-oss-20b; it takes as long as a launch and three
-dependent accesses to memory. Not measured yet.
+dependent accesses to memory. Measured on an H200 in whole steps (benchmarks/results/h200_moe.json), it saves 8 µs per layer of gpt-oss-20b
+with 8 tokens and 16 with 64, compared with separate launches; of Qwen3-30B-A3B 4 and 9.
 """
 
 from __future__ import annotations
