@@ -362,7 +362,10 @@ def _tile(rows: int, tokens: int, operands: ExpertOperands, weight_format: Quant
 
 
 def _split(tile: QuantTile, rows: int, weight: PackedWeight, num_sms: int) -> QuantTile:
-    """The tile with as many split-K slices as give each SM two CTAs of `rows` rows, of at least four iterations each."""
+    """`tile` with its number of split-K slices for `rows` choices: a power of two, so that each SM has two CTAs if that is possible.
+
+    Every slice keeps at least four iterations of `tile.block_k` input features. `weight` are the experts [E, N, K].
+    """
     splits, num_tiles = 1, min(rows, weight.num_experts) * cdiv(weight.out_features, tile.block_n)
     while num_tiles * splits < 2 * num_sms and weight.in_features // (tile.block_k * splits * 2) >= 4:
         splits *= 2
