@@ -139,7 +139,7 @@ def meta_runner(quantize: str, num_layers: int, folder: Path) -> ModelRunner:
         device="cuda", compute_capability="9.0", dtype="bfloat16", dummy_weights=True, limits=LIMITS, quantization=quantize
     )
     engine = Engine(folder, prepare(folder, settings).config)
-    with mock.patch.object(aot_trace, "_distinct_layers", lambda engine, layers, fused_layers: list(layers)):
+    with mock.patch.object(aot_trace, "distinct_layers", lambda engine, layers, fused_layers: list(layers)):
         return aot_trace._runner(engine, RuntimeConfig(), 0)
 
 

@@ -102,6 +102,26 @@ def test_the_ahead_of_time_trace_lists_all_launched_kernels(engine: Path) -> Non
     assert launched <= listed, [sorted(p.name for p in (engine.parent / "own" / folder).glob("*.json")) for folder in launched - listed]
 
 
+def test_a_capture_loads_a_kernel_that_was_not_launched_before() -> None:
+    """Only a few layers are launched before a capture. If one needed another kernel, that would be compiled and loaded within it."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def add_one_kernel(x_ptr, size: tl.constexpr):
+        i = tl.arange(0, size)
+        tl.store(x_ptr + i, tl.load(x_ptr + i) + 1)
+
+    x, stream, graph = torch.zeros(64, device="cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):  # as `Graphs` captures
+        add_one_kernel[(1,)](x, 64)
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert x.tolist() == [2.0] * 64
+
+
 def test_steps_fit_the_memory_table(engine: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         executor = load_executor(engine, RuntimeConfig(kv_cache_tokens=1 << 17), SynchronousMailbox)

@@ -108,7 +108,7 @@ def test_a_capture_launches_the_model_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert captured._captured[shape, True] is not captured._captured[shape, False]
     assert current.wait_stream.call_count == 3
     modes = [call.kwargs["capture_error_mode"] for call in graph.call_args_list]
-    assert modes == ["thread_local"] * 2, "threads of transfers allocate memory during a capture"
+    assert modes == ["relaxed"] * 2, "threads of transfers allocate memory during a capture, and this thread may load a kernel"
 
 
 def test_the_next_step_waits_for_a_launch_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:

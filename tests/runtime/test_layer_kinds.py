@@ -1,4 +1,4 @@
-"""A few layers stand for all of a stage when memory is measured."""
+"""A few layers stand for all of a stage when memory is measured and before a capture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stoker.builder.config import BuildConfig
 from stoker.distributed.world import ALONE_WORLD
 from stoker.engine.reader import Engine
 from stoker.runtime.worker import layer_kinds
-from stoker.runtime.worker.dummy_step import Bounds
+from stoker.runtime.worker.dummy_step import Bounds, allocate_dummy_step
 from stoker.runtime.worker.inputs import Shape
 from stoker.runtime.worker.layer_kinds import representative_layers
 from stoker.runtime.worker.rank import largest_steps, load_rank
@@ -106,6 +106,8 @@ def test_later_steps_have_all_layers(tmp_path: Path) -> None:
     assert len(counted) == 3
     runner.run_dummy_step_with_sampling(shape, bounds)
     assert len(counted) == 3 + 8
+    runner._launch_all(allocate_dummy_step(shape, bounds, 16, runner.inputs.num_rows, runner.device), 0)
+    assert len(counted) == 3 + 8 + 3, "what is launched before a capture"
     with pytest.raises(ZeroDivisionError), model.only_layers([0, 7]):
         assert len(model.layers) == 2
         raise ZeroDivisionError

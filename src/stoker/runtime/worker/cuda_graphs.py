@@ -160,9 +160,9 @@ class Graphs:
     def advance(self, shape: Shape) -> bool:
         """Perform the next part of the capture of a shape. Returns whether it is complete.
 
-        First the step is run, which compiles kernels and allocates workspaces of libraries. Then it is captured with greedy sampling, and
-        at last with any sampling. Ranks that do not sample capture both, too, because NCCL may exchange the addresses of buffers when a
-        collective is captured.
+        First the kernels of the step are launched, which compiles them and allocates workspaces of libraries. Then the step is captured
+        with greedy sampling, and at last with any sampling. Ranks that do not sample capture both, too, because NCCL may exchange the
+        addresses of buffers when a collective is captured.
         """
         step = self._dummy_step(shape)
         # One stream for all captures, because libraries keep a workspace per stream.
@@ -190,8 +190,9 @@ class Graphs:
         result: PlainStep | None = None
         while result is None or len(graphs) < result.num_parts:
             graph = torch.cuda.CUDAGraph()
-            # Other threads may allocate memory and query events meanwhile: those of transfers, and of the caller of the Python API.
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            # "relaxed": other threads may allocate memory and query events meanwhile, those of transfers and of the caller of the Python
+            # API. In this thread, a kernel that was not launched before is loaded, and a library may allocate what it needs.
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="relaxed"):
                 result = next(parts)
             graphs.append(graph)
             self._pool = self._pool or graph.pool()

@@ -374,12 +374,12 @@ class ModelRunner:
     def _launch_all(self, inputs: StepInputs, max_drafts: int) -> None:
         """Launch the kernels of all parts of a step, those of greedy sampling and those of any sampling.
 
-        The model runs once, on all ranks, whose collectives must match.
+        The model runs once, with the layers that stand for all, on all ranks, whose collectives must match.
         """
         ranks = self._set_uniform_counts(inputs)
         batch = self._resolve(inputs)
         with contextlib.nullcontext() if self.draft_runner is None else self.draft_runner.drafter.retained_states():
-            logits = self.model(batch, self.caches)
+            logits = self._run_representatives(batch)
             for all_greedy in (True, False):
                 for _ in self._after_model(inputs, batch, logits, ranks, max_drafts, all_greedy):
                     pass
