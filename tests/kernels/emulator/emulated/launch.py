@@ -18,9 +18,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from emulated.memory import Tensors
+from emulated.operands import Step
 from emulated.ordering import History
-from emulated.parse import Kernel, parse
-from emulated.program import Launch, run_grids
+from emulated.parse import Kernel
+from emulated.program import Launch, parsed, run_grids
 from emulated.stream import Stream
 from emulated.tensor_copies import TensorMap
 from stoker.kernels.triton.aot.offline_target import compilation_target
@@ -31,6 +32,7 @@ class _Prepared:
     """A launch that waits for those of the other ranks. arguments: (type in the signature, value) of each kernel parameter."""
 
     kernel: Kernel
+    steps: list[Step | None]
     arguments: list[tuple[str, Any]]
     grid: tuple[int, int, int]
     shared_bytes: int
@@ -90,7 +92,7 @@ def _prepare(compiled: CompiledKernel, ptx: str, arguments: list[Any], grid: tup
         for kind, value in _parameters(of_argument, argument)
     ]
     x, y, z = (*grid, 1, 1)[:3]
-    return _Prepared(parse(ptx), flat, (x, y, z), compiled.metadata.shared, bool(compiled.metadata.launch_pdl))
+    return _Prepared(*parsed(ptx), flat, (x, y, z), compiled.metadata.shared, bool(compiled.metadata.launch_pdl))
 
 
 def _launch(ranks: list[_Prepared], shared: Sequence[torch.Tensor], seed: int, conflicts: Counter[str], stream: Stream) -> None:
@@ -104,6 +106,7 @@ def _launch(ranks: list[_Prepared], shared: Sequence[torch.Tensor], seed: int, c
     launches = [
         Launch(
             rank.kernel,
+            rank.steps,
             _params(rank, tensors, addresses),
             memory,
             rank.shared_bytes,

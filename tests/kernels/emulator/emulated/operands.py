@@ -17,20 +17,23 @@ if TYPE_CHECKING:
 Mask = NDArray[np.bool_] | None
 Step = Callable[["Program", Mask], None]
 Read = Callable[["Program"], Values]
-UNSIGNED: dict[int, Any] = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+# The type of a register, by its width.
+UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype(np.bool_), **{bits: np.dtype(f"u{bits // 8}") for bits in (8, 16, 32, 64)}}
 
 
 def read(operand: Operand, kind: str) -> Read:
     """A function that returns the operand's values, one per thread or one for all, as PTX type `kind` (a key of `TYPES`)."""
-    dtype = TYPES[kind]
+    dtype = np.dtype(TYPES[kind])
     if isinstance(operand, Register):
         index, stored = operand.index, UNSIGNED[operand.width]
-        if np.dtype(stored).itemsize == np.dtype(dtype).itemsize:
+        if stored == dtype:
+            return lambda program: program.registers[index]
+        if stored.itemsize == dtype.itemsize:
             return lambda program: program.registers[index].view(dtype)
-        same = np.dtype(f"u{np.dtype(dtype).itemsize}")
+        same = np.dtype(f"u{dtype.itemsize}")
         return lambda program: program.registers[index].astype(same).view(dtype)
     if isinstance(operand, int):
-        size = np.dtype(dtype).itemsize
+        size = dtype.itemsize
         constant = np.bool_(operand) if kind == "pred" else np.array([operand & ((1 << 8 * size) - 1)], f"u{size}").view(dtype)
         return lambda program: constant  # type: ignore[return-value]
     assert isinstance(operand, str), operand
@@ -40,18 +43,28 @@ def read(operand: Operand, kind: str) -> Read:
 
 def write(program: Program, target: Operand, values: Values, mask: Mask) -> None:
     """Write `values` to a register, in the threads of `mask` (None: all). The bit bucket "_" discards them."""
-    if target == "_":
+    if not isinstance(target, Register):
+        assert target == "_", target
         return
-    assert isinstance(target, Register), target
-    if values.dtype.kind == "f":
-        values = values.view(f"u{values.dtype.itemsize}")
-    stored_values = values.astype(UNSIGNED[target.width], copy=False)
-    if stored_values.shape != program.thread.shape:
-        stored_values = np.broadcast_to(stored_values, program.num_threads)
-    program.registers[target.index] = stored_values if mask is None else np.where(mask, stored_values, program.registers[target.index])
+    stored = UNSIGNED[target.width]
+    if values.dtype != stored:
+        is_same_size = values.dtype.itemsize == stored.itemsize and values.dtype.kind != "b" and target.width > 1
+        if values.dtype.kind == "f" and not is_same_size:
+            values = values.view(f"u{values.dtype.itemsize}")
+        values = values.view(stored) if is_same_size else values.astype(stored)
+    if mask is not None:
+        values = np.where(mask, values, program.registers[target.index])
+    elif values.shape != program.thread.shape:
+        values = np.broadcast_to(values, program.num_threads)
+    program.registers[target.index] = values
 
 
 def addresses_of(place: Address, kind: str) -> Read:
     """A function that returns each thread's address as int64. kind: the PTX type of the base, "u32" (shared memory) or "u64"."""
     base = read(place.base, kind)
-    return lambda program: np.broadcast_to(base(program), program.num_threads).astype(np.int64) + place.offset
+
+    def addresses(program: Program) -> Values:
+        places = base(program).astype(np.int64) + place.offset
+        return places if len(places) == program.num_threads else np.broadcast_to(places, program.num_threads)
+
+    return addresses

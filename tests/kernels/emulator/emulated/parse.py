@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 WIDTHS = {"pred": 1, "8": 8, "16": 16, "32": 32, "64": 64}
+_SPACE = re.compile(r"\s*")
 _LABEL = re.compile(r"([A-Za-z_$][\w$]*):")
 _NAMES = re.compile(r"(%?[A-Za-z_$][\w$]*)(?:<(\d+)>)?")
 _PARTS = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
@@ -43,7 +44,8 @@ class Instruction:
     """One instruction.
 
     predicate: the register that enables it, and whether that is negated. target: the index of the instruction that a branch continues at;
-    targets: those of an indexed branch.
+    targets: those of an indexed branch. depends_on_others: whether other warps or CTAs may change the result. They get a turn before the
+    instruction runs.
     """
 
     name: str
@@ -52,11 +54,10 @@ class Instruction:
     text: str
     target: int = -1
     targets: tuple[int, ...] = ()
+    depends_on_others: bool = False
 
-    @property
-    def depends_on_others(self) -> bool:
-        """Whether other warps or CTAs may change the result. They get a turn before the instruction runs."""
-        return self.name.startswith(("ld.acquire", "ld.relaxed", "ld.volatile", "atom", "mbarrier.try_wait"))
+    def __post_init__(self) -> None:
+        self.depends_on_others = self.name.startswith(("ld.acquire", "ld.relaxed", "ld.volatile", "atom", "mbarrier.try_wait"))
 
 
 @dataclass(slots=True)
@@ -117,19 +118,19 @@ def parse(ptx: str) -> Kernel:
     tables: dict[int, list[str]] = {}  # lists of branch targets, by the index of the instruction after them
     scopes, at = [_Scope()], 0
     while scopes:
-        body = body[at:].lstrip()
-        at = 1
-        if body.startswith("{"):
+        start = _SPACE.match(body, at).end()  # type: ignore[union-attr]
+        at = start + 1
+        if body[start] == "{":
             scopes.append(_Scope())
-        elif body.startswith("}"):
+        elif body[start] == "}":
             scopes.pop()
-        elif match := _LABEL.match(body):
+        elif match := _LABEL.match(body, start):
             scopes[-1].labels[match.group(1)] = len(kernel.instructions)
             at = match.end()
         else:
-            statement, _, _ = body.partition(";")
-            at = len(statement) + 1
-            text = " ".join(statement.split())
+            end = body.index(";", start)
+            at = end + 1
+            text = " ".join(body[start:end].split())
             if text.startswith(".reg"):
                 _declare(text, scopes[-1], kernel)
             elif text.startswith(".branchtargets"):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from emulated.arithmetic import TYPES
 from emulated.operands import Mask, Step, read, write
 from emulated.parse import Instruction
 from emulated.transfers import group_operations
@@ -65,6 +66,8 @@ def warpgroup_products(instruction: Instruction, parts: list[str]) -> Step | Non
     sums = [read(part, sum_type) for part in targets]
     left = [read(part, "b32") for part in rows] if is_in_registers else []  # type: ignore[union-attr]
     left_descriptor = None if is_in_registers else read(rows, "u64")
+    parts_of_sums = np.arange(len(targets))[:, None]
+    rows_of_sums, columns_of_sums = _ROW + 8 * (parts_of_sums % 4 // 2), parts_of_sums // 4 * 8 + 2 * _COLUMN_GROUP + parts_of_sums % 2
     descriptor_of, is_added = read(descriptor, "u64"), read(adds, "pred")
 
     def run(program: Program, mask: Mask) -> None:
@@ -72,7 +75,7 @@ def warpgroup_products(instruction: Instruction, parts: list[str]) -> Step | Non
         left_described = None if left_descriptor is None else left_descriptor(program).copy()
 
         def load(places: NDArray[np.int64], thread: int) -> Register:
-            """The float64 values of units of 16 contiguous bytes at `places` [rows, 2], as [rows, k]."""
+            """The float64 values of units of 16 contiguous bytes at `places` [rows, units], as [rows, values]."""
             program.shared.history.async_load(program.clock, thread, places.ravel(), 16)
             return _as_float64(program.shared.load(places.ravel(), 16).view(np.int32), kind).reshape(len(places), -1)
 
@@ -80,23 +83,23 @@ def warpgroup_products(instruction: Instruction, parts: list[str]) -> Step | Non
             assert len(threads) == 32, "all lanes of a warp multiply"
             first = int(threads[0])
             if is_transposed:  # units of 8 columns for each k
-                at = [_matrix_units(int(described[first]), np.arange(16), np.array([n, n + 1]), True) for n in range(0, columns // 8, 2)]
-                right = np.concatenate([load(units, first) for units in at], 1).T
+                right = load(_matrix_units(int(described[first]), np.arange(16), np.arange(columns // 8), True), first).T
             else:
                 right = load(_matrix_units(int(described[first]), np.arange(columns), np.arange(2), False), first)
             if left_described is not None:
                 features = load(_matrix_units(int(left_described[first]), first // 32 % 4 * 16 + np.arange(16), np.arange(2), False), first)
             else:
                 features = np.zeros((16, 16))  # A [row, k]
+            lanes = slice(first, first + 32)
             for i, part in enumerate(left):  # read when the group completes, because the registers must not change before
                 row, k = _ROW[:, None] + 8 * (i % 2), 2 * _COLUMN_GROUP[:, None] + np.arange(2) + 8 * (i // 2)
-                features[row, k] = _elements(np.ascontiguousarray(part(program)[threads]), kind, 1, 2)[0]
-            product = features @ right.T
-            for i, part in enumerate(sums):
-                whole = part(program).copy()
-                values = product[_ROW + 8 * (i % 4 // 2), i // 4 * 8 + 2 * _COLUMN_GROUP + i % 2]
-                whole[threads] = (whole[threads] + values if added[first] else values).astype(whole.dtype)
-                write(program, targets[i], whole, None)
+                features[row, k] = _elements(np.ascontiguousarray(part(program)[lanes]), kind, 1, 2)[0]
+            product = (features @ right.T)[rows_of_sums, columns_of_sums]  # [registers, lanes]
+            if added[first]:
+                product += [part(program)[lanes] for part in sums]
+            for register, values in zip(targets, product.astype(TYPES[sum_type]).view(np.uint32), strict=True):
+                program.registers[register.index] = whole = program.registers[register.index].copy()
+                whole[lanes] = values
 
         program.products.issue(mask, arrive)
 

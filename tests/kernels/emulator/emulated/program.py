@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
@@ -16,7 +17,7 @@ from emulated.instructions import step_of
 from emulated.memory import Memory
 from emulated.operands import UNSIGNED, Mask, Step
 from emulated.ordering import Clock, History, NoHistory, RaceError
-from emulated.parse import Instruction, Kernel
+from emulated.parse import Instruction, Kernel, parse
 from emulated.queues import Arrivals, Queue
 from emulated.tensor_copies import TensorMap
 from emulated.warps import Warps
@@ -32,6 +33,7 @@ class Launch:
     """What all CTAs of a launch share. bank_conflicts: of shared memory, counted by instruction name."""
 
     kernel: Kernel
+    steps: Sequence[Step | None]  # of the kernel's instructions; None: control flow
     params: Mapping[str, NDArray[np.uint64]]
     memory: Memory
     shared_bytes: int
@@ -51,11 +53,10 @@ class Program:
     number, num_ctas: its number among the CTAs of all launches that run together, and their number.
     """
 
-    def __init__(
-        self, launch: Launch, steps: list[Step | None], index: Index, number: int, num_ctas: int, generator: random.Random
-    ) -> None:
+    def __init__(self, launch: Launch, index: Index, number: int, num_ctas: int, generator: random.Random) -> None:
         kernel, grid = launch.kernel, launch.grid
-        self.kernel, self.steps, self.params, self.memory, self.num_threads = kernel, steps, launch.params, launch.memory, kernel.threads
+        self.kernel, self.steps, self.num_threads = kernel, launch.steps, kernel.threads
+        self.params, self.memory = launch.params, launch.memory
         self.shared = Memory(launch.shared_bytes)
         self.shared.history = NoHistory("shared")
         if not kernel.is_warp_specialized:
@@ -206,6 +207,13 @@ class Program:
         return now
 
 
+@lru_cache(16)
+def parsed(ptx: str) -> tuple[Kernel, list[Step | None]]:
+    """A kernel and the steps of its instructions, for `Launch`. Kept, because tests launch a kernel several times."""
+    kernel = parse(ptx)
+    return kernel, [None if _is_control(instruction) else step_of(instruction) for instruction in kernel.instructions]
+
+
 def _is_control(instruction: Instruction) -> bool:
     return instruction.name.startswith(("bra", "brx", "bar.", "barrier.")) or instruction.name == "ret"
 
@@ -219,11 +227,10 @@ def run_grids(launches: Sequence[Launch], seed: int) -> list[Clock]:
     generator, programs = random.Random(seed), list[Program]()
     num_ctas = sum(launch.num_ctas for launch in launches)
     for launch in launches:
-        steps = [None if _is_control(instruction) else step_of(instruction) for instruction in launch.kernel.instructions]
         (width, height, _), first = launch.grid, len(programs)
         for x, y, z in product(*map(range, launch.grid)):
             number = first + (z * height + y) * width + x
-            programs.append(Program(launch, steps, (x, y, z), number, num_ctas, generator))
+            programs.append(Program(launch, (x, y, z), number, num_ctas, generator))
     memory, running = launches[0].memory, {program: program.run() for program in programs}
     turns, stores = 0, 0
     while running:

@@ -56,27 +56,30 @@ class Warps:
     def _run_warp(self, warp: int) -> Iterator[None]:
         """Run one warp until it waits, ends, or polls an mbarrier in vain. Returns whether it did more than that."""
         program, has_progress = self.program, False
+        instructions, steps, mask = program.kernel.instructions, program.steps, self.masks[warp]
         while warp in self.runnable:
-            instruction, step = program.kernel.instructions[self.at[warp]], program.steps[self.at[warp]]
-            enabled = self.masks[warp]
-            if instruction.predicate is not None:
-                enabled = enabled & program.predicate_mask(instruction)
+            instruction, step = instructions[self.at[warp]], steps[self.at[warp]]
             self.at[warp] += 1
-            if not enabled.any():
-                continue
+            enabled = mask
+            if instruction.predicate is not None:
+                enabled = mask & program.predicate_mask(instruction)
+                if not np.count_nonzero(enabled):
+                    continue
             if step is None:
                 self._control(warp, instruction, enabled)
                 has_progress |= not instruction.name.startswith(("bra", "brx"))
                 if instruction.name == "bar.arrive" and program.generator.random() < PAUSE:
                     break
-                continue
-            if instruction.name.startswith("atom"):
-                yield
-            step(program, enabled)
-            if instruction.name.startswith("mbarrier.try_wait"):
-                if not self._has_passed(instruction, enabled):
-                    break
-                has_progress = True
+            elif not instruction.depends_on_others:
+                step(program, enabled)
+            else:
+                if instruction.name.startswith("atom"):
+                    yield
+                step(program, enabled)
+                if instruction.name.startswith("mbarrier.try_wait"):
+                    if not self._has_passed(instruction, enabled):
+                        break
+                    has_progress = True
         return has_progress
 
     def _has_passed(self, instruction: Instruction, enabled: NDArray[np.bool_]) -> bool:
