@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -31,6 +32,9 @@ _stock_np_dtype = interpreter._get_np_dtype
 _stock_block_type_init = tl.block_type.__init__
 _np_dtypes: dict[str, np.dtype] = {}
 _block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
+_stock_broadcast = TritonSemantic.broadcast_impl_value
+_stock_cast_in_language = TritonSemantic.cast
+_stock_unwrap = tl.core._unwrap_if_constexpr
 _SCALAR_SHAPE = (tl.constexpr(1), tl.tuple([]))
 
 
@@ -91,13 +95,14 @@ def _get_np_dtype(dtype: tl.dtype) -> np.dtype:
 def _block_type_init(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
     """Fill in the attributes of an equal type that exists. Triton checks the shape again and makes the name of each type of its tuple.
 
-    `tensor_shape`: (numel, shape) of tensors of this type, as compile-time constants.
+    `tensor_shape`: (numel, shape) of tensors of this type, as compile-time constants. `sizes`: the shape as integers.
     """
     key = (element_ty.name, *(size.value if isinstance(size, tl.constexpr) else size for size in shape))
     found = _block_types.get(key)
     if found is None:
         _stock_block_type_init(self, element_ty, shape)
         self.tensor_shape = tl.constexpr(self.numel), tl.tuple([tl.constexpr(size) for size in self.shape])
+        self.sizes = key[1:]
         _block_types[key] = dict(vars(self))
     else:
         vars(self).update(found)
@@ -109,6 +114,56 @@ def _tensor_init(self: tl.tensor, handle: TensorHandle, type: tl.dtype) -> None:
     self.numel, self.shape = type.tensor_shape if type.is_block() else _SCALAR_SHAPE
 
 
+def _with_element_ty(self: tl.block_type, scalar: tl.dtype) -> tl.block_type:
+    found = _block_types.get((scalar.name, *self.sizes))
+    if found is None:
+        return tl.block_type(scalar, self.shape)
+    made = tl.block_type.__new__(tl.block_type)
+    vars(made).update(found)
+    made.element_ty = scalar
+    return made
+
+
+def _unwrap_if_constexpr(value: Any) -> Any:
+    """The kinds of values that are most frequent first."""
+    if value.__class__ is tl.constexpr:
+        return value.value
+    return value if value.__class__ is tl.tensor else _stock_unwrap(value)
+
+
+def _cast_in_language(self: TritonSemantic, x: tl.tensor, kind: tl.dtype, *rounding: Any) -> tl.tensor:
+    return x if x.dtype is kind else _stock_cast_in_language(self, x, kind, *rounding)
+
+
+def _broadcast(self: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Triton compares each size as an object of its own, also of two equal shapes."""
+    left, right = (x.type.sizes if x.type.is_block() else None for x in (lhs, rhs))
+    if left == right:
+        return lhs, rhs
+    if left is None:
+        return _splat(lhs, rhs.type), rhs
+    if right is None:
+        return lhs, _splat(rhs, lhs.type)
+    broadcast: tuple[tl.tensor, tl.tensor] = _stock_broadcast(self, lhs, rhs)
+    return broadcast
+
+
+def _splat(scalar: tl.tensor, like: tl.block_type) -> tl.tensor:
+    data = np.full(like.sizes, scalar.handle.data, scalar.handle.data.dtype)
+    return tl.tensor(TensorHandle(data, scalar.dtype), like.with_element_ty(scalar.dtype))
+
+
+def _patch_attr(obj: Any, name: str, member: Any, builder: InterpreterBuilder, scope: Any) -> None:
+    """Replace a function of the language by one that has the interpreter's semantics, without the check that it has some."""
+    semantic, function = TritonSemantic(builder), getattr(member, "__wrapped__", member)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(obj, name, call)
+
+
 def install() -> None:
     np.seterr(all="ignore")  # float arithmetic on a device gives no warnings
     InterpreterBuilder.cast_impl = _cast
@@ -117,7 +172,12 @@ def install() -> None:
     interpreter._patch_lang = _patch_lang
     interpreter._patch_lang_tensor = _patch_tensor
     interpreter._get_np_dtype = _get_np_dtype
+    interpreter._patch_attr = _patch_attr
+    TritonSemantic.broadcast_impl_value = _broadcast
+    TritonSemantic.cast = _cast_in_language
+    tl.core._unwrap_if_constexpr = _unwrap_if_constexpr
     tl.block_type.__init__ = _block_type_init
+    tl.block_type.with_element_ty = _with_element_ty
     tl.tensor.__init__ = _tensor_init
     interpreter.InterpretedFunction.__call__ = _call_device_function
     # The assertion that an integer does not overflow is computed in int64 and then discarded, because `debug` is off.

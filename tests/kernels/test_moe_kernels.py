@@ -60,11 +60,17 @@ def normed(x: Tensor, fusion: Fusion) -> Tensor:
     return x if fusion.norm_bias is None else x + fusion.norm_bias
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 8, 12, 64, 65])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize(("experts", "params"), [ROUTINGS[0], ROUTINGS[1], ROUTINGS[2], ROUTINGS[5]])
-def test_routes_of_tokens(experts: int, params: RoutingParams, name: str, biased: bool, tokens: int) -> None:
+# Numbers of tokens with each routing, with a bias and without, and with each norm; each routing with each norm.
+ROUTES = [
+    (tokens, *routing, biased, list(NORMS)[(i + j + 2 * biased) % 4])
+    for (i, tokens), (j, routing), biased in product(
+        enumerate([0, 1, 2, 3, 8, 12, 64, 65]), enumerate(ROUTINGS[place] for place in (0, 1, 2, 5)), (False, True)
+    )
+]
+
+
+@pytest.mark.parametrize(("tokens", "experts", "params", "biased", "name"), ROUTES)
+def test_routes_of_tokens(tokens: int, experts: int, params: RoutingParams, biased: bool, name: str) -> None:
     """As with norms and products in float64, of which no two logits are as near as float32 rounds."""
     x, weight = torch.randn(tokens, 200).bfloat16(), torch.randn(experts, 200) * 200**-0.5
     bias, correction = (torch.randn(experts), torch.rand(experts) * 0.1) if biased else (None, None)

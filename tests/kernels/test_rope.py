@@ -176,9 +176,9 @@ def test_normalizes_heads_before_it_rotates_them(
         assert (untouched(part, slots) == 99).all()
 
 
-@pytest.mark.parametrize("tokens", [3, 70])
+# From 64 tokens on, a CTA has more heads where none are transformed.
+@pytest.mark.parametrize(("balanced", "less_mean", "tokens"), [(False, False, 3), (False, False, 70), (True, False, 3), (True, True, 3)])
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("balanced", "less_mean"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("size", "dim"), [(128, 128), (64, 32), (32, 0)])
 def test_norms_before_an_8_bit_cache(
     size: int, dim: int, balanced: bool, less_mean: bool, cache_dtype: torch.dtype, tokens: int

@@ -1,4 +1,5 @@
-"""Run kernels on an emulated device: `fused_layer FORM`, `attention`, `prompts`, `rotation`, `large_gemm`, `digits` or `fp4_experts`.
+"""Run kernels on an emulated device. Cases: `fused_layer FORM`, `attention`, `prompts`, `outliers`, `rotation`, `large_gemm`,
+`digits`, `fp4_experts`.
 
 A process without TRITON_INTERPRET.
 """
@@ -182,11 +183,16 @@ def attend_prompts() -> None:
             prompts.warp_specialized_prefill(q, cache, padded(batch, 5), params, found)
         assert not prompts.tile_counter(q.device).any()
         assert torch.equal(found.nan_to_num(9.0), out.nan_to_num(9.0)), case
-    attend_outliers(Case([(70, 300)], heads=3, kv_heads=1, size=128, dtype=torch.bfloat16, block_size=64, **means))
-    attend_outliers(Case([(70, 300)], kv_heads=1, dtype=torch.bfloat16, **means))
 
 
-def attend_outliers(case: Case) -> None:
+def attend_outliers() -> None:
+    """Prompts over keys less a mean."""
+    shared: dict[str, Any] = {"kv_heads": 1, "dtype": torch.bfloat16, "cache_dtype": torch.float8_e4m3fn, "mean": True}
+    attend_outliers_of(Case([(70, 300)], heads=3, size=128, block_size=64, **shared))
+    attend_outliers_of(Case([(70, 300)], **shared))
+
+
+def attend_outliers_of(case: Case) -> None:
     """Queries of very different magnitudes, with features 100 times as large as the others, or zero. One NaN stays in its row."""
     q, cache, batch, params = case.build()
     q[:, :, 5] *= 100
@@ -340,6 +346,6 @@ def project_experts() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     {
-        "attention": attend, "prompts": attend_prompts, "rotation": rotate, "large_gemm": multiply, "digits": multiply_digits,
-        "fp4_experts": project_experts, "fused_layer": lambda: fused_layer(sys.argv[2]),
+        "attention": attend, "prompts": attend_prompts, "outliers": attend_outliers, "rotation": rotate, "large_gemm": multiply,
+        "digits": multiply_digits, "fp4_experts": project_experts, "fused_layer": lambda: fused_layer(sys.argv[2]),
     }[sys.argv[1]]()  # fmt: skip
