@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
-from live_http import live_app
+from live_http import LiveServer, live_app
 from scripted_service import ScriptedService, make_context
 
 from stoker.router.proxy.application import RouterApplication
 from stoker.router.settings import RouterSettings
 from stoker.server.application import make_app
-from stoker.server.processes.frontend import HttpServer, http_config
+from stoker.server.processes.frontend import http_config
 from stoker.server.processes.listeners import reserve
 from stoker.server.protocols.kserve.grpc.server import make_grpc_server
 from stoker.server.settings import ServerSettings
@@ -37,7 +37,7 @@ class StubReplica:
             context = await make_context(self.service, **{"grpc_port": grpc_port, **self._settings})
             self._grpc = make_grpc_server(context, f"127.0.0.1:{grpc_port}")
             await self._grpc.start()
-        self._server = HttpServer(http_config(make_app(context), context.settings))
+        self._server = LiveServer(http_config(make_app(context), context.settings))
         self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         while not self._server.started:
             await asyncio.sleep(0.002)
@@ -52,7 +52,7 @@ class StubReplica:
             connection.transport.abort()
         for task in list(self._server.server_state.tasks):
             task.cancel()
-        self._server.should_exit = self._server.force_exit = True
+        self._server.stop()
         await self._task
 
     async def restart(self) -> None:

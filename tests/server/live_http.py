@@ -17,6 +17,38 @@ from stoker.server.processes.frontend import HttpServer, http_config
 from stoker.server.settings import ServerSettings
 
 
+class LiveServer(HttpServer):
+    """Stops as soon as its connections and tasks have ended, and after 0.1 s at the latest.
+
+    Uvicorn looks every 0.1 s whether it is to stop, and then sleeps for 0.1 s. `test_server_stop.py` tests its way to stop.
+    """
+
+    _ticks: asyncio.Future[None] | None = None
+
+    async def main_loop(self) -> None:
+        self._ticks = asyncio.ensure_future(super().main_loop())
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._ticks
+
+    def stop(self) -> None:
+        self.should_exit = self.force_exit = True
+        if self._ticks is not None:
+            self._ticks.cancel()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for acceptor in self.servers:
+            acceptor.close()
+            await acceptor.wait_closed()
+        for listener in sockets or []:
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.1):
+                while self.server_state.connections or self.server_state.tasks:
+                    await asyncio.sleep(0.001)
+
+
 @contextlib.asynccontextmanager
 async def asgi_client(*services: Any, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     app = await make_asgi(*services, **settings)
@@ -36,14 +68,14 @@ async def live_server(*services: Any, **settings: Any) -> AsyncIterator[str]:
 async def live_app(app: Any, settings: ServerSettings) -> AsyncIterator[int]:
     """The port of an application on a real socket."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = HttpServer(http_config(app, settings))
+    server = LiveServer(http_config(app, settings))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:
         await asyncio.sleep(0.005)
     try:
         yield listener.getsockname()[1]
     finally:
-        server.should_exit = server.force_exit = True
+        server.stop()
         await task
 
 
