@@ -201,7 +201,7 @@ def test_only_ranks_import_torch(engine: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None and "(ready after" in server.stdout.readline()
         modules = {pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0")[2] for pid in children(server.pid)}
-        executor = next(pid for pid, module in modules.items() if module == "stoker.server.processes.executor_entry")
+        executor = next(pid for pid, module in modules.items() if module == "stoker.server.processes.executor")
         frontend = next(pid for pid, module in modules.items() if module == "stoker.server.processes.frontend_entry")
         (follower,) = children(executor)
         uses_torch = {pid: "libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in (server.pid, frontend, executor, follower)}

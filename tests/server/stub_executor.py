@@ -16,11 +16,9 @@ from typing import Any
 from stoker.base.config import Limits
 from stoker.base.errors import EngineError
 from stoker.base.logging import configure
-from stoker.base.start_times import StartTimes
 from stoker.base.types import FinishReason
 from stoker.runtime.client import Cancel, ExecutorInfo, Shutdown, StatsQuery, Submit
 from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
-from stoker.runtime.worker_group.follower_process import WaitingFollowers
 from stoker.server.processes import executor
 
 INFO = ExecutorInfo(
@@ -78,4 +76,4 @@ if __name__ == "__main__":
     load: Any = ModuleType("stoker.runtime.load")  # the actual one imports torch
     load.load_executor = load_stub
     sys.modules[load.__name__] = load
-    sys.exit(executor.main(sys.argv[1:], WaitingFollowers(), StartTimes()))
+    sys.exit(executor.main())

@@ -213,7 +213,7 @@ async def test_the_stop_signal_during_the_start_prints_nothing(engine: Path, tmp
     """An exception in a signal handler during the import of a compiled module would surface as a different exception."""
     with (tmp_path / "stderr").open("w") as stderr:
         task = pickle.dumps(ExecutorTask(str(engine), RuntimeConfig(device="cpu"), f"ipc://{tmp_path}/executor"))
-        command = [sys.executable, "-m", "stoker.server.processes.executor_entry"]
+        command = [sys.executable, "-m", "stoker.server.processes.executor"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr)
     assert process.stdin is not None
     process.stdin.write(len(task).to_bytes(8, "little") + task)
@@ -249,27 +249,6 @@ def test_a_grpc_port_in_use_is_reported_before_the_start(engine: Path) -> None:
         port = reserved.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be used: Address already in use.*another --grpc-port"):
             run(engine, RuntimeConfig(), ServerSettings(http_port=0, grpc_port=port))
-
-
-def test_the_other_ranks_start_before_the_imports_of_the_executor() -> None:
-    code = """
-import sys
-from stoker.server.processes import executor_entry
-
-class Started(executor_entry.WaitingFollowers):
-    def __init__(self, devices):
-        print(list(devices), [name for name in ("zmq", "torch", "stoker.server.processes.executor") if name in sys.modules])
-
-    def close(self):
-        pass
-
-executor_entry.WaitingFollowers = Started
-sys.argv[1:] = ["cpu", "cuda:1", "cuda:2"]
-executor_entry.main()
-"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
-    assert ended.stdout == "['cuda:1', 'cuda:2'] []\n"
-    assert ended.returncode == 1 and not ended.stderr, "it ends without a task"
 
 
 def test_a_frontend_imports_no_torch() -> None:

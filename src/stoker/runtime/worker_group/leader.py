@@ -38,7 +38,6 @@ from stoker.runtime.worker_group.records import END, PROFILE, ZERO_BLOCKS, encod
 log = get_logger(__name__)
 
 WATCH_INTERVAL_S = 0.2
-REPORT_INTERVAL_S = 2e-3  # between two looks for reports of followers during the start
 STEP_TIMEOUT_S = {"cuda": 8.0, "cpu": 300.0}  # for one step of a follower; a step on a CPU may take minutes
 CAUSE_WAIT_S = 1.0  # for the report of another node, which names the rank that failed first
 GRACE_S = 2.0  # time for this process to raise the error of a failed rank, after which it is terminated
@@ -138,7 +137,7 @@ class WorkerGroup:
         self._num_awaited += 1
         while self._num_reported() < self._num_awaited:
             self.check()
-            time.sleep(REPORT_INTERVAL_S)
+            time.sleep(WATCH_INTERVAL_S / 10)
 
     def _num_reported(self) -> int:
         """The number of states that every follower on every node has reported."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -43,26 +44,29 @@ class StoppableMailbox(ZmqMailbox):
             super().send(outputs)
 
 
-def main(devices: list[str], waiting: WaitingFollowers, times: StartTimes) -> int:
+def main() -> int:
     """Run the executor of the task that the supervisor sends. Returns the exit status.
 
-    `devices`: the expected ones of the ranks, this one's first. `waiting`: the processes of the other ranks.
+    The command line has the expected devices of the ranks, this one's first. The processes of the other ranks are started at once.
     """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # inherited by its child processes
     end_with_parent(EXECUTOR_STOP_SIGNAL)
     configure()
-    context = _import(devices)
-    times.reached("imports")
-    task, report_ready = receive_task()
-    times.reached("task")
-    if context is not None:
-        context.wait()
-        times.reached("device")
-    try:
-        run(task, report_ready, waiting, times)
-    except StokerError as error:
-        with contextlib.suppress(BrokenPipeError):
-            report_ready(str(error))
-        return USAGE_STATUS if isinstance(error, ConfigError) else 1
+    times, devices = StartTimes(), sys.argv[1:]
+    with WaitingFollowers(devices[1:]) as waiting:
+        context = _import(devices)
+        times.reached("imports")
+        task, report_ready = receive_task()
+        times.reached("task")
+        if context is not None:
+            context.wait()
+            times.reached("device")
+        try:
+            run(task, report_ready, waiting, times)
+        except StokerError as error:
+            with contextlib.suppress(BrokenPipeError):
+                report_ready(str(error))
+            return USAGE_STATUS if isinstance(error, ConfigError) else 1
     return 0
 
 
@@ -101,3 +105,7 @@ def run(task: ExecutorTask, report_ready: Callable[[], Any], waiting: WaitingFol
     freeze_objects()
     report_ready()
     executor.run(capture_when_idle=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -22,7 +22,7 @@ from stoker.server.settings import ServerSettings
 
 log = get_logger(__name__)
 
-MODULE = "stoker.server.processes.executor_entry"
+MODULE = "stoker.server.processes.executor"
 STOP_S = 10.0
 # The engine that the files request now. Raises StokerError.
 ReadAgain = Callable[[], ServedEngine]

@@ -35,7 +35,7 @@ class EngineModel(HostedModel):
         task = ExecutorTask(engine_directory(self.deployment), self.deployment.runtime, address)
         python = env.text("STOKER_PYTHON") or sys.executable
         self._executor = await Child.start(
-            "executor", "stoker.server.processes.executor_entry", task, python=python, stop_signal=EXECUTOR_STOP_SIGNAL
+            "executor", "stoker.server.processes.executor", task, python=python, stop_signal=EXECUTOR_STOP_SIGNAL
         )
         client = await ZmqExecutorClient.connect(address, connect_timeout_s=LOAD_TIMEOUT_S)
         return GenerationService(self.model.name, Tokenizer.load(tokenizer_directory(self.deployment)), client)
