@@ -115,6 +115,7 @@ def _tensor_init(self: tl.tensor, handle: TensorHandle, type: tl.dtype) -> None:
 
 
 def _with_element_ty(self: tl.block_type, scalar: tl.dtype) -> tl.block_type:
+    """The type of blocks of this shape with elements of type `scalar`, without the checks of its constructor if one was made before."""
     found = _block_types.get((scalar.name, *self.sizes))
     if found is None:
         return tl.block_type(scalar, self.shape)
@@ -132,6 +133,7 @@ def _unwrap_if_constexpr(value: Any) -> Any:
 
 
 def _cast_in_language(self: TritonSemantic, x: tl.tensor, kind: tl.dtype, *rounding: Any) -> tl.tensor:
+    """Without Triton's comparison of the types if the same object says that nothing is to be cast. `rounding`: `fp_downcast_rounding`."""
     return x if x.dtype is kind else _stock_cast_in_language(self, x, kind, *rounding)
 
 
@@ -149,6 +151,7 @@ def _broadcast(self: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl
 
 
 def _splat(scalar: tl.tensor, like: tl.block_type) -> tl.tensor:
+    """A block of the shape of `like` whose elements all have the value and the type of `scalar`."""
     data = np.full(like.sizes, scalar.handle.data, scalar.handle.data.dtype)
     return tl.tensor(TensorHandle(data, scalar.dtype), like.with_element_ty(scalar.dtype))
 

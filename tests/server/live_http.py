@@ -31,6 +31,7 @@ class LiveServer(HttpServer):
             await self._ticks
 
     def stop(self) -> None:
+        """Make `serve` return soon, without waiting for the next look of uvicorn and for requests that take longer than 0.1 s."""
         self.should_exit = self.force_exit = True
         if self._ticks is not None:
             self._ticks.cancel()

@@ -186,7 +186,7 @@ def attend_prompts() -> None:
 
 
 def attend_outliers() -> None:
-    """Prompts over keys less a mean."""
+    """Prompts over e4m3 keys less a mean, for two sizes of heads and of blocks."""
     shared: dict[str, Any] = {"kv_heads": 1, "dtype": torch.bfloat16, "cache_dtype": torch.float8_e4m3fn, "mean": True}
     attend_outliers_of(Case([(70, 300)], heads=3, size=128, block_size=64, **shared))
     attend_outliers_of(Case([(70, 300)], **shared))
