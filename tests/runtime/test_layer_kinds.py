@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 from collections.abc import Callable
@@ -50,10 +51,15 @@ def runner_of(config: dict[str, Any], folder: Path, quantization: str | None = N
 
 
 def peak_bytes(run: Callable[[], None]) -> int:
-    """The largest sum of what `run` has allocated and not yet freed on the CPU."""
+    """The largest sum of what `run` has allocated and not yet freed on the CPU, without what a collection of garbage would free."""
     run()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
+    gc.collect()
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            run()
+    finally:
+        gc.enable()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
     return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 

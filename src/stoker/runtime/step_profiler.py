@@ -98,9 +98,10 @@ class StepProfiler:
     def _finish(self, num_steps: int) -> None:
         """Wait for the traces of all ranks, combine them, and set `result`."""
         try:
+            files = self._wait_for_files()  # also without a step, because a folder cannot be deleted while a rank writes into it
             if not num_steps:
                 raise ValueError(f"no step ran within {self.query.time_s:g} s; send requests meanwhile")
-            path = combine(self._wait_for_files(), self._folder / "trace.json")
+            path = combine(files, self._folder / "trace.json")
             result = ProfileResult(str(path), num_steps)
         except Exception as error:
             self.discard()
