@@ -20,6 +20,10 @@ after = weakref.ref(Cycle())
 del before
 gc.collect()
 assert after() is None and kept() is not None
+starts = []
+gc.callbacks.append(lambda phase, info: starts.append(phase))
+new = [[] for _ in range(9_000)]
+assert not starts, "no collection of fewer than 10,000 objects"
 """
 
 
