@@ -310,7 +310,7 @@ def test_the_number_of_key_heads_defaults_to_the_number_of_heads(tmp_path: Path)
     [
         ({"general.architecture": 7}, "the metadata general.architecture=7 is not str"),
         ({"llama.block_count": "x"}, "llama.block_count=x is not int"),
-        ({"llama.attention.head_count": [6, 6, 6]}, "wrong value"),
+        ({"llama.attention.head_count": [6, 6, 6]}, "num_attention_heads=.6, 6, 6. is refused"),
         ({"llama.rope.dimension_count": 4}, "rope.dimension_count=4 is not supported.*Only 8 is"),
         ({"llama.attention.value_length": 16}, "attention.value_length=16 is not supported"),
         ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 2.0}, "rope.scaling.attn_factor=2.0 is not supported"),

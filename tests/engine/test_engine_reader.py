@@ -83,6 +83,30 @@ def test_damaged_configs_are_refused(engine: Path, fields: dict) -> None:
     assert "config.json is damaged" in refused(engine)
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"stoker_version": 1}, "(stoker_version: Expected `str`, got `int`)"),
+        ({"recipe": {"default": "x"}}, "(recipe: Expected `object`, got `str` - at `$.default`)"),
+        ({"recipe": {"name": []}}, "(recipe: Expected `str`, got `array` - at `$.name`)"),
+        ({"model": {"layers": [{"count": 2**70}]}}, "$.layers[0].count`"),
+    ],
+)
+def test_the_damaged_field_is_named(engine: Path, fields: dict, reason: str) -> None:
+    """A count of layers is refused before they are created, which would fill the memory."""
+    changed = (
+        fields | {"model": json.loads((engine / "config.json").read_text())["model"] | fields["model"]} if "model" in fields else fields
+    )
+    edit(engine, **changed)
+    assert reason in refused(engine)
+
+
+def test_the_number_of_layers_is_limited(engine: Path) -> None:
+    model = json.loads((engine / "config.json").read_text())["model"]
+    edit(engine, model=model | {"layers": [{"count": 4096, "layer": model["layers"][0]["layer"]}] * 2})
+    assert "Expected at most 4096 layers - at `$.layers`" in refused(engine)
+
+
 def test_files_outside_the_directory_are_refused(engine: Path) -> None:
     files = json.loads((engine / "config.json").read_text())["files"]
     edit(engine, files=files | {"../escape": {"size": 1, "sha256": ""}})

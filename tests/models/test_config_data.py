@@ -52,3 +52,27 @@ def test_keys_that_select_another_model_are_rejected(key: str) -> None:
     with pytest.raises(CheckpointError, match=f"{key}=True is not supported"):
         read_model_config(resolve_architecture(LLAMA), LLAMA | {key: True})
     read_model_config(resolve_architecture(LLAMA), LLAMA | {key: False})
+
+
+def test_hostile_names_of_keys_are_shortened() -> None:
+    keys = dict.fromkeys(["a\x1b[31m", "b" * 1000, *map(str, range(100))], 1)
+    with pytest.raises(CheckpointError) as refused:
+        check_all_keys_used(ConfigData(keys), "LlamaForCausalLM", ())
+    assert "'a\\x1b[31m', <str of length 1000>, 0, 1," in str(refused.value) and "17 and 82 more are not supported" in str(refused.value)
+
+
+def test_a_replaced_value_is_checked() -> None:
+    """A reader replaces the value of a key that has no effect in its family."""
+    with pytest.raises(CheckpointError, match="hidden_size='big' is refused"):
+        ConfigData({"hidden_size": "big"}) | {"hidden_size": 64}
+    assert (ConfigData({"hidden_size": None}) | {"hidden_size": 64})["hidden_size"] == 64
+
+
+def test_deeply_nested_objects_are_refused() -> None:
+    nested: dict = {}
+    for _ in range(100_000):
+        nested = {"x": nested}
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        read_model_config(resolve_architecture(LLAMA), LLAMA | {"x": nested})
+    while nested:
+        nested = nested["x"]  # from the outside, because Python frees such an object recursively

@@ -20,6 +20,7 @@ from stoker.engine.layerwise import LayerwiseModel
 from stoker.engine.reader import Engine
 from stoker.layers.decoder import kv_width, layer_specs
 from stoker.models import get_architecture
+from stoker.models.config_reader import read_model_config
 from stoker.runtime.heads.source import check_heads
 from stoker.runtime.worker.memory import block_bytes, make_caches
 
@@ -58,13 +59,13 @@ def test_a_stage_without_the_cache_that_it_reads_is_refused(tmp_path: Path) -> N
         ({"num_kv_shared_layers": 33}, "num_kv_shared_layers=33"),
         ({"altup_active_idx": 4}, "altup_active_idx=4 with altup_num_inputs=4"),
         ({"intermediate_size": [1, 2]}, "intermediate_size has 2 values"),
-        ({"activation_sparsity_pattern": [1.0] * 35}, "activation_sparsity_pattern has 1.0"),
+        ({"activation_sparsity_pattern": [1.0] * 35}, "activation_sparsity_pattern=[1.0, 1.0"),
         ({"layer_types": ["chunked_attention"] * 35}, "layer_types has 'chunked_attention'"),
     ],
 )
 def test_settings_of_gemma_3n_without_a_meaning_are_refused(keys: dict, reason: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(reason)):
-        get_architecture("Gemma3nForCausalLM").read_config(keys)
+        read_model_config(get_architecture("Gemma3nForCausalLM"), keys)
 
 
 @pytest.fixture(scope="module")

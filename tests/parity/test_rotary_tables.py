@@ -101,7 +101,7 @@ def test_wrong_rotary_settings_of_the_build_are_refused(name: str, settings: dic
 
 
 def test_an_unknown_scaling_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"rope_scaling of type 'spiral'.*yarn"):
+    with pytest.raises(CheckpointError, match=r"type='spiral' of the rotary scaling.*yarn"):
         get_architecture("LlamaForCausalLM").read_config(SIZES | {"rope_scaling": {"type": "spiral", "factor": 2.0}})
 
 

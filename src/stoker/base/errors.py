@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+_MAX_CHARS = 4000  # of a message; what it quotes may be a whole file
+
 
 class StokerError(Exception):
     """Base of all errors that Stoker raises on purpose.
 
-    `cure` is a sentence that explains how to fix the problem. It is appended to the message.
+    `cure` is a sentence that explains how to fix the problem. It is appended to the message. Control characters in what a message quotes
+    are escaped, because messages are written to terminals and logs, and long messages are cut in the middle.
     """
 
     status = 500  # HTTP status with which protocols report the error
     code = "internal_error"  # stable identifier for programs
 
     def __init__(self, message: str, *, cure: str = "") -> None:
-        self.message = message
-        self.cure = cure
-        super().__init__(f"{message} {cure}".strip())
+        self.message = _printable(message)
+        self.cure = _printable(cure)
+        super().__init__(f"{self.message} {self.cure}".strip())
 
 
 class ConfigError(StokerError):
@@ -54,7 +57,7 @@ class RequestError(StokerError):
         self.field = field
         self.value = value
         self.limit = limit
-        super().__init__(f"{field}={_shorten(value)} is refused: {limit}.", cure=cure)
+        super().__init__(f"{field}={shorten(value)} is refused: {limit}.", cure=cure)
 
 
 class GuideCostError(RequestError):
@@ -128,7 +131,7 @@ def first_line(problem: Exception) -> str:
     return next(iter(str(problem).splitlines()), type(problem).__name__).rstrip(".")
 
 
-def _shorten(value: Any, limit: int = 80) -> str:
+def shorten(value: Any, limit: int = 80) -> str:
     """The value for a message. Long strings and lists are replaced by their type and length."""
     if isinstance(value, (list, tuple, bytes, str)) and len(value) >= limit:
         return f"<{type(value).__name__} of length {len(value)}>"
@@ -155,6 +158,15 @@ def _start_of_items(opening: str, items: Iterable[tuple[str, Any]], closing: str
             return text
         text += ("" if text == opening else ", ") + prefix + start_of_repr(item, limit - len(text))
     return text + closing
+
+
+def _printable(text: str) -> str:
+    """A text without the middle of a long one, and with control characters other than line breaks escaped."""
+    if len(text) > _MAX_CHARS:
+        text = f"{text[: _MAX_CHARS // 2]} … {text[-_MAX_CHARS // 2 :]}"
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
 
 
 def reason_of(error: Exception) -> str:

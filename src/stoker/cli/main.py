@@ -29,6 +29,7 @@ CURES = {
     errno.EROFS: f"Write to another folder: {_PLACES}.",
     errno.ENOENT: f"Correct the path: {_PLACES}.",
     errno.ENOTDIR: f"Correct the path, of which a part is a file: {_PLACES}.",
+    errno.EEXIST: f"Name a folder: {_PLACES}.",
     errno.EACCES: f"Allow it, or write to another folder: {_PLACES}.",
 }
 

@@ -6,9 +6,11 @@ whole model, before sharding. Field names are part of the engine format.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+MAX_LAYERS = 4096  # of a model, checked before anything is created for each layer
 
 
 class Frozen(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -392,6 +394,19 @@ class ModelConfig(Frozen, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, layers=tuple(layers))
 
 
+class _Run(msgspec.Struct, forbid_unknown_fields=True):
+    """Consecutive equal layers."""
+
+    count: Annotated[int, msgspec.Meta(ge=1, le=MAX_LAYERS)]
+    layer: LayerConfig
+
+
+class _Layers(msgspec.Struct):
+    """The layers in the data of a model."""
+
+    layers: list[_Run] = []
+
+
 def encode_model(config: ModelConfig) -> dict[str, Any]:
     """The config as JSON data. Consecutive equal layers are stored once, with a count."""
     data: dict[str, Any] = msgspec.to_builtins(config)
@@ -407,6 +422,8 @@ def encode_model(config: ModelConfig) -> dict[str, Any]:
 
 def decode_model(data: dict[str, Any]) -> ModelConfig:
     """The inverse of `encode_model`. Raises msgspec.ValidationError naming the path of an invalid value."""
-    runs = data.get("layers", [])
-    layers = [run["layer"] for run in runs for _ in range(int(run["count"]))]
-    return msgspec.convert({**data, "layers": layers}, ModelConfig)
+    runs = msgspec.convert(data, _Layers).layers
+    if sum(run.count for run in runs) > MAX_LAYERS:
+        raise msgspec.ValidationError(f"Expected at most {MAX_LAYERS} layers - at `$.layers`")
+    config = msgspec.convert({**data, "layers": []}, ModelConfig)
+    return msgspec.structs.replace(config, layers=tuple(run.layer for run in runs for _ in range(run.count)))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from stoker.base.config import DEVICES, DTYPES, Limits, Mapping, check_choice
-from stoker.base.errors import ConfigError, EngineError
+from stoker.base.errors import ConfigError, EngineError, first_line
 from stoker.core.model_config import ModelConfig, decode_model, encode_model
 from stoker.engine.config_file import FORMAT_VERSION
 from stoker.engine.file_record import FileRecord
@@ -117,11 +119,16 @@ def encode_engine_config(config: EngineConfig) -> bytes:
 
 def decode_engine_config(plain: dict[str, Any], path: object) -> EngineConfig:
     """The inverse of `encode_engine_config`, from parsed JSON. Raises EngineError naming `path` and the invalid field."""
+    types = {field.name: field.type for field in msgspec.structs.fields(EngineConfig)}
+    decoders: dict[str, Callable[[Any], Any]] = {name: partial(msgspec.convert, type=types[name]) for name in types}
+    decoders |= {"model": decode_model, "recipe": decode_recipe}
+    fields = {name: value for name, value in plain.items() if name != "format_version"}
+    part = ""
     try:
-        fields = {name: plain[name] for name in plain if name not in ("format_version", "model", "recipe")}
-        fields["model"] = decode_model(plain["model"])
-        fields["recipe"] = decode_recipe(plain["recipe"])
-        types = {field.name: field.type for field in msgspec.structs.fields(EngineConfig) if field.name not in ("model", "recipe")}
-        return EngineConfig(**fields | {name: msgspec.convert(fields[name], types[name]) for name in types if name in fields})
-    except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as problem:
-        raise EngineError(f"{path}: config.json is damaged ({problem!r}).", cure="Build the engine again.") from None
+        for name in decoders.keys() & fields.keys():
+            part = f"{name}: "
+            fields[name] = decoders[name](fields[name])
+        part = ""
+        return EngineConfig(**fields)
+    except (TypeError, ValueError, ConfigError) as problem:
+        raise EngineError(f"{path}: config.json is damaged ({part}{first_line(problem)}).", cure="Build the engine again.") from None

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from stoker.core.model_config import ModelConfig
+from stoker.models.config_values import Kind
 
 # Converts the data of a Hugging Face config.json into a ModelConfig.
 ConfigReader = Callable[[dict[str, Any]], ModelConfig]
@@ -56,6 +57,7 @@ class Architecture:
     aliases: tuple[str, ...] = ()  # other names in `architectures`
     variant: Callable[[dict[str, Any]], str | None] | None = None  # returns the row to use instead, for names that several models share
     ignored_tensors: tuple[str, ...] = ()  # fnmatch patterns of checkpoint tensors that hold no weights (rotary tables, masks)
+    kinds: Mapping[str, Kind] = field(default_factory=dict)  # of values of config.json, where they are not those of config_values.KINDS
     ignored_keys: tuple[str, ...] = ()  # fnmatch patterns of config.json keys without effect, beyond those of config_data.NO_EFFECT
     tensor_renames: tuple[tuple[str, str], ...] = ()  # (regular expression, replacement) for older spellings of tensor names
     stacks_experts: bool = False  # whether checkpoints may have stacked experts instead of single ones, see `models.stacked_experts`

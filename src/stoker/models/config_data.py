@@ -1,4 +1,4 @@
-"""The data of a config.json, which records the keys that a config reader uses, so that no other key is ignored silently.
+"""The data of a config.json, which checks each value that a config reader uses, and records its key, so that none is ignored silently.
 
 Every key is one of three things: read by the config reader of the architecture, known to have no effect on the model (`NO_EFFECT`, or
 `Architecture.ignored_keys`), or rejected by name. A key whose value is null counts as absent.
@@ -12,7 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from stoker.base.errors import CheckpointError
+from stoker.base.errors import CheckpointError, shorten
+from stoker.models.config_values import CURE, KINDS, Kind, refused
+
+_MAX_NAMED = 20  # keys that one error names
+_MAX_KEY_CHARS = 80  # of such a key, nested ones with their objects
 
 # Keys without an effect on the logits of a decoder, as fnmatch patterns. Nested keys are written with a dot.
 NO_EFFECT = (
@@ -52,34 +56,50 @@ NO_EFFECT = (
 
 
 class ConfigData(dict[str, Any]):
-    """The object in a config.json, or an object nested in it, which records the keys that are read.
+    """The object in a config.json, or an object nested in it, which checks the values that are read, and records their keys.
 
-    Objects that are created with `|`, and nested ones, share the record.
+    `kinds` are the kinds of values that differ from `config_values.KINDS`. Objects that are created with `|`, and nested ones, share them
+    and the record. Reading raises CheckpointError for a value that is not of the kind of its key, and for a missing key.
     """
 
-    def __init__(self, data: Mapping[str, Any], used: set[str] | None = None, path: str = "") -> None:
+    def __init__(
+        self, data: Mapping[str, Any], kinds: Mapping[str, Kind] | None = None, used: set[str] | None = None, path: str = ""
+    ) -> None:
+        self._kinds = kinds or {}
         self._used: set[str] = set() if used is None else used
         self._path = path
         super().__init__({key: self._nested(key, value) for key, value in data.items()})
 
     def __getitem__(self, key: str) -> Any:
         self._used.add(self._path + key)
-        return super().__getitem__(key)
+        return self._checked(key, super().__getitem__(key), allows_null=False)
+
+    def __missing__(self, key: str) -> Any:
+        raise CheckpointError(f"config.json has no {self._path}{key}.", cure=CURE)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value under `key`, or `default`. The key is recorded as used."""
         self._used.add(self._path + key)
-        return super().get(key, default)
+        return self._checked(key, super().get(key, default), allows_null=default is None)
+
+    def _checked(self, key: str, value: Any, allows_null: bool) -> Any:
+        """`value`, if it is of the kind of its key. `allows_null`: whether the reader takes null for an absent key."""
+        kind = self._kinds.get(key) or KINDS.get(key)
+        if kind is None or kind.accepts(value) or (value is None and (allows_null or kind.has_null)):
+            return value
+        raise refused(self._path + key, value, f"it must be {kind.text}")
 
     def __contains__(self, key: object) -> bool:
         self._used.add(f"{self._path}{key}")
         return super().__contains__(key)
 
     def __or__(self, other: Mapping[str, Any]) -> ConfigData:  # type: ignore[override]
-        return ConfigData({**self._plain(), **_plain(other)}, self._used, self._path)
+        for key in self.keys() & other.keys():
+            self._checked(key, super().__getitem__(key), allows_null=True)  # a wrong value is refused even if it is replaced
+        return ConfigData({**self._plain(), **_plain(other)}, self._kinds, self._used, self._path)
 
     def __ror__(self, other: Mapping[str, Any]) -> ConfigData:  # type: ignore[override]
-        return ConfigData({**_plain(other), **self._plain()}, self._used, self._path)
+        return ConfigData({**_plain(other), **self._plain()}, self._kinds, self._used, self._path)
 
     def unused(self) -> Iterator[str]:
         """The paths of keys that were never read, in the order of the file, without keys whose value is null."""
@@ -93,7 +113,7 @@ class ConfigData(dict[str, Any]):
 
     def _nested(self, key: str, value: Any) -> Any:
         """A value that was read; an object becomes a ConfigData with the same record."""
-        return ConfigData(value, self._used, f"{self._path}{key}.") if isinstance(value, dict) else value
+        return ConfigData(value, self._kinds, self._used, f"{self._path}{key}.") if isinstance(value, dict) else value
 
     def _plain(self) -> dict[str, Any]:
         """A plain dict with the same content."""
@@ -115,8 +135,10 @@ def check_all_keys_used(data: ConfigData, architecture: str, ignored: tuple[str,
     unknown = [key for key in data.unused() if not has_no_effect(key) and not has_no_effect(key.rpartition(".")[2])]
     if unknown:
         verb, have, them = ("is", "it has", "it") if len(unknown) == 1 else ("are", "they have", "them")
+        named = [key if key.isprintable() and len(key) < _MAX_KEY_CHARS else shorten(key) for key in unknown[:_MAX_NAMED]]
+        more = f" and {len(unknown) - len(named)} more" if len(unknown) > len(named) else ""
         raise CheckpointError(
-            f"config.json: {', '.join(unknown)} {verb} not supported for {architecture}.",
+            f"config.json: {', '.join(named)}{more} {verb} not supported for {architecture}.",
             cure=f"If {have} no effect on the model, list {them} with --ignore-config-key or delete {them} from config.json.",
         )
 

@@ -11,15 +11,10 @@ from typing import Any
 
 import msgspec
 
-from stoker.base.errors import CheckpointError
+from stoker.base.errors import CheckpointError, shorten
 from stoker.core.model_config import ModelConfig, RopeConfig
 from stoker.layers.rope import METHODS
-
-# config.json's name of an activation → ours.
-_ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh", "quick_gelu": "gelu_quick", "relu": "relu", "relu2": "relu2",
-}  # fmt: skip
+from stoker.models.config_values import ACTIVATIONS, MAX_POSITIONS, refused
 
 # Keys that the configuration class of GPT-2 accepts in addition to its own.
 GPT_KEY_ALIASES = {
@@ -82,18 +77,16 @@ def value_or(hf: dict[str, Any], key: str, default: Any) -> Any:
 
 
 def require_values(hf: dict[str, Any], **supported: Any) -> None:
-    """Raise CheckpointError for a key whose value is not the one in `supported`. Absent and null values are accepted."""
+    """Raise CheckpointError for a key whose value is not the one in `supported`. Absent and null values are accepted; 0 is not false."""
     for key, value in supported.items():
-        if hf.get(key) is not None and hf[key] != value:
-            raise CheckpointError(f"config.json: {key}={hf[key]!r} is not supported.", cure=f"Only {key}={value!r} is.")
+        given = hf.get(key)
+        if given is not None and (given != value or isinstance(given, bool) != isinstance(value, bool)):
+            raise CheckpointError(f"config.json: {key}={shorten(given)} is not supported.", cure=f"Only {key}={shorten(value)} is.")
 
 
 def read_activation(hf: dict[str, Any], key: str = "hidden_act", default: str = "silu") -> str:
-    """The name of the activation function under `key`, as MLPConfig uses it. Raises CheckpointError for an unsupported one."""
-    name = value_or(hf, key, default)
-    if name not in _ACTIVATIONS:
-        raise CheckpointError(f"config.json: {key}={name!r} is not supported.", cure=f"Supported: {', '.join(_ACTIVATIONS)}.")
-    return _ACTIVATIONS[name]
+    """The name of the activation function under `key`, as MLPConfig uses it."""
+    return ACTIVATIONS[value_or(hf, key, default)]
 
 
 def read_head_size(hf: dict[str, Any]) -> int:
@@ -102,16 +95,36 @@ def read_head_size(hf: dict[str, Any]) -> int:
     return hf["hidden_size"] // hf["num_attention_heads"] if head_size is None else head_size
 
 
-def read_layer_types(hf: dict[str, Any], num_layers: int) -> list[str]:
-    """The kind of attention of each layer, `sliding_attention` or `full_attention`.
+def read_per_layer(hf: dict[str, Any], key: str, num_layers: int, default: list[Any] | None = None) -> list[Any]:
+    """The value of each layer in the list under `key`, or in `default`. A value that is not a list is that of every layer.
 
-    It is taken from `layer_types` if present; otherwise every `sliding_window_pattern`-th layer has full attention.
+    Raises CheckpointError unless there is one value for each layer.
     """
+    given = hf[key] if default is None else value_or(hf, key, default)
+    values = given if isinstance(given, list) else [given] * num_layers
+    if len(values) != num_layers:
+        cure = f"It must have one for each of the {num_layers} layers."
+        raise CheckpointError(f"config.json: {key} has {len(values)} values.", cure=cure)
+    return values
+
+
+def read_layer_types(
+    hf: dict[str, Any],
+    default: list[str],
+    kinds: tuple[str, ...] = ("sliding_attention", "full_attention"),
+    key: str = "layer_types",
+) -> list[str]:
+    """The kind of each layer under `key`, or else `default`. Raises CheckpointError for one that is not in `kinds`."""
+    found = read_per_layer(hf, key, len(default), default)
+    if unknown := next((kind for kind in found if kind not in kinds), None):
+        raise CheckpointError(f"config.json: {key} has {shorten(unknown)}.", cure=f"Supported: {', '.join(kinds)}.")
+    return found
+
+
+def read_window_layers(hf: dict[str, Any], num_layers: int) -> list[str]:
+    """`read_layer_types` of a family in which every `sliding_window_pattern`-th layer has full attention by default."""
     step = hf["sliding_window_pattern"]
-    layer_types: list[str] | None = hf.get("layer_types")
-    if layer_types is not None:
-        return layer_types
-    return ["sliding_attention" if (i + 1) % step else "full_attention" for i in range(num_layers)]
+    return read_layer_types(hf, ["sliding_attention" if (i + 1) % step else "full_attention" for i in range(num_layers)])
 
 
 def read_rope(
@@ -144,11 +157,15 @@ def read_rope(
 
 def apply_rope_scaling(config: RopeConfig, scaling: dict[str, Any], hf: dict[str, Any]) -> RopeConfig:
     """A copy of `config` with the scaling method of `scaling` (rope_scaling). Raises CheckpointError for an unknown method."""
-    new_key, old_key = scaling.get("rope_type"), scaling.get("type")
-    method = new_key or old_key or "default"
+    new_name, old_name = scaling.get("rope_type"), scaling.get("type")
+    key, method = ("type", old_name) if new_name is None else ("rope_type", new_name)
+    method = "default" if method is None else method
     method = {"su": "longrope"}.get(method, method)
     if method not in METHODS:
-        raise CheckpointError(f"config.json: rope_scaling of type {method!r} is not supported.", cure=f"Supported: {', '.join(METHODS)}.")
+        raise CheckpointError(
+            f"config.json: {key}={shorten(method)} of the rotary scaling is not supported.",
+            cure=f"Supported: {', '.join(METHODS)}.",
+        )
     if method == "default":
         return config
     fields: dict[str, Any] = {"scaling": method, "original_max_positions": _original_positions(method, scaling, hf)}
@@ -174,6 +191,9 @@ def _original_positions(method: str, scaling: dict[str, Any], hf: dict[str, Any]
 def read_max_positions(hf: dict[str, Any], rope: RopeConfig | None, key: str = "max_position_embeddings", default: int = 2048) -> int:
     """The length of the longest supported sequence. For dynamic and yarn scaling, config.json may have the length before scaling."""
     longest: int = value_or(hf, key, default)
-    if rope is not None and rope.scaling in ("dynamic", "yarn"):
-        return max(longest, int(rope.original_max_positions * rope.factor))
-    return longest
+    if rope is None or rope.scaling not in ("dynamic", "yarn"):
+        return longest
+    extended = int(rope.original_max_positions * rope.factor)
+    if extended > MAX_POSITIONS:
+        raise refused("original_max_position_embeddings × factor", extended, f"it must be at most {MAX_POSITIONS}")
+    return max(longest, extended)

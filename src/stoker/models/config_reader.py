@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.base.errors import CheckpointError
+from stoker.base.errors import CheckpointError, first_line, shorten
 from stoker.core.model_config import (
     AttentionConfig,
     DeltaNetConfig,
@@ -23,9 +23,8 @@ from stoker.core.model_config import (
 from stoker.models.architecture import Architecture
 from stoker.models.config_data import ConfigData, check_all_keys_used
 from stoker.models.config_fields import require_values, value_or
+from stoker.models.config_values import CURE, MAX_POSITIONS, MAX_SIZE, MAX_VOCAB, refused
 
-MAX_LAYERS = 4096
-MAX_SIZE = 1 << 18  # of one width or count, so that the product of any three is a byte count that fits in 64 bits
 _POSITION_FIELDS = (
     "max_positions",
     "learned_positions",
@@ -36,11 +35,9 @@ _POSITION_FIELDS = (
     "chunk",
     "interval",
 )
-_MAX_BY_FIELD = {"vocab_size": 1 << 24, "input_vocab": 1 << 24} | dict.fromkeys((*_POSITION_FIELDS, "start_id"), 1 << 31)
+_MAX_BY_FIELD = dict.fromkeys(("vocab_size", "input_vocab"), MAX_VOCAB) | dict.fromkeys((*_POSITION_FIELDS, "start_id"), MAX_POSITIONS)
 _INDEX_FIELDS = ("start_id", "kv_layer")  # which may be 0
 _POSITIVE_FIELDS = ("softcap", "logit_softcap", "theta", "factor", "clip_qkv", "alibi_max")
-_DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_CURE = "Correct config.json, or download it again."
 
 
 def read_model_config(row: Architecture, hf: dict[str, Any], ignored_keys: tuple[str, ...] = ()) -> ModelConfig:
@@ -49,29 +46,19 @@ def read_model_config(row: Architecture, hf: dict[str, Any], ignored_keys: tuple
     `ignored_keys` are fnmatch patterns of keys that the caller declares to have no effect. Raises CheckpointError for a missing key, a
     value of the wrong type, a value that is out of range, and a key that is neither used nor known to have no effect.
     """
-    _check_depths(hf)
-    data = ConfigData(hf)
     try:
+        data = ConfigData(hf, row.kinds)
         for part in (data, value_or(data, "text_config", {})):
             require_values(part, is_encoder_decoder=False, add_cross_attention=False)
         config = decode_model(encode_model(row.read_config(data)))  # the round trip checks the type of every field
-    except KeyError as problem:
-        raise CheckpointError(f"config.json has no {problem}.", cure=_CURE) from None
-    except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as problem:
-        raise CheckpointError(f"config.json has a wrong value ({problem}).", cure=_CURE) from None
+    except RecursionError:
+        raise CheckpointError("config.json has objects nested too deeply.", cure=CURE) from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:  # each value alone is possible
+        reason = shorten(first_line(problem))
+        raise CheckpointError(f"config.json has values that do not fit together in {row.name}: {reason}.", cure=CURE) from None
     check_all_keys_used(data, row.name, (*row.ignored_keys, *ignored_keys))
     check_model_config(config)
     return config
-
-
-def _check_depths(hf: dict[str, Any], prefix: str = "") -> None:
-    """Raise CheckpointError for too many layers, before the reader creates one LayerConfig for each. Sections are those of modalities."""
-    for key in _DEPTH_KEYS:
-        if type(depth := hf.get(key)) is int and not 1 <= depth <= MAX_LAYERS:
-            raise _out_of_range(prefix + key, depth, f"the number of layers must be from 1 to {MAX_LAYERS}")
-    for key, section in hf.items() if not prefix else ():
-        if isinstance(section, dict):
-            _check_depths(section, f"{str(key)[:60]}.")
 
 
 def check_model_config(config: ModelConfig) -> None:
@@ -118,52 +105,47 @@ def _check_number(field: Any, value: Any) -> None:
     if type(value) is int:
         low, high = int(field.default != 0 and name not in _INDEX_FIELDS), _MAX_BY_FIELD.get(name, MAX_SIZE)
         if not low <= value <= high:
-            raise _out_of_range(name, value, f"it must be a whole number from {low} to {high}")
+            raise refused(name, value, f"it must be a whole number from {low} to {high}")
     elif type(value) is float:
         is_positive, is_eps = name in _POSITIVE_FIELDS, name == "eps"
         if not math.isfinite(value) or (is_eps and value < 0) or (is_positive and value <= 0):
             bound = " above 0" if is_positive else " of at least 0" if is_eps else ""
-            raise _out_of_range(name, value, f"it must be a finite number{bound}")
+            raise refused(name, value, f"it must be a finite number{bound}")
 
 
 def _check_rope(rope: RopeConfig) -> None:
     """Raise CheckpointError for inconsistent rotary settings."""
     if rope.dim % 2:
-        raise _out_of_range("rotary dimensions", rope.dim, "features are rotated in pairs")
+        raise refused("rotary dimensions", rope.dim, "features are rotated in pairs")
     for name in ("short_factor", "long_factor") if rope.scaling == "longrope" else ():
         factors = getattr(rope, name)
         if len(factors) != rope.dim // 2 or not all(math.isfinite(factor) and factor > 0 for factor in factors):
-            raise _out_of_range(name, f"{len(factors)} numbers", f"longrope needs {rope.dim // 2} numbers above 0, one per rotated pair")
+            raise refused(name, f"{len(factors)} numbers", f"longrope needs {rope.dim // 2} numbers above 0, one per rotated pair")
 
 
 def _check_heads(attention: AttentionConfig) -> None:
     """Raise CheckpointError for inconsistent numbers and sizes of heads."""
     if attention.num_heads % attention.num_kv_heads:
-        raise _out_of_range("num_kv_heads", attention.num_kv_heads, f"it must divide the {attention.num_heads} heads")
+        raise refused("num_kv_heads", attention.num_kv_heads, f"it must divide the {attention.num_heads} heads")
     if attention.rope is not None and attention.rope.dim > attention.head_size:
-        raise _out_of_range("rotary dimensions", attention.rope.dim, f"a head has {attention.head_size} features")
+        raise refused("rotary dimensions", attention.rope.dim, f"a head has {attention.head_size} features")
 
 
 def _check_state_heads(state: Mamba2Config | DeltaNetConfig) -> None:
     """Raise CheckpointError for groups of different numbers of heads of a recurrent state, or of features of its norm."""
     if state.num_heads % state.key_heads:
         name = "num_groups" if isinstance(state, Mamba2Config) else "key_heads"
-        raise _out_of_range(name, state.key_heads, f"it must divide the {state.num_heads} heads of the state")
+        raise refused(name, state.key_heads, f"it must divide the {state.num_heads} heads of the state")
     if isinstance(state, Mamba2Config) and state.inner_size % state.norm_groups:
-        raise _out_of_range("norm_groups", state.norm_groups, f"it must divide the {state.inner_size} features of the state")
+        raise refused("norm_groups", state.norm_groups, f"it must divide the {state.inner_size} features of the state")
 
 
 def _check_experts(moe: MoEConfig) -> None:
     """Raise CheckpointError for inconsistent numbers of experts and groups."""
     if moe.score not in ("softmax", "sigmoid", "softmax_topk", "sparsemixer"):
-        raise _out_of_range("score", moe.score, "experts are scored by softmax or sigmoid")
+        raise refused("score", moe.score, "experts are scored by softmax or sigmoid")
     if moe.num_experts % moe.num_groups:
-        raise _out_of_range("num_groups", moe.num_groups, f"it must divide the {moe.num_experts} experts")
+        raise refused("num_groups", moe.num_groups, f"it must divide the {moe.num_experts} experts")
     for name, most in (("top_groups", moe.num_groups), ("top_k", moe.num_experts * moe.top_groups // moe.num_groups)):
         if getattr(moe, name) > most:
-            raise _out_of_range(name, getattr(moe, name), f"at most {most} can be chosen")
-
-
-def _out_of_range(name: str, value: object, limit: str) -> CheckpointError:
-    """The error for a value of config.json that exceeds a limit."""
-    return CheckpointError(f"config.json: {name}={value} is refused: {limit}.", cure=_CURE)
+            raise refused(name, getattr(moe, name), f"at most {most} can be chosen")

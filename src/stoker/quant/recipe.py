@@ -56,7 +56,7 @@ def encode_recipe(recipe: Recipe) -> dict[str, Any]:
 def decode_recipe(data: dict[str, Any]) -> Recipe:
     """The inverse of `encode_recipe`. Raises msgspec.ValidationError naming the path of an invalid value."""
     union: Any = reduce(or_, (FORMATS.get(name) for name in FORMATS))
-    formats = msgspec.convert(data.get("overrides", {}), dict[str, union])
-    default = msgspec.convert(data.get("default", {"format": "dense"}), union)
-    plain = {key: data[key] for key in ("kv_cache", "kv_scales", "name", "calibration") if key in data}
-    return Recipe(default=default, overrides=formats, **plain)
+    formats: dict[str, Any] = {"default": union, "overrides": dict[str, union]}
+    stored = [(field.name, formats.get(field.name, field.type), None) for field in msgspec.structs.fields(Recipe)]
+    read = msgspec.convert(data, msgspec.defstruct("StoredRecipe", stored))
+    return Recipe(**{name: getattr(read, name) for name in Recipe.__struct_fields__ if name in data})

@@ -53,7 +53,7 @@ def read_quantized(weights: CheckpointWeights, quantization: Settings) -> ReadWe
     method = str(quantization.get("quant_method", "unknown"))
     if method not in METHODS:
         raise CheckpointError(
-            f"The checkpoint is quantized already ({method[:60]}), and this method is not supported.",
+            f"The checkpoint is quantized already (quant_method: {method[:60]}), and this method is not supported.",
             cure=f"Build from the original checkpoint. Supported methods: {', '.join(METHODS)}.",
         )
     try:

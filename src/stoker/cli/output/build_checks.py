@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from stoker.base.errors import shorten
+
 
 def describe_checks(checks: dict[str, Any]) -> dict[str, str]:
     """A sentence without a full stop for each entry of `checks` in an engine's config.json. Keys are the names of checks."""
-    describe = {"greedy": _describe_greedy, "accuracy": _describe_accuracy}
-    return {name: describe.get(name, str)(result) for name, result in checks.items()}
+    return {name: _describe(name, result) for name, result in checks.items()}
+
+
+def _describe(name: str, result: Any) -> str:
+    """The result of a check: a sentence, or the data if this version does not know it."""
+    try:
+        return {"greedy": _describe_greedy, "accuracy": _describe_accuracy}.get(name, str)(result)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return shorten(result)
 
 
 def _describe_greedy(result: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from stoker.core.model_config import MLPConfig, ModelConfig, NormConfig
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
 from stoker.models.config_fields import read_head_size, read_rope, replace_fields, require_values, value_or, with_defaults
+from stoker.models.config_values import NAME
 
 _ROPE = {
     "rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
@@ -72,5 +73,6 @@ ARCHITECTURES = (
         oracle="transformers",
         model_types=("apertus",),
         ignored_tensors=IGNORED,
+        kinds={"hidden_act": NAME},
     ),
 )

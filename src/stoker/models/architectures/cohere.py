@@ -7,7 +7,7 @@ from typing import Any
 from stoker.core.model_config import ModelConfig, NormConfig
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
-from stoker.models.config_fields import read_head_size, read_layer_types, read_rope, replace_fields, require_values, with_defaults
+from stoker.models.config_fields import read_head_size, read_rope, read_window_layers, replace_fields, require_values, with_defaults
 from stoker.models.tensor_transforms import flatten, unflatten_heads
 
 
@@ -32,7 +32,7 @@ def cohere2_config(hf: dict[str, Any]) -> ModelConfig:
         use_embedding_sharing=True, use_gated_activation=True, use_parallel_block=True,
     )  # fmt: skip
     config = cohere_config(hf | {"use_qk_norm": False}, architecture="Cohere2ForCausalLM", theta=10000.0)
-    layer_types = read_layer_types(hf, config.num_layers)
+    layer_types = read_window_layers(hf, config.num_layers)
     local = {"window": hf["sliding_window"]}
     return replace_fields(config, attention=lambda i: local if layer_types[i] == "sliding_attention" else {"rope": None})
 

@@ -7,7 +7,7 @@ from typing import Any
 from stoker.core.model_config import ModelConfig
 from stoker.models.architecture import Architecture
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
-from stoker.models.config_fields import replace_fields, require_values, value_or, with_defaults
+from stoker.models.config_fields import read_layer_types, replace_fields, require_values, with_defaults
 
 _LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
@@ -25,7 +25,7 @@ def cwm_config(hf: dict[str, Any]) -> ModelConfig:
     if hf.get("rope_scaling") is None and hf.get("rope_parameters") is None:
         hf = hf | {"rope_parameters": _LLAMA3}
     config = llama_config(hf, architecture="CwmForCausalLM")
-    layer_types = value_or(hf, "layer_types", ["sliding_attention" if i % 4 else "full_attention" for i in range(config.num_layers)])
+    layer_types = read_layer_types(hf, ["sliding_attention" if i % 4 else "full_attention" for i in range(config.num_layers)])
     local = {"window": hf["sliding_window"]}
     return replace_fields(config, attention=lambda i: local if layer_types[i] == "sliding_attention" else {})
 

@@ -120,7 +120,7 @@ def latent_attention_config(hf: dict[str, Any], architecture: str) -> ModelConfi
     # Some files set head_dim to qk_rope_head_dim, and others leave it out. Latent attention uses the keys below instead.
     config = llama_config(hf | {"head_dim": hf["qk_rope_head_dim"], "num_key_value_heads": None}, architecture=architecture)
     size, bias = hf["qk_rope_head_dim"], bool(hf.get("attention_bias", False))
-    rope = read_rope(hf, dim=size, interleaved=hf.get("rope_interleave", True))
+    rope = read_rope(hf, dim=size, interleaved=bool(hf.get("rope_interleave", True)))
     scale = (hf["qk_nope_head_dim"] + size) ** -0.5
     if rope.scaling == "yarn" and rope.mscale_all_dim:
         scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2

@@ -12,7 +12,7 @@ from stoker.core.model_config import ModelConfig, NormConfig
 from stoker.models.architecture import Architecture, TensorNames
 from stoker.models.architectures.llama import llama_config
 from stoker.models.architectures.olmo2 import olmo2_names
-from stoker.models.config_fields import read_layer_types, replace_fields, require_values, value_or, with_defaults
+from stoker.models.config_fields import read_window_layers, replace_fields, require_values, value_or, with_defaults
 
 
 @with_defaults(
@@ -54,7 +54,7 @@ def exaone4_config(hf: dict[str, Any]) -> ModelConfig:
     window = {"sliding_window": 4096, "sliding_window_pattern": 4} | hf
     if window["sliding_window"] is None:
         return config
-    layer_types = read_layer_types(window, config.num_layers)
+    layer_types = read_window_layers(window, config.num_layers)
     local = {"window": window["sliding_window"]}
     return replace_fields(config, attention=lambda i: local if layer_types[i] == "sliding_attention" else {"rope": None})
 

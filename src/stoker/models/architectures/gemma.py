@@ -14,8 +14,8 @@ from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.llama import llama_config, llama_names
 from stoker.models.config_fields import (
     apply_rope_scaling,
-    read_layer_types,
     read_rope,
+    read_window_layers,
     replace_fields,
     require_values,
     value_or,
@@ -36,7 +36,7 @@ def gemma_config(
     `activation_key` is the key of the activation: Gemma 2 and 3 read hidden_activation, and hidden_act has no effect there.
     """
     require_values(hf, use_bidirectional_attention=False)
-    activation = hf.get(activation_key) or "gelu_pytorch_tanh"
+    activation = value_or(hf, activation_key, "gelu_pytorch_tanh")
     # Early files have gelu, but the models were trained with the tanh form.
     activation = "gelu_pytorch_tanh" if activation == "gelu" and activation_key == "hidden_act" else activation
     if activation_key == "hidden_act":
@@ -60,7 +60,7 @@ def gemma2_config(hf: dict[str, Any], *, architecture: str = "Gemma2ForCausalLM"
     softcap = hf["attn_logit_softcapping"]
     config = gemma_config(hf, architecture=architecture, activation_key="hidden_activation", scale=scale, softcap=softcap, **attention)
     local = {"window": hf["sliding_window"]}
-    layer_types = read_layer_types(hf, config.num_layers)
+    layer_types = read_window_layers(hf, config.num_layers)
     return replace_fields(
         config,
         layer={"layout": "sandwich"},
@@ -83,7 +83,7 @@ def gemma3_config(hf: dict[str, Any], *, architecture: str = "Gemma3ForCausalLM"
     local_rope = apply_rope_scaling(RopeConfig(dim=hf["head_dim"], theta=local_theta), local, hf)
     require_values(hf, attn_logit_softcapping=None)  # transformers ignores it
     config = gemma2_config(hf, architecture=architecture, qk_norm=norm, rope=global_rope)
-    layer_types = read_layer_types(hf, config.num_layers)
+    layer_types = read_window_layers(hf, config.num_layers)
     return replace_fields(config, attention=lambda i: {"rope": local_rope} if layer_types[i] == "sliding_attention" else {})
 
 

@@ -11,7 +11,17 @@ from stoker.core.model_config import AltUpConfig, AttentionConfig, LayerConfig, 
 from stoker.models.architecture import Architecture, TensorNames
 from stoker.models.architectures.gemma import LANGUAGE_MODEL_PREFIXES
 from stoker.models.architectures.llama import llama_names
-from stoker.models.config_fields import apply_rope_scaling, read_activation, read_max_positions, read_rope, value_or, with_defaults
+from stoker.models.config_fields import (
+    apply_rope_scaling,
+    read_activation,
+    read_layer_types,
+    read_max_positions,
+    read_per_layer,
+    read_rope,
+    value_or,
+    with_defaults,
+)
+from stoker.models.config_values import SIZE, each, either
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _SPARSE_LAYERS = 10  # the first layers of a model without activation_sparsity_pattern, if it has more
@@ -28,10 +38,10 @@ def gemma3n_config(hf: dict[str, Any], *, architecture: str = "Gemma3nForCausalL
     """The ModelConfig of a Gemma 3n checkpoint, from `hf`, the data of its config.json."""
     depth, norm = hf["num_hidden_layers"], NormConfig(eps=hf["rms_norm_eps"])
     activation = read_activation(hf, "hidden_activation", "gelu_pytorch_tanh")
-    kinds = _per_layer("layer_types", value_or(hf, "layer_types", [_SLIDING if (i + 1) % 5 else _FULL for i in range(depth)]), depth)
+    kinds = read_layer_types(hf, [_SLIDING if (i + 1) % 5 else _FULL for i in range(depth)])
     altup = _read_altup(hf, depth, activation)
     ropes = _read_ropes(hf)
-    sizes, sparsities = _read_sizes(hf, depth), _read_sparsities(hf, depth)
+    sizes, sparsities = read_per_layer(hf, "intermediate_size", depth), _read_sparsities(hf, depth)
     layers = [
         LayerConfig(
             attention=_attention(hf, ropes, kinds[i], kv_layer, norm),
@@ -86,27 +96,11 @@ def _read_ropes(hf: dict[str, Any]) -> dict[str, RopeConfig]:
     }
 
 
-def _read_sizes(hf: dict[str, Any], depth: int) -> list[int]:
-    """The size of the MLP of each layer: `intermediate_size` is a list, or the size of all."""
-    sizes = hf["intermediate_size"]
-    return _per_layer("intermediate_size", sizes if isinstance(sizes, list) else [sizes] * depth, depth)
-
-
 def _read_sparsities(hf: dict[str, Any], depth: int) -> list[float]:
-    """The sparsity of the activations of each layer. Raises CheckpointError for one that is not from 0 up to, without, 1."""
+    """The sparsity of the activations of each layer."""
     sparse = _SPARSE_LAYERS if depth > _SPARSE_LAYERS else 0
-    found = value_or(hf, "activation_sparsity_pattern", [0.95] * sparse + [0.0] * (depth - sparse))
-    values = [float(each) for each in _per_layer("activation_sparsity_pattern", found, depth)]
-    if wrong := [each for each in values if not 0 <= each < 1]:
-        raise CheckpointError(f"config.json: activation_sparsity_pattern has {wrong[0]}.", cure="It must be at least 0 and less than 1.")
-    return values
-
-
-def _per_layer(key: str, values: list[Any], depth: int) -> list[Any]:
-    """`values`, which must have one value for each layer. Raises CheckpointError otherwise."""
-    if len(values) != depth:
-        raise CheckpointError(f"config.json: {key} has {len(values)} values.", cure=f"It must have one for each of the {depth} layers.")
-    return values
+    default = [0.95] * sparse + [0.0] * (depth - sparse)
+    return [float(each) for each in read_per_layer(hf, "activation_sparsity_pattern", depth, default)]
 
 
 def _kv_layers(kinds: list[str], num_shared: int) -> list[int | None]:
@@ -115,9 +109,7 @@ def _kv_layers(kinds: list[str], num_shared: int) -> list[int | None]:
     The last `num_shared` layers read those of the last layer of the same kind before them. Raises CheckpointError if there is none.
     """
     first = len(kinds) - num_shared
-    if wrong := sorted(set(kinds) - {_SLIDING, _FULL}):
-        raise CheckpointError(f"config.json: layer_types has {wrong[0]!r}.", cure=f"Supported: {_SLIDING}, {_FULL}.")
-    if num_shared < 0 or (num_shared and set(kinds[: max(first, 0)]) != set(kinds)):
+    if num_shared and set(kinds[: max(first, 0)]) != set(kinds):
         raise CheckpointError(
             f"config.json: num_kv_shared_layers={num_shared} is not supported.",
             cure="A layer of each kind must come before the shared ones.",
@@ -195,6 +187,7 @@ ARCHITECTURES = (
         tensor_parallel="any; a pipeline stage needs the layers whose keys and values its layers read",
         model_types=("gemma3n_text",),
         ignored_tensors=_UNREAD,
+        kinds={"intermediate_size": either(SIZE, each(SIZE))},
         ignored_keys=_IGNORED_KEYS,
     ),
     Architecture(
@@ -207,6 +200,7 @@ ARCHITECTURES = (
         model_types=("gemma3n",),
         ignored_tensors=(*_UNREAD, "*vision_tower.*", "*audio_tower.*", "*embed_vision.*", "*embed_audio.*"),
         tensor_renames=LANGUAGE_MODEL_PREFIXES,
+        kinds={"intermediate_size": either(SIZE, each(SIZE))},
         ignored_keys=(
             *_IGNORED_KEYS, "vision_config*", "audio_config*", "image_token_id", "audio_token_id", "boi_token_id", "eoi_token_id",
             "boa_token_id", "eoa_token_id", "audio_soft_tokens_per_image", "vision_soft_tokens_per_image",

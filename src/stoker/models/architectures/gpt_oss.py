@@ -10,7 +10,7 @@ from torch import Tensor
 from stoker.core.model_config import MLPConfig, ModelConfig, MoEConfig
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
-from stoker.models.config_fields import replace_fields, value_or, with_defaults
+from stoker.models.config_fields import read_layer_types, replace_fields, with_defaults
 from stoker.models.tensor_transforms import in_features_first, in_features_last
 
 _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096, "rope_theta": 150000.0}
@@ -33,7 +33,7 @@ def gpt_oss_config(hf: dict[str, Any]) -> ModelConfig:
         glu_clip=float(hf["swiglu_limit"]),
         glu_alpha=float(hf["swiglu_alpha"]),
     )
-    layer_types = value_or(hf, "layer_types", ["full_attention" if i % 2 else "sliding_attention" for i in range(config.num_layers)])
+    layer_types = read_layer_types(hf, ["full_attention" if i % 2 else "sliding_attention" for i in range(config.num_layers)])
     local = {"window": hf["sliding_window"]}
     return replace_fields(config, layer={"mlp": mlp}, attention=lambda i: local if layer_types[i] == "sliding_attention" else {})
 

@@ -10,7 +10,8 @@ from stoker.models.architecture import Architecture, TensorNames
 from stoker.models.architectures.granite import granite_config
 from stoker.models.architectures.llama import IGNORED, llama_names
 from stoker.models.architectures.mamba2 import MAMBA_KEYS, mamba2_block_names, read_step_limits
-from stoker.models.config_fields import read_activation, replace_fields, require_values, value_or, with_defaults
+from stoker.models.config_fields import read_activation, read_layer_types, replace_fields, require_values, value_or, with_defaults
+from stoker.models.config_values import COUNT, SIZE, choice
 
 
 @with_defaults(
@@ -23,8 +24,6 @@ def granite_hybrid_config(hf: dict[str, Any]) -> ModelConfig:
     require_values(hf, mlp_bias=False)
     config = granite_config(hf, architecture="GraniteMoeHybridForCausalLM")
     kind = value_or(hf, "position_embedding_type", "nope")
-    if kind not in ("rope", "nope"):
-        raise CheckpointError(f"config.json: position_embedding_type={kind!r} is not supported.", cure="Supported: rope, nope.")
     state = _read_state(hf)
     shared = MLPConfig(size=hf["shared_intermediate_size"], activation=read_activation(hf))
     mlp: MLPConfig | MoEConfig = shared
@@ -33,12 +32,8 @@ def granite_hybrid_config(hf: dict[str, Any]) -> ModelConfig:
         mlp = MoEConfig(
             num_experts=hf["num_local_experts"], top_k=hf["num_experts_per_tok"], expert=expert, score="softmax_topk", shared=shared
         )
-    kinds = value_or(hf, "layer_types", value_or(hf, "layers_block_type", ["mamba"] * config.num_layers))
-    known = {"mamba", "linear_attention", "attention", "full_attention"}
-    if unknown := sorted(set(kinds) - known):
-        raise CheckpointError(
-            f"config.json: layer_types has {', '.join(map(repr, unknown))}.", cure=f"Supported: {', '.join(sorted(known))}."
-        )
+    key = "layers_block_type" if hf.get("layer_types") is None else "layer_types"
+    kinds = read_layer_types(hf, ["mamba"] * config.num_layers, ("attention", "full_attention", "linear_attention", "mamba"), key)
 
     def layer(i: int) -> dict[str, Any]:
         """The fields of layer number i."""
@@ -101,6 +96,11 @@ ARCHITECTURES = (
         tensor_parallel="a number of ranks that divides the heads of the states",
         model_types=("granitemoehybrid",),
         ignored_tensors=IGNORED,
+        kinds={
+            "num_local_experts": COUNT,  # 0: a dense model
+            "shared_intermediate_size": SIZE,
+            "position_embedding_type": choice("rope", "nope"),
+        },
         ignored_keys=(*MAMBA_KEYS, "mamba_chunk_size", "rope_*", "normalization_function", "num_experts_per_tok"),
     ),
 )

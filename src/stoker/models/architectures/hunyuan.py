@@ -10,12 +10,14 @@ from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
 from stoker.models.config_fields import (
     read_activation,
     read_head_size,
+    read_per_layer,
     read_rope,
     replace_fields,
     require_values,
     value_or,
     with_defaults,
 )
+from stoker.models.config_values import SIZE, each, either
 
 
 @with_defaults(
@@ -65,22 +67,19 @@ def hunyuan_moe_config(hf: dict[str, Any]) -> ModelConfig:
         moe_intermediate_size=_same_type(hf.get("moe_intermediate_size"), size, layers),
     )  # fmt: skip
 
+    num_experts, top_k = (read_per_layer(hf, key, layers) for key in ("num_experts", "moe_topk"))
+
     def experts(i: int) -> dict[str, Any]:
         """The MLP of layer number i."""
         moe = MoEConfig(
-            num_experts=_of_layer(hf["num_experts"], i),
-            top_k=_of_layer(hf["moe_topk"], i),
+            num_experts=num_experts[i],
+            top_k=top_k[i],
             expert=MLPConfig(size=size, activation=activation),
             shared=MLPConfig(size=size, activation=activation),
         )
         return {"mlp": moe}
 
     return replace_fields(config, layer=experts)
-
-
-def _of_layer(value: int | list[int], layer: int) -> int:
-    """A setting of one layer."""
-    return value[layer] if isinstance(value, list) else value
 
 
 def _same_type(value: Any, expected: int, layers: int) -> int | list[int]:
@@ -137,6 +136,7 @@ ARCHITECTURES = (
         oracle="transformers",
         model_types=("hunyuan_v1_moe",),
         ignored_tensors=IGNORED,
+        kinds=dict.fromkeys(("num_experts", "moe_topk", "num_shared_expert", "moe_intermediate_size"), either(SIZE, each(SIZE))),
         ignored_keys=(*_IGNORED_KEYS, *_ALPHA_KEYS),
     ),
 )

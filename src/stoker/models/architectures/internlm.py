@@ -8,6 +8,7 @@ from stoker.core.model_config import ModelConfig
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
 from stoker.models.config_fields import value_or, with_defaults
+from stoker.models.config_values import OBJECT
 from stoker.models.tensor_transforms import group_qkv, ungroup_qkv
 
 
@@ -65,6 +66,7 @@ ARCHITECTURES = (
         oracle="the same weights as Llama of transformers, with biases",
         model_types=("internlm",),
         ignored_tensors=IGNORED,
+        kinds={"rotary": OBJECT},
     ),
     Architecture(
         name="InternLM2ForCausalLM",

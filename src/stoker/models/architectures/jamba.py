@@ -51,7 +51,7 @@ def _read_state(hf: dict[str, Any]) -> Mamba1Config:
     """The Mamba block of all layers without attention."""
     bias = bool(hf["mamba_proj_bias"])
     return Mamba1Config(
-        inner_size=hf["mamba_expand"] * hf["hidden_size"],
+        inner_size=int(hf["mamba_expand"] * hf["hidden_size"]),
         state_size=hf["mamba_d_state"],
         step_rank=read_step_rank(hf["mamba_dt_rank"], hf["hidden_size"]),
         kernel=hf["mamba_d_conv"],

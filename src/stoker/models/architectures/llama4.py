@@ -8,7 +8,15 @@ from stoker.core.model_config import MLPConfig, ModelConfig, MoEConfig, NormConf
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.gemma import LANGUAGE_MODEL_PREFIXES
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
-from stoker.models.config_fields import read_activation, read_rope, replace_fields, value_or, with_defaults
+from stoker.models.config_fields import (
+    read_activation,
+    read_layer_types,
+    read_per_layer,
+    read_rope,
+    replace_fields,
+    value_or,
+    with_defaults,
+)
 from stoker.models.tensor_transforms import in_features_first, in_features_last
 
 
@@ -23,8 +31,11 @@ def llama4_text_config(hf: dict[str, Any], *, architecture: str = "Llama4ForCaus
     rope = read_rope(hf, dim=hf["head_dim"], theta=500000.0, interleaved=True)
     config = llama_config(hf, architecture=architecture, rope=rope)
     layers = range(config.num_layers)
-    rotary = hf.get("no_rope_layers") or [(i + 1) % hf["no_rope_layer_interval"] != 0 for i in layers]
-    kinds = value_or(hf, "layer_types", ["chunked_attention" if rotary[i] else "full_attention" for i in layers])
+    default = [(i + 1) % hf["no_rope_layer_interval"] != 0 for i in layers]
+    rotary = read_per_layer(hf, "no_rope_layers", len(layers), default) if hf.get("no_rope_layers") else default
+    kinds = read_layer_types(
+        hf, ["chunked_attention" if rotary[i] else "full_attention" for i in layers], ("chunked_attention", "full_attention")
+    )
     step = hf["interleave_moe_layer_step"]
     with_experts = value_or(hf, "moe_layers", list(range(step - 1, config.num_layers, step)))
     # The norm has no weights, so it may precede a rotation, which keeps the length of a head unless the method scales cosines and sines.

@@ -9,6 +9,7 @@ from stoker.core.model_config import ModelConfig
 from stoker.models.architecture import Architecture
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
 from stoker.models.config_fields import replace_fields, require_values, with_defaults
+from stoker.models.config_values import COUNT
 
 
 @with_defaults(max_position_embeddings=2048, tie_word_embeddings=True, scale_emb=1, dim_model_base=1, scale_depth=1)
@@ -33,5 +34,6 @@ ARCHITECTURES = (
         oracle="the same weights as Granite of transformers",
         model_types=("minicpm",),
         ignored_tensors=IGNORED,
+        kinds={"num_experts": COUNT},
     ),
 )

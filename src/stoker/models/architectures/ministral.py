@@ -9,14 +9,15 @@ from stoker.models.architecture import Architecture
 from stoker.models.architectures.gemma import LANGUAGE_MODEL_PREFIXES
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
 from stoker.models.architectures.mistral import mistral_config
-from stoker.models.config_fields import read_head_size, read_rope, replace_fields, value_or, with_defaults
+from stoker.models.config_fields import read_head_size, read_layer_types, read_rope, replace_fields, value_or, with_defaults
+from stoker.models.config_values import choice
 
 
 @with_defaults(intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096)
 def ministral_config(hf: dict[str, Any]) -> ModelConfig:
     """The ModelConfig of a Ministral checkpoint, from `hf`, the data of its config.json."""
     config, window = llama_config(hf, architecture="MinistralForCausalLM"), hf["sliding_window"]
-    kinds = value_or(hf, "layer_types", ["sliding_attention"] * config.num_layers)
+    kinds = read_layer_types(hf, ["sliding_attention"] * config.num_layers)
     return replace_fields(config, attention=lambda i: {"window": window if kinds[i] == "sliding_attention" else None})
 
 
@@ -88,6 +89,7 @@ ARCHITECTURES = (
         model_types=("mistral3",),
         ignored_tensors=(*IGNORED, "*vision_tower.*", "*multi_modal_projector.*"),
         tensor_renames=LANGUAGE_MODEL_PREFIXES,
+        kinds={"model_type": choice("mistral", "ministral3")},  # of text_config
         ignored_keys=(
             _POSITION_KEY, "vision_config*", "image_token_index", "multimodal_projector_bias", "projector_hidden_act",
             "spatial_merge_size", "vision_feature_layer",

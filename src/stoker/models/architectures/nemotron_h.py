@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.base.errors import CheckpointError
+from stoker.base.errors import CheckpointError, shorten
 from stoker.core.model_config import AttentionConfig, LayerConfig, Mamba2Config, MLPConfig, ModelConfig, MoEConfig, NormConfig
 from stoker.models.architecture import Architecture, TensorNames
 from stoker.models.architectures.deepseek import corrected_routing
 from stoker.models.architectures.mamba2 import MAMBA_KEYS, mamba2_block_names
 from stoker.models.config_fields import read_activation, require_values, value_or, with_defaults
+from stoker.models.config_values import COUNT
 
 _BY_LETTER = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _BY_NAME = {name: name for name in _BY_LETTER.values()} | {"linear_attention": "mamba", "full_attention": "attention"}
@@ -30,9 +31,7 @@ _BY_NAME = {name: name for name in _BY_LETTER.values()} | {"linear_attention": "
 )  # fmt: skip
 def nemotron_h_config(hf: dict[str, Any]) -> ModelConfig:
     """The ModelConfig of a Nemotron-H checkpoint, from `hf`, the data of its config.json."""
-    require_values(hf, attention_bias=False, mamba_proj_bias=False, tie_word_embeddings=False, sliding_window=0)
-    if hf.get("moe_latent_size") is not None:
-        raise CheckpointError(f"config.json: moe_latent_size={hf['moe_latent_size']} is not supported.", cure="Only null is.")
+    require_values(hf, attention_bias=False, mamba_proj_bias=False, tie_word_embeddings=False, sliding_window=0, moe_latent_size=None)
     norm = NormConfig(eps=hf["layer_norm_epsilon"])
     mixers: dict[str, dict[str, Any]] = {"mamba": {"state": _read_state(hf, norm)}, "attention": {"attention": _read_attention(hf)}}
     mlps: dict[str, MLPConfig | MoEConfig] = {"mlp": _mlp(hf, hf["intermediate_size"]), "moe": _read_experts(hf)}
@@ -59,14 +58,12 @@ def nemotron_h_config(hf: dict[str, Any]) -> ModelConfig:
 
 def _read_kinds(hf: dict[str, Any]) -> list[str]:
     """The kind of each block: mamba, attention, mlp or moe. Raises CheckpointError for another kind."""
-    pattern = hf.get("hybrid_override_pattern")
-    given = value_or(hf, "layers_block_type", value_or(hf, "layer_types", None))
-    found = list(pattern) if given is None and pattern is not None else given or ["mamba", "moe", "attention", "mlp"]
+    keys = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+    key = next((key for key in keys if hf.get(key) is not None), keys[0])
     table = _BY_NAME | _BY_LETTER
-    if unknown := sorted({kind for kind in found if kind not in table}):
-        raise CheckpointError(
-            f"config.json: blocks of kind {', '.join(unknown)} are not supported.", cure=f"Supported: {', '.join(table)}."
-        )
+    found = list(value_or(hf, key, ["mamba", "moe", "attention", "mlp"]))
+    if unknown := next((kind for kind in found if kind not in table), None):
+        raise CheckpointError(f"config.json: {key} has {shorten(unknown)}.", cure=f"Supported: {', '.join(table)}.")
     return [table[kind] for kind in found]
 
 
@@ -154,6 +151,7 @@ ARCHITECTURES = (
         model_types=("nemotron_h",),
         tensor_renames=((r"^model\.", "backbone."),),
         ignored_tensors=("mtp.*",),
+        kinds={"sliding_window": COUNT},
         ignored_keys=(
             *MAMBA_KEYS,
             "time_step_limit",

@@ -10,9 +10,9 @@ from stoker.models.architecture import Architecture
 from stoker.models.architectures.olmo2 import olmo2_config, olmo2_names
 from stoker.models.config_fields import (
     read_head_size,
-    read_layer_types,
     read_max_positions,
     read_rope,
+    read_window_layers,
     replace_fields,
     value_or,
     with_defaults,
@@ -39,7 +39,7 @@ def olmo3_config(hf: dict[str, Any]) -> ModelConfig:
     else:
         local = RopeConfig(dim=size, theta=wide.theta)
     config = olmo2_config(hf | {"rope_scaling": None, "rope_parameters": None})
-    layer_types = read_layer_types(hf, config.num_layers)
+    layer_types = read_window_layers(hf, config.num_layers)
 
     def attention(i: int) -> dict[str, Any]:
         """The fields of layer number i that differ from those of OLMo 2."""

@@ -7,7 +7,7 @@ from typing import Any
 from stoker.core.model_config import MLPConfig, ModelConfig, MoEConfig
 from stoker.models.architecture import Architecture, TensorNames
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
-from stoker.models.config_fields import read_activation, replace_fields, require_values, value_or, with_defaults
+from stoker.models.config_fields import read_activation, read_layer_types, replace_fields, require_values, value_or, with_defaults
 
 
 @with_defaults(vocab_size=151936, intermediate_size=22016, max_position_embeddings=32768, max_window_layers=28, sliding_window=4096)
@@ -25,7 +25,7 @@ def with_sliding_window(config: ModelConfig, hf: dict[str, Any]) -> ModelConfig:
     if not hf.get("use_sliding_window") or not hf.get("sliding_window"):
         return config
     first = hf["max_window_layers"]
-    layer_types = value_or(hf, "layer_types", ["full_attention" if i < first else "sliding_attention" for i in range(config.num_layers)])
+    layer_types = read_layer_types(hf, ["full_attention" if i < first else "sliding_attention" for i in range(config.num_layers)])
     return replace_fields(config, attention=lambda i: {"window": hf["sliding_window"] if layer_types[i] == "sliding_attention" else None})
 
 

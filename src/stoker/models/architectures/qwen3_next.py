@@ -11,7 +11,8 @@ from stoker.core.model_config import DeltaNetConfig, MLPConfig, ModelConfig, Nor
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.llama import IGNORED, llama_config
 from stoker.models.architectures.qwen2 import qwen2_moe_names, with_experts
-from stoker.models.config_fields import read_activation, read_rope, replace_fields, require_values, value_or, with_defaults
+from stoker.models.config_fields import read_activation, read_layer_types, read_rope, replace_fields, require_values, with_defaults
+from stoker.models.config_values import COUNT
 from stoker.models.tensor_transforms import add_one, squeeze_conv, subtract_one, unsqueeze_conv
 
 
@@ -47,7 +48,7 @@ def with_delta_nets(hf: dict[str, Any], architecture: str) -> ModelConfig:
     )
     step = hf["full_attention_interval"]
     default = ["linear_attention" if (i + 1) % step else "full_attention" for i in range(config.num_layers)]
-    kinds = value_or(hf, "layer_types", default)
+    kinds = read_layer_types(hf, default, ("linear_attention", "full_attention"))
     linear = {"attention": None, "state": state, "norm": norm}
     return replace_fields(config, layer=lambda i: linear if kinds[i] == "linear_attention" else {"norm": norm}, norm=norm)
 
@@ -163,6 +164,7 @@ ARCHITECTURES = (
         tensor_parallel="a number of ranks that divides the value heads of the states",
         model_types=("qwen3_next",),
         ignored_tensors=(*IGNORED, "mtp.*"),
+        kinds={"num_experts": COUNT},  # 0: a dense model
         ignored_keys=("linear_*", "full_attention_interval", "layer_types"),  # each is read where another key does not replace it
     ),
 )

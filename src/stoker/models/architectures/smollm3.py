@@ -7,7 +7,7 @@ from typing import Any
 from stoker.core.model_config import ModelConfig
 from stoker.models.architecture import Architecture
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
-from stoker.models.config_fields import read_head_size, read_rope, replace_fields, value_or, with_defaults
+from stoker.models.config_fields import read_head_size, read_layer_types, read_per_layer, read_rope, replace_fields, with_defaults
 
 
 @with_defaults(
@@ -18,10 +18,10 @@ def smollm3_config(hf: dict[str, Any]) -> ModelConfig:
     """The ModelConfig of a SmolLM3 checkpoint, from `hf`, the data of its config.json."""
     config = llama_config(hf, architecture="SmolLM3ForCausalLM", rope=read_rope(hf, dim=read_head_size(hf), theta=2e6))
     layers = range(config.num_layers)
-    rotary = value_or(hf, "no_rope_layers", [(i + 1) % hf["no_rope_layer_interval"] != 0 for i in layers])
+    rotary = read_per_layer(hf, "no_rope_layers", len(layers), [(i + 1) % hf["no_rope_layer_interval"] != 0 for i in layers])
     window = hf.get("sliding_window")
     windowed = bool(hf.get("use_sliding_window")) and bool(window)
-    types = value_or(hf, "layer_types", ["sliding_attention" if windowed and not rotary[i] else "full_attention" for i in layers])
+    types = read_layer_types(hf, ["sliding_attention" if windowed and not rotary[i] else "full_attention" for i in layers])
 
     def attention(i: int) -> dict[str, Any]:
         """The fields of layer number i that differ from those of Llama."""

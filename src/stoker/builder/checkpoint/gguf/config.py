@@ -12,7 +12,7 @@ from stoker.builder.checkpoint.gguf.file import GGUFFile
 from stoker.builder.checkpoint.gguf.metadata import Metadata
 from stoker.builder.checkpoint.gguf.registry import read_model_data
 from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
-from stoker.models.config_reader import MAX_LAYERS
+from stoker.core.model_config import MAX_LAYERS
 
 _REQUIRED_KEYS = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
 
