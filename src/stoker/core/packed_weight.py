@@ -34,6 +34,8 @@ class PackedWeight:
                  second in its high four bits. A row is padded to whole pairs of groups. Scales and zeros are [groups, N]
         quads    FP4 experts on a GPU: int16 [E, N, K / 4], a word with four values of two rows, in the order of
                  `kernels.triton.gemm.quantized.fp4`. A row is padded to a multiple of 64 features. Scales are int64
+        blocks   int8 with groups and int4 on a CPU with AVX512-VNNI: uint8 [ceil(N / 16), size], blocks of 16 rows with their scales and
+                 zeros, in the order of `kernels/native/blocks.h`. `shape` is [N, K]
 
     On a CPU, the values of a prepared fp8 weight are widened to float32, and those of blocks are multiplied by their scales, unless the C
     kernels read them as they are stored.
@@ -52,6 +54,7 @@ class PackedWeight:
     input_scale: Tensor | None = None  # float32 [1]
     column_order: Tensor | None = None  # int32 [(E,) K]: the input feature that each column multiplies; None: column i multiplies feature i
     layout: str = "stored"
+    shape: tuple[int, int] | None = None  # of the layout `blocks`, whose values do not have it
     is_fp4: bool = False  # int4 only: the stored values are e2m1, and there is no `zero`
     row_scale: Tensor | None = None  # FP4 only: float32 [(E,) N], a further factor of each row
     device_data: Any = None  # further tensors for the device's kernel, made by `ops.prepare_weight`
@@ -64,12 +67,12 @@ class PackedWeight:
     @property
     def out_features(self) -> int:
         """The number N of output features."""
-        return self.values.shape[-2]
+        return self.values.shape[-2] if self.shape is None else self.shape[0]
 
     @property
     def in_features(self) -> int:
         """The number K of input features, including the padding of the layouts `paired` and `quads`."""
-        return self.values.shape[-1] * _VALUES_PER_ELEMENT.get(self.values.dtype, 1)
+        return self.values.shape[-1] * _VALUES_PER_ELEMENT.get(self.values.dtype, 1) if self.shape is None else self.shape[1]
 
     @property
     def row_bytes(self) -> int:

@@ -260,7 +260,8 @@ def prepare_weight(weight: PackedWeight) -> PackedWeight:
     """The weight in the form that the kernels of its device read. Called once, at load.
 
     A GPU reads int4 in the layout `paired`. On a CPU, FP8 values are widened to float32 where no C kernel reads them, because PyTorch
-    converts e4m3 slowly, and int4 weights get `device_data` where PyTorch's packed kernel is used.
+    converts e4m3 slowly, int4 and int8 in groups become `blocks` where the C kernels read these, and int4 weights get `device_data` where
+    PyTorch's packed kernel is used.
     """
     if weight.format == "dense":
         return weight

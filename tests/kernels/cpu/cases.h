@@ -49,3 +49,14 @@ static struct linear weight_of(int64_t in, int64_t out, int dtype, int group, in
     if (zero_kind == 2 || (dtype == INT8 && group)) l.offset = array(scale_dtype, out * groups, 0.5f);
     return l;
 }
+
+/* Replace a weight by blocks on processors whose kernels read them. `out` is the number of its rows. */
+static void use_blocks(struct linear *l) {
+    struct blocking b = {NULL, 1, NULL, *l};
+    int64_t size = stoker_blocks(&b);
+    if (!size) return;
+    b.out = aligned_alloc(64, ((l->out + BLOCK - 1) / BLOCK * size + 63) / 64 * 64);
+    stoker_blocks(&b);
+    l->weight = b.out;
+    l->blocks = 1;
+}

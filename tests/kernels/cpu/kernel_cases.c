@@ -5,6 +5,7 @@
  */
 
 #include "attention.c"
+#include "blocks.c"
 #include "linear.c"
 #include "norm.c"
 #include "parallel.c"
@@ -26,6 +27,7 @@ static void run_linears(void) {
             for (int i = 0; i < 3; i++) {
                 int dtype = r % 2 ? BFLOAT16 : FLOAT32, gated = i == 1, out = gated ? 18 : 37;
                 struct linear l = weight_of(ins[i], gated ? 2 * out : out, kinds[k][0], kinds[k][1], kinds[k][2], kinds[k][3]);
+                use_blocks(&l);
                 l.out = out;
                 l.rounding = l.weight_dtype == E4M3 ? TOKEN_SCALE : NOT_ROUNDED;
                 l.rows = rows[r];

@@ -1,5 +1,6 @@
 /* The same as kernel_cases.c for the C kernels of many rows, for processors that have them (panels.h). */
 
+#include "blocks.c"
 #include "gemm.c"
 #include "parallel.c"
 #include "prefill.c"
@@ -11,6 +12,7 @@ enum { ROWS = 43, OUT = 75, HEADS = 6, KV_HEADS = 2, SIZE = 48, BLOCKS = 12, PLA
 
 static void run_linear(int64_t in, int dtype, const int kind[4], int is_gated, int norm) {
     struct linear l = weight_of(in, is_gated ? 2 * OUT : OUT, kind[0], kind[1], kind[2], kind[3]);
+    use_blocks(&l);
     l.out = OUT;
     l.rows = ROWS;
     l.dtype = dtype;

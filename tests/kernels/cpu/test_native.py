@@ -73,7 +73,8 @@ def grouped(rows: int, columns: int, group: int, shifted: bool, dtype: torch.dty
     scale, offset = (None if t is None else t.double().repeat_interleave(group, 1)[:, :columns] for t in (weight.scale, weight.zero))
     assert scale is not None
     real = weight.values.double() * scale + (0 if offset is None else offset)
-    case = lambda x, bias, fusion: quant_int8.packed_linear(x, replace(weight, bias=bias), fusion), real
+    prepared = quant_int8.prepare_weight(weight)
+    case = lambda x, bias, fusion: quant_int8.packed_linear(x, replace(prepared, bias=bias), fusion), real
     return case if group % 32 else Rounded(case)
 
 
@@ -89,8 +90,8 @@ def int4_weight(rows: int, columns: int, group: int, zero: str, dtype: torch.dty
 
 def int4(rows: int, columns: int, group: int, zero: str, dtype: torch.dtype = torch.float16) -> tuple[Callable, Tensor]:
     weight = int4_weight(rows, columns, group, zero, dtype)
-    real = int4_reference.dequantize_int4(weight, torch.float64)
-    return Rounded((lambda x, bias, fusion: quant_int4.packed_linear(x, replace(weight, bias=bias), fusion), real))
+    real, prepared = int4_reference.dequantize_int4(weight, torch.float64), quant_int4.prepare_weight(weight)
+    return Rounded((lambda x, bias, fusion: quant_int4.packed_linear(x, replace(prepared, bias=bias), fusion), real))
 
 
 def fp4(rows: int, columns: int, group: int) -> tuple[Callable, Tensor]:
@@ -189,6 +190,79 @@ def test_int4_with_a_shorter_last_group(size: int, group: int, zero: str) -> Non
         check(int4(21, size, group, zero, dtype), 2, "n")
 
 
+def in_rows(blocks: Tensor, rows: int, row_bytes: int, header: int, group_bytes: int) -> tuple[Tensor, Tensor]:
+    """The values uint8 [rows, row_bytes] and headers [rows / 16, groups, header] of blocks, in another way than the kernels read them."""
+    values, headers = [], []
+    for block in blocks:
+        at, words = 0, []
+        while at < len(block):
+            headers.append(block[at : at + header])
+            end = min(at + header + 16 * group_bytes, len(block))
+            words.append(block[at + header : end].view(-1, 16, 4).transpose(0, 1).flatten(1))
+            at = end
+        values.append(torch.cat(words, 1))
+    return torch.cat(values)[:rows, :row_bytes], torch.stack(headers).unflatten(0, (len(blocks), -1))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("rows", "columns", "group"), [(32, 128, 32), (35, 276, 64), (3, 100, 96), (48, 64, 128)])
+@pytest.mark.parametrize("zero", ["none", "int", "float"])
+def test_blocks_hold_the_stored_values_and_scales(rows: int, columns: int, group: int, zero: str) -> None:
+    stored = int4_weight(rows, columns, group, zero)
+    weight = quant_int4.prepare_weight(stored)
+    assert (weight.out_features, weight.in_features) == (rows, columns)
+    if weight.layout == "stored":
+        pytest.skip("this processor reads rows")
+    assert weight.values.data_ptr() % 64 == 0 and weight.scale is weight.zero is None
+    kinds = [torch.float16, *{"none": [], "int": [torch.uint8], "float": [torch.float16]}[zero]]
+    sizes = [16 * kind.itemsize for kind in kinds]
+    values, headers = in_rows(weight.values, rows, columns // 2, sum(sizes), group // 2)
+    assert torch.equal(values, stored.values)
+    for kind, part, original in zip(kinds, headers.split(sizes, 2), (stored.scale, stored.zero), strict=False):
+        found = part.contiguous().view(kind).transpose(1, 2).flatten(0, 1)
+        assert original is not None and torch.equal(found[:rows], original) and not found[rows:].any()
+
+
+@needs_compiler
+@kernel_only
+@pytest.mark.parametrize("rows", [1, 3, 16, 40])
+def test_weights_in_groups_as_they_are_stored(rows: int) -> None:
+    """Processors without AVX512-VNNI read them so, and every processor reads groups of 16."""
+    for weight in (
+        int4_weight(36, 100, 32, "int"),
+        int4_weight(36, 160, 64, "float"),
+        replace(int4_weight(36, 96, 32, "none"), is_fp4=True),
+    ):
+        real = int4_reference.dequantize_int4(weight, torch.float64)
+        check((lambda x, bias, fusion, weight=weight: quant_int4.packed_linear(x, replace(weight, bias=bias), fusion), real), rows, "nbgr")
+    weight = grouped_weight(36, 100, 32, True)
+    real = int8_reference.widen_groups(weight).double()
+    check((lambda x, bias, fusion: quant_int8.packed_linear(x, replace(weight, bias=bias), fusion), real), rows, "nb")
+
+
+@needs_compiler
+@kernel_only
+@pytest.mark.parametrize("rows", [1, 16, 17, 40])
+@pytest.mark.parametrize("inner", [1, 7, 16, 25, 40, 47])
+def test_gates_whose_factors_begin_within_a_block(inner: int, rows: int) -> None:
+    for case in (int4(2 * inner, 96, 32, "int"), fp4(2 * inner, 96, 32), grouped(2 * inner, 100, 32, True)):
+        check(case, rows, "nbgr")
+
+
+@needs_compiler
+@kernel_only
+def test_arguments_that_only_the_widened_product_supports() -> None:
+    """No reference reads blocks."""
+    if quant_int4.prepare_weight(int4_weight(20, 64, 32, "none")).layout == "stored":
+        pytest.skip("this processor reads rows")
+    for run, weight in (int4(20, 64, 32, "float"), grouped(20, 64, 32, False)):
+        for rows in (2, 30):
+            x, bias = torch.randn(rows, 64), torch.randn(20)
+            want = x.double() @ weight.t()
+            assert relative_error(run(x.half(), None, PLAIN), want) < 1e-3
+            assert relative_error(run(x.t().contiguous().t(), bias.double(), PLAIN), want + bias) < 1e-4
+
+
 @needs_compiler
 @kernel_only
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -245,7 +319,7 @@ def test_small_float16_scales_keep_their_value() -> None:
     weight.scale.copy_(torch.arange(1, 81).view(40, 2).to(torch.float16) * 2**-24)  # subnormal
     x = torch.randn(1, 64)
     exact = x.double() @ int4_reference.dequantize_int4(weight, torch.float64).t()
-    assert relative_error(quant_int4.packed_linear(x, weight), exact) < DIGITS_TOLERANCE
+    assert relative_error(quant_int4.packed_linear(x, quant_int4.prepare_weight(weight)), exact) < DIGITS_TOLERANCE
 
 
 @needs_compiler
@@ -317,6 +391,7 @@ def fused_layer_of(form: str, dtype: torch.dtype, hidden: int = 96, inner: int =
             weight = PackedWeight("dense", (torch.randn(rows, columns) / columns**0.5).to(getattr(torch, form)), bias=bias)
             return FusedLinear(lambda x, fusion: linear.linear(x, weight.values, bias, fusion), weight, fusion)
         module = quant_int4 if form.startswith("int4") else quant_fp8 if form == "fp8" else quant_int8
+        weight = weight if form == "fp8" else module.prepare_weight(weight)
         return FusedLinear(lambda x, fusion: module.packed_linear(x, weight, fusion), weight, fusion)
 
     norm = Fusion(norm_kind="rms", norm_weight=torch.randn(hidden).to(dtype), norm_eps=1e-5)
@@ -509,10 +584,12 @@ def test_nan_scores_stay_in_their_head() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize(("columns", "group"), [(96, 32), (100, 32), (576, 16)])
-def test_rows_of_an_embedding_in_groups(columns: int, group: int, shifted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize(("columns", "group"), [(96, 32), (100, 32), (270, 128), (576, 16)])
+def test_rows_of_an_embedding_in_groups(columns: int, group: int, prepared: bool, shifted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, ids = grouped_weight(50, columns, group, shifted), torch.tensor([49, 0, 7, 7, *range(20)], dtype=torch.int32)
     expected = {dtype: quant_int8.reference.packed_embedding(ids, weight, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    weight = quant_int8.prepare_weight(weight) if prepared else weight
     with pytest.raises(IndexError):
         quant_int8.packed_embedding(torch.tensor([50], dtype=torch.int32), weight, torch.float32)
     monkeypatch.setattr(quant_int8.reference, "packed_embedding", lambda *given: pytest.fail("the reference ran"))

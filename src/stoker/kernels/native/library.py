@@ -41,9 +41,10 @@ ROUNDINGS = {"none": 0, "token": 1, "static": 2}
 # arguments.
 LINEARS = struct.Struct("@3q").pack  # `struct linears`: the header, which is followed by these two for each linear:
 CALL_ARGUMENTS = struct.Struct("@6q").pack  # `struct linear` up to `dtype`: what differs from call to call
-LINEAR_ARGUMENTS = struct.Struct("@21qd").pack  # the rest of it: the weight and its fusion
+LINEAR_ARGUMENTS = struct.Struct("@22qd").pack  # the rest of it: the weight and its fusion
 SCORING = struct.Struct("@5q2d").pack  # `struct scoring` up to `linear`
 WIDENING = struct.Struct("@6q").pack  # `struct widening` up to `linear`
+BLOCKING = struct.Struct("@3q").pack  # `struct blocking` up to `linear`
 ROPE_STORE = struct.Struct("@29q").pack
 PREFILL = struct.Struct("@23qd").pack
 ATTENTION = struct.Struct("@28qd").pack
@@ -63,6 +64,7 @@ class NativeKernels(NamedTuple):
     gemm: Function
     score: Function
     widen: Function
+    blocks: Function  # returns the size of a block
     rope_store: Function
     attention: Function
     prefill: Function

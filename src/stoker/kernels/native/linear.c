@@ -27,7 +27,7 @@ static INLINE int64_t rows_of_pass(int64_t rows) { return rows <= 2 ? rows : row
 /* Rows of x by passes. Digits need none. */
 static int64_t padded_rows(const struct job *job) {
     int64_t rows = job->linear->rows, whole = rows / ROWS_PER_PASS * ROWS_PER_PASS;
-    return job->digits ? rows : whole + rows_of_pass(rows - whole);
+    return job->linear->blocks ? rows : whole + rows_of_pass(rows - whole);
 }
 
 /* Reorder each 2 × LANES features of x [pitch] to the even ones, then the odd ones: the order in which LANES bytes of int4 are decoded
@@ -55,8 +55,8 @@ static void prepare_row(void *data, int64_t row) {
         float scale = rounding_scale(a, x, job->pitch);
         for (int64_t k = 0; k < job->pitch; k += LANES) store_up_to(FLOAT32, x, k, round_to_e4m3(load(FLOAT32, x, k) / scale) * scale, LANES);
     }
-#ifdef HAS_DIGITS
-    if (job->digits) return convert_to_digits(a, x, job->x + row * job->x_pitch);
+#ifdef HAS_BLOCKS
+    if (a->blocks) return convert_to_digits(a, x, job->x + row * job->x_pitch);
 #endif
     if (a->weight_dtype == UINT8) split_even_odd(x, job->pitch);
     int64_t first = row / ROWS_PER_PASS * ROWS_PER_PASS, rows = rows_of_pass(a->rows - first);
@@ -109,8 +109,8 @@ PRODUCTS(int4_products, UINT8)
 PRODUCTS(e4m3_products, E4M3)
 
 static void grouped_products(const struct job *job, int64_t first, int64_t count, float (*sums)[BLOCK]) {
-#ifdef HAS_DIGITS
-    if (job->digits) return multiply_digits(job->linear, first, count, (const struct unit *)job->x, sums);
+#ifdef HAS_BLOCKS
+    if (job->linear->blocks) return multiply_digits(job->linear, first, count, (const struct unit *)job->x, sums);
 #endif
     struct group_scales scales;
     load_group_scales(job->linear, &scales, first, count);
@@ -150,9 +150,8 @@ static void compute_share(void *data, int64_t index) {
 /* How x is stored for a linear. */
 static struct job make_job(const struct linear *a) {
     struct job job = {.linear = a, .pitch = padded(a->in), .x_pitch = padded(a->in), .groups_of_row = groups_of(a)};
-#ifdef HAS_DIGITS
-    if (has_digits(a)) {
-        job.digits = 1;
+#ifdef HAS_BLOCKS
+    if (a->blocks) {
         job.pitch = units_of(a) * UNIT_FEATURES;
         job.x_pitch = digits_floats(a);
     }

@@ -11,6 +11,8 @@
  *                                low = -8 × scale, or -zero × scale, or the offset
  *     the same with `fp4`      e2m1 value × scale
  *
+ * With AVX512-VNNI, those whose groups are multiples of 32 features are in blocks instead (blocks.h).
+ *
  *     row of int4:  | f1 f0 | f3 f2 | f5 f4 | ...     bytes, high half first          scales of a row:  | s0 | s1 | ...
  *                   |<------- group 0 ------->|                                                          g 0  g 1
  */
@@ -37,6 +39,7 @@ struct linear {
     const void *weight, *scale, *zero, *offset, *bias, *norm_weight, *norm_bias, *input_scale;
     int64_t in, out; /* out: features of y, half of the weight's rows when gated */
     int64_t weight_dtype, scale_dtype, group, fp4; /* fp4: whether the four bits of UINT8 are e2m1 values */
+    int64_t blocks; /* whether `weight` points to blocks (blocks.h), of which `scale`, `zero` and `offset` are parts */
     int64_t bias_dtype, norm_weight_dtype, norm_bias_dtype;
     int64_t norm, input_gate, gate, rounding; /* enum norm, enum activation (both gates), enum rounding */
     double eps;

@@ -1,12 +1,12 @@
 """Linears by the C kernels, with their norm, gates, bias and residual.
 
 A few rows of dense, int8, int4 and e4m3 weights run in linear.c. With more rows, float32 and e4m3 weights run in gemm.c, and weights in
-groups are widened for PyTorch's product.
+groups are widened for PyTorch's product. Weights in groups are read in blocks where the processor has AVX512-VNNI (blocks.py).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ class NativeWeight(NamedTuple):
     is_fp4: bool = False  # of uint8 values: whether their four bits are e2m1
     rounding: int = 0  # of activations to e4m3: a number of ROUNDINGS
     input_scale: TensorInfo = ABSENT  # of activations that are rounded with a static scale
+    blocks: tuple[int, int] | None = None  # [n, k] of a weight in blocks, of which scale, zero and offset are parts
 
 
 class PackedLinear(NamedTuple):
@@ -116,6 +117,8 @@ def fp8_weight(weight: PackedWeight) -> NativeWeight | None:
 
 def grouped_int8_weight(weight: PackedWeight) -> NativeWeight | None:
     """Kernel argument of a weight int8 [n, k] with scale and offset [n, ceil(k / group)], or None if not supported."""
+    if weight.layout == "blocks":
+        return cast(NativeWeight, weight.device_data)
     native = _grouped_weight(weight)
     return native if native.values.dtype == INT8 and native.zero is ABSENT and _has_group_scales(native, 1) else None
 
@@ -125,6 +128,8 @@ def int4_weight(weight: PackedWeight) -> NativeWeight | None:
 
     The weight is uint8 [n, k / 2], with scales and, optionally, either zeros or offsets, each [n, ceil(k / group)].
     """
+    if weight.layout == "blocks":
+        return cast(NativeWeight, weight.device_data)
     if weight.row_scale is not None:
         return None
     native = _grouped_weight(weight)._replace(is_fp4=weight.is_fp4)
@@ -156,8 +161,8 @@ def pack_linear(weight: NativeWeight, bias: Tensor | None, fusion: Fusion) -> Pa
     gate, input_gate = ACTIVATIONS.get(fusion.gate, -1), ACTIVATIONS.get(fusion.input_gate, -1)
     if gate < 0 or input_gate < 0 or len(weight.values.shape) != 2:
         return None
-    out, size = weight.values.shape
-    size *= 2 if weight.values.dtype == UINT8 else 1
+    out, size = weight.blocks or weight.values.shape
+    size *= 2 if weight.values.dtype == UINT8 and weight.blocks is None else 1
     added, norm_weight, norm_bias = tensor_info(bias), tensor_info(fusion.norm_weight), tensor_info(fusion.norm_bias)
     if not (is_vector(added, out) and is_vector(norm_weight, size) and is_vector(norm_bias, size)):
         return None
@@ -177,6 +182,7 @@ def pack_linear(weight: NativeWeight, bias: Tensor | None, fusion: Fusion) -> Pa
         weight.scale.dtype,
         weight.group,
         weight.is_fp4,
+        weight.blocks is not None,
         added.dtype,
         norm_weight.dtype,
         norm_bias.dtype,
@@ -211,14 +217,15 @@ def product(x: Tensor, weight: NativeWeight, bias: Tensor | None, fusion: Fusion
 
 
 def grouped_product(x: Tensor, weight: NativeWeight | None, bias: Tensor | None, fusion: Fusion) -> Tensor | None:
-    """The linear with a weight in groups, or None when it is not supported.
+    """The linear with a weight in groups, or None when it is not supported. Blocks are always supported.
 
-    More than MAX_GROUPED_ROWS rows are computed by `_widened_product` where gemm.c does not support the processor.
+    More than MAX_GROUPED_ROWS rows are computed by `_widened_product` where gemm.c does not support the processor, and blocks also where
+    `product` does not support an argument, because no reference reads them.
     """
     if weight is None:
         return None
     y = product(x, weight, bias, fusion)
-    return _widened_product(x, weight, bias, fusion) if y is None and x.shape[0] > MAX_GROUPED_ROWS else y
+    return _widened_product(x, weight, bias, fusion) if y is None and (weight.blocks or x.shape[0] > MAX_GROUPED_ROWS) else y
 
 
 def _widened_product(x: Tensor, weight: NativeWeight, bias: Tensor | None, fusion: Fusion) -> Tensor | None:

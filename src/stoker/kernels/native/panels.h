@@ -12,6 +12,7 @@
 #define STOKER_PANELS_H
 
 #include "around.h"
+#include "blocks.h"
 #include "registers.h"
 
 #ifdef HAS_PANELS
@@ -131,8 +132,52 @@ static void pack_grouped_weight(const struct panels *p, int64_t first, int64_t c
     }
 }
 
+#ifdef HAS_BLOCKS
+
+/* Lanes skipped : skipped + LANES of two vectors, one after the other. */
+static INLINE __m512i lanes_from(const char *left, const char *right, __m512i skipped) {
+    return _mm512_permutex2var_epi32(_mm512_loadu_si512(left), skipped, _mm512_loadu_si512(right));
+}
+
+/* Convert `count` <= LANES weight rows from `row` on, which are in one block or in two, to half of a panel. */
+static INLINE void pack_block_rows(int is_int4, const struct panels *p, int64_t row, int64_t count, u32v (*panel)[2]) {
+    const struct linear *a = p->linear;
+    const int features = is_int4 ? 8 : 4; /* of a word */
+    const char *left = block_of(a, row), *right = block_of(a, row + count - 1);
+    const __m512i lanes = _mm512_add_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32(row % BLOCK));
+    const __m512 book = (__m512)codebook_of(1, 0, a->fp4);
+    for (int64_t k = 0; k < p->elements;) {
+        __m512 scales[2], lows[2];
+        load_block_scales(a, left, scales, lows);
+        load_block_scales(a, right, scales + 1, lows + 1);
+        __m512 scale = _mm512_permutex2var_ps(scales[0], lanes, scales[1]), low = _mm512_permutex2var_ps(lows[0], lanes, lows[1]);
+        left += scale_bytes(a), right += scale_bytes(a);
+        for (int64_t end = min_i64(k + a->group, p->elements); k < end; left += sizeof(u32v), right += sizeof(u32v)) {
+            __m512i word = lanes_from(left, right, lanes);
+            UNROLL for (int i = 0; i < features; i++, k++) {
+                if (is_int4) panel[k][0] = (u32v)_mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(word, 4 * i), book), scale, low);
+                else panel[k][0] = (u32v)_mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(word, 24 - 8 * i), 24)), scale, low);
+            }
+        }
+    }
+}
+
+/* Convert weight rows first : first + count in blocks to a panel. Those of the first half stand for a second one behind the last row. */
+static void pack_blocks(const struct panels *p, int64_t first, int64_t count, u32v (*panel)[2]) {
+    for (int64_t half = 0; half < 2; half++) {
+        int64_t begin = half * LANES < count ? half * LANES : 0, rows = min_i64(LANES, count - begin);
+        if (p->linear->weight_dtype == UINT8) pack_block_rows(1, p, first + begin, rows, (u32v(*)[2])(panel[0] + half));
+        else pack_block_rows(0, p, first + begin, rows, (u32v(*)[2])(panel[0] + half));
+    }
+}
+
+#endif
+
 /* Convert weight rows first : first + count to a panel. The last one stands for those behind it. */
 static void pack_weight(const struct panels *p, int64_t first, int64_t count, u32v (*panel)[2]) {
+#ifdef HAS_BLOCKS
+    if (p->linear->blocks) return pack_blocks(p, first, count, panel);
+#endif
     if (p->linear->group) return pack_grouped_weight(p, first, count, panel);
     for (int64_t k = 0; k < p->elements; k += LANES) {
         for (int half = 0; half < 2; half++) {

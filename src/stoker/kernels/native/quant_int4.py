@@ -1,4 +1,4 @@
-"""Linears with group-wise int4 weights by the C kernels, which read them as they are stored."""
+"""Linears with group-wise int4 weights by the C kernels, which read them in blocks or as they are stored."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
+from stoker.kernels.native.blocks import in_blocks
 from stoker.kernels.native.library import kernels
 from stoker.kernels.native.linear import grouped_int8_weight, grouped_product, int4_weight
 from stoker.kernels.reference import quant_int4 as reference
@@ -22,12 +23,16 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
 def prepare_weight(weight: PackedWeight) -> PackedWeight:
     """Prepare a weight at load (`ops.prepare_weight`).
 
-    Unchanged when the C kernel supports it, because PyTorch's packed copy would double it. FP4 in groups that it does not support, as those
-    of 16 features, becomes int8 in groups; rows of more groups than its kernel supports are dequantized in every call.
+    In blocks, or unchanged, when the C kernel supports it, because PyTorch's packed copy would double it. FP4 in groups that it does not
+    support, as those of 16 features, becomes int8 in groups; rows of more groups than its kernel supports are dequantized in every call.
     """
     if weight.is_fp4:
         if weight.scale is not None and weight.row_scale is not None:
             weight = replace(weight, scale=weight.scale.float() * weight.row_scale[:, None], row_scale=None)
-        widened = weight if int4_weight(weight) is not None else reference.fp4_as_int8(weight)
-        return weight if widened.format == "int8" and grouped_int8_weight(widened) is None else widened
-    return reference.prepare_weight(weight) if isinstance(kernels(), str) or weight.group_size % 32 else weight
+        if int4_weight(weight) is not None:
+            return in_blocks(weight, int4_weight(weight))
+        widened = reference.fp4_as_int8(weight)
+        return weight if grouped_int8_weight(widened) is None else in_blocks(widened, grouped_int8_weight(widened))
+    if isinstance(kernels(), str) or weight.group_size % 32:
+        return reference.prepare_weight(weight)
+    return in_blocks(weight, int4_weight(weight))

@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
+from stoker.kernels.native.blocks import in_blocks
 from stoker.kernels.native.linear import grouped_int8_weight, grouped_product, int8_weight, product, widened_rows
 from stoker.kernels.reference import quant_int8 as reference
-from stoker.kernels.reference.quant_int8 import has_integer_products, prepare_weight
+from stoker.kernels.reference.quant_int8 import has_integer_products
 from stoker.kernels.types import PLAIN, Fusion
 
-__all__ = ["packed_embedding", "packed_linear", "prepare_weight", "supports_groups"]
+
+def prepare_weight(weight: PackedWeight) -> PackedWeight:
+    """A weight with groups in blocks, others unchanged (`ops.prepare_weight`)."""
+    return in_blocks(weight, grouped_int8_weight(weight)) if weight.group_size else weight
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Tensor:
@@ -29,6 +33,8 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
 def packed_embedding(token_ids: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """Rows of an int8 embedding table (`ops.packed_embedding`), of one with groups by the C kernel."""
     rows = widened_rows(grouped_int8_weight(weight), token_ids) if weight.group_size else None
+    if rows is None and weight.layout == "blocks":
+        raise IndexError(f"a token id is not in 0 to {weight.out_features - 1}")
     return reference.packed_embedding(token_ids, weight, dtype) if rows is None else rows.to(dtype)
 
 

@@ -20,10 +20,9 @@
 struct job {
     const struct linear *linear;
     float *rows;   /* [rows, pitch]: the input of the product, in float32, with zeros behind `in` features */
-    float *x;      /* the same by passes: each [pitch / LANES, rows of the pass, LANES], with rows of zeros behind the last row; or digits */
+    float *x;      /* the same by passes: each [pitch / LANES, rows of the pass, LANES], with rows of zeros behind the last row; of blocks: digits */
     int64_t pitch;
     int64_t x_pitch; /* floats of a row of `x` */
-    int64_t digits;  /* whether each row of `x` is stored as digits (digits.h) */
     int64_t share_blocks; /* blocks of a work item */
     int64_t groups_of_row;
     const struct linear *next; /* the linear after this one, or NULL */

@@ -1,7 +1,7 @@
 /* Rows of a weight in groups (int8 or int4) as float32: the slices of a weight that linears of many rows widen into the L2 cache and multiply
  * there with PyTorch's product, or the rows of token ids. */
 
-#include "linear.h"
+#include "blocks.h"
 
 /* `WIDENING` in library.py, then the arguments of a linear. */
 struct widening {
@@ -39,11 +39,40 @@ static INLINE void widen_row(int is_int4, const struct linear *l, const float *s
     }
 }
 
+#ifdef HAS_BLOCKS
+
+/* One row of blocks. */
+static void widen_row_of_blocks(const struct linear *l, int64_t row, float *out) {
+    int64_t lane = row % BLOCK, is_int4 = l->weight_dtype == UINT8, words = words_of_unit(l);
+    const char *from = block_of(l, row);
+    for (int64_t g = 0; g < groups_of(l); g++) {
+        __m512 scales, lows;
+        load_block_scales(l, from, &scales, &lows);
+        from += scale_bytes(l);
+        float scale = scales[lane], low = lows[lane], features[UNIT_FEATURES];
+        codebook book = codebook_of(scale, low, l->fp4);
+        for (int64_t k = g * l->group; k < min_i64((g + 1) * l->group, l->in); k += UNIT_FEATURES, from += words * sizeof(u32v)) {
+            char bytes[UNIT_FEATURES];
+            for (int64_t w = 0; w < words; w++) memcpy(bytes + 4 * w, from + (w * BLOCK + lane) * 4, 4);
+            widen_bytes(is_int4, bytes, book, scale, low, features);
+            if (!is_int4) widen_bytes(0, bytes + LANES, book, scale, low, features + LANES);
+            memcpy(out + k, features, min_i64(UNIT_FEATURES, l->in - k) * sizeof *out);
+        }
+    }
+}
+
+#endif
+
 /* Work item `index`: BLOCK rows. */
 static void widen_block(void *data, int64_t index) {
     const struct widening *a = data;
     const struct linear *l = &a->linear;
     int64_t begin = index * BLOCK, rows = min_i64(BLOCK, a->count - begin), groups = (l->in + l->group - 1) / l->group;
+#ifdef HAS_BLOCKS
+    for (int64_t r = 0; l->blocks && r < rows; r++)
+        widen_row_of_blocks(l, a->ids ? a->ids[begin + r] : a->first + begin + r, a->out + (begin + r) * l->in);
+    if (l->blocks) return;
+#endif
     struct group_scales scales;
     if (!a->ids) load_group_scales(l, &scales, a->first + begin, rows);
     for (int64_t r = 0; r < rows; r++) {
