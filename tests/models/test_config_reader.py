@@ -63,6 +63,7 @@ def test_published_files_are_accepted() -> None:
         ("gpt2", {"n_embd": 1}, "values that do not fit together in GPT2LMHeadModel: '0.0 cannot be raised to a negative power'"),
         ("Qwen2.5-7B-Instruct", {"hidden_size": None}, "hidden_size=None is refused: it must be a whole number"),
         ("gemma-2-27b", {"layer_types": ["linear_attention"] * 46}, "layer_types has 'linear_attention'. Supported: sliding_attention"),
+        ("gemma-2-27b", {"layer_types": [""] * 46}, "layer_types has ''. Supported: sliding_attention"),
         ("Falcon-H1-0.5B-Instruct", {"mamba_n_groups": 5}, "num_groups=5 is refused: it must divide the 24 heads of the state"),
     ],
 )  # fmt: skip

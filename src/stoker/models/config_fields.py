@@ -6,7 +6,7 @@ In this package, `hf` always is the data of a config.json.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import msgspec
@@ -116,9 +116,15 @@ def read_layer_types(
 ) -> list[str]:
     """The kind of each layer under `key`, or else `default`. Raises CheckpointError for one that is not in `kinds`."""
     found = read_per_layer(hf, key, len(default), default)
-    if unknown := next((kind for kind in found if kind not in kinds), None):
-        raise CheckpointError(f"config.json: {key} has {shorten(unknown)}.", cure=f"Supported: {', '.join(kinds)}.")
+    check_layer_kinds(key, found, kinds)
     return found
+
+
+def check_layer_kinds(key: str, found: Iterable[str], kinds: Collection[str]) -> None:
+    """Raise CheckpointError for the first kind of a layer, found under `key`, that is not in `kinds`."""
+    for kind in found:
+        if kind not in kinds:
+            raise CheckpointError(f"config.json: {key} has {shorten(kind)}.", cure=f"Supported: {', '.join(kinds)}.")
 
 
 def read_window_layers(hf: dict[str, Any], num_layers: int) -> list[str]:

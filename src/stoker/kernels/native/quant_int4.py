@@ -29,10 +29,11 @@ def prepare_weight(weight: PackedWeight) -> PackedWeight:
     if weight.is_fp4:
         if weight.scale is not None and weight.row_scale is not None:
             weight = replace(weight, scale=weight.scale.float() * weight.row_scale[:, None], row_scale=None)
-        if int4_weight(weight) is not None:
-            return in_blocks(weight, int4_weight(weight))
+        if (native := int4_weight(weight)) is not None:
+            return in_blocks(weight, native)
         widened = reference.fp4_as_int8(weight)
-        return weight if grouped_int8_weight(widened) is None else in_blocks(widened, grouped_int8_weight(widened))
+        native = grouped_int8_weight(widened)
+        return weight if native is None else in_blocks(widened, native)
     if isinstance(kernels(), str) or weight.group_size % 32:
         return reference.prepare_weight(weight)
     return in_blocks(weight, int4_weight(weight))

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.base.errors import CheckpointError, shorten
+from stoker.base.errors import CheckpointError
 from stoker.core.model_config import AttentionConfig, LayerConfig, Mamba2Config, MLPConfig, ModelConfig, MoEConfig, NormConfig
 from stoker.models.architecture import Architecture, TensorNames
 from stoker.models.architectures.deepseek import corrected_routing
 from stoker.models.architectures.mamba2 import MAMBA_KEYS, mamba2_block_names
-from stoker.models.config_fields import read_activation, require_values, value_or, with_defaults
+from stoker.models.config_fields import check_layer_kinds, read_activation, require_values, value_or, with_defaults
 from stoker.models.config_values import COUNT
 
 _BY_LETTER = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
@@ -62,8 +62,7 @@ def _read_kinds(hf: dict[str, Any]) -> list[str]:
     key = next((key for key in keys if hf.get(key) is not None), keys[0])
     table = _BY_NAME | _BY_LETTER
     found = list(value_or(hf, key, ["mamba", "moe", "attention", "mlp"]))
-    if unknown := next((kind for kind in found if kind not in table), None):
-        raise CheckpointError(f"config.json: {key} has {shorten(unknown)}.", cure=f"Supported: {', '.join(table)}.")
+    check_layer_kinds(key, found, table)
     return [table[kind] for kind in found]
 
 
