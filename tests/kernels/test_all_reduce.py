@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -43,12 +44,14 @@ def test_ranks_sum_through_inboxes(ranks: int, rounds: int, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_one_shot_and_two_shot_fill_the_memory_of_the_inboxes(ranks: int) -> None:
+def test_the_inboxes_fill_their_memory(ranks: int) -> None:
     inboxes = Inboxes([rank << 40 for rank in range(ranks)], 1, CPU)
-    one, two = inboxes.one_shot, inboxes.two_shot
-    assert one.addresses[1] == 1 << 40 and one.addresses[1] + one.num_bytes == two.addresses[1]
-    assert two.addresses[1] + two.num_bytes == (1 << 40) + memory_bytes(ranks)
-    assert one.num_slots == ranks and two.num_slots == ranks + 1
+    every = (*inboxes.all_reduces, inboxes.fused_layers)
+    assert [inbox.num_slots for inbox in every] == ([2, 2] if ranks == 2 else [ranks, ranks + 1, ranks])
+    assert every[0].addresses[1] == 1 << 40
+    for inbox, following in pairwise(every):
+        assert inbox.addresses[1] + inbox.num_bytes == following.addresses[1]
+    assert every[-1].addresses[1] + every[-1].num_bytes == (1 << 40) + memory_bytes(ranks)
 
 
 class PairGroup(Group):

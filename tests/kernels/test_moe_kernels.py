@@ -13,8 +13,11 @@ from oracle import TOLERANCE, relative_error
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
+from stoker.distributed.group import Group
+from stoker.kernels.reference import activation as activation_reference
 from stoker.kernels.reference import moe as reference
 from stoker.kernels.routing import Routing, RoutingParams
+from stoker.kernels.triton import activation
 from stoker.kernels.triton.gemm.quantized.launch import split_counters
 from stoker.kernels.triton.moe import launch as moe
 from stoker.kernels.triton.moe import library_gemm
@@ -242,6 +245,56 @@ def test_quantized_projections(tokens: int, dtype: torch.dtype, activations: str
     transposed = weight.transpose(1, 2).contiguous()
     down = PackedWeight(name, transposed, torch.rand(experts, k) * 0.01 + 0.001, **options)  # type: ignore[arg-type]
     assert relative_error(moe.expert_down(up, down, routing), reference.expert_down(up, down, routing)) < 3e-4
+
+
+@pytest.mark.parametrize("form", ["dense", "int8", "fp8", "fp8, static", "fp8, library", "fp8, unquantized rows"])
+def test_the_gate_before_the_last_projection(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the launch that quantizes the rows, with the bits of a launch of its own."""
+    monkeypatch.setattr(library_gemm, "supports", lambda x, feature: True)
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
+    if form == "fp8, library":
+        monkeypatch.setattr(library_gemm, "LIBRARY_ROWS", dict.fromkeys(library_gemm.LIBRARY_ROWS, 2))
+    tokens, experts, top_k, n, k = 11, 4, 2, 32, 64
+    routing, wide = reference.route(torch.randn(tokens, experts), None, RoutingParams(top_k)), torch.randn(2 * tokens, 2 * k).bfloat16()
+    name = form.split(",")[0]
+    if name == "dense":
+        weight = PackedWeight("dense", torch.randn(experts, n, k).bfloat16() / 8)
+    else:
+        stored = (torch.randn(experts, n, k) * 40).clamp(-127, 127).to(torch.int8 if name == "int8" else torch.float8_e4m3fn)
+        step = torch.tensor([0.02]) if "static" in form else None
+        activations = "none" if "unquantized" in form else "token" if step is None else "static"
+        weight = PackedWeight(name, stored, torch.rand(experts, n) / 8, activations=activations, input_scale=step)  # type: ignore[arg-type]
+    assert library_gemm.is_faster(wide, weight, routing) is (form == "fp8, library")
+    residual, inner = torch.randn(tokens, n).bfloat16(), activation.gated(wide, "silu")
+    found = moe.expert_down(wide, weight, routing, residual, "silu")
+    assert torch.equal(found, moe.expert_down(inner, weight, routing, residual))
+    assert torch.equal(reference.expert_down(wide, weight, routing, None, "silu"), reference.expert_down(
+        activation_reference.gated(wide, "silu"), weight, routing
+    ))  # fmt: skip
+    if name == "dense":
+        exact = torch.nn.functional.silu(wide[:, :k].double()) * wide[:, k:].double()
+        by_choice = exact.new_empty(exact.shape).index_copy_(0, routing.order.long(), exact)
+        each = expected_by_choice(by_choice, weight.values, None, routing, range(experts)).unflatten(0, (tokens, top_k))
+        assert relative_error(found, (each * routing.weights.double()[..., None]).sum(1) + residual) < TOLERANCE[torch.bfloat16]
+
+
+class TwoRanks(Group):
+    """Two ranks, of which the other one has the same summand. Without inboxes, like devices that cannot access each other's memory."""
+
+    size = 2
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def test_experts_of_ranks_without_inboxes() -> None:
+    """The sum of a token is rounded before it is summed over ranks, and the residual is added at last."""
+    weight, x = PackedWeight("dense", torch.randn(4, 40, 32).bfloat16()), torch.randn(14, 32).bfloat16()
+    residual, routing = torch.randn(7, 40).bfloat16(), reference.route(torch.randn(7, 4), None, RoutingParams(2))
+    for module in (moe, reference):
+        total = module.expert_down(x, weight, routing)
+        assert torch.equal(module.expert_down(x, weight, routing, residual, None, TwoRanks()), total * 2 + residual)
+        assert torch.equal(module.expert_down(x, weight, routing, None, None, TwoRanks()), total * 2)
 
 
 def test_clipped_gate() -> None:

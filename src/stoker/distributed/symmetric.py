@@ -1,8 +1,9 @@
 """All-reduces through peer memory: GPUs write to the memory of their peers over NVLink, without NCCL.
 
-Messages up to 4 MiB use inboxes (`distributed.inbox`), whose kernel also adds the residual; messages up to 16 MiB use the symmetric-memory
-kernels of PyTorch; larger ones use NCCL. All of them can be captured in a CUDA graph and give every rank the same bits. NVLink multicast is
-not used. Sums beside other kernels are copies between two ranks (`distributed.peer_copies`), and NCCL among more.
+Messages up to 4 MiB (of two ranks, 16 MiB) use inboxes (`distributed.inbox`), whose kernel also adds the residual; messages up to 16 MiB
+of more ranks use the symmetric-memory kernels of PyTorch; larger ones use NCCL. All of them can be captured in a CUDA graph and give every
+rank the same bits. NVLink multicast is not used. Sums beside other kernels are copies between two ranks (`distributed.peer_copies`), and
+NCCL among more.
 """
 
 from __future__ import annotations

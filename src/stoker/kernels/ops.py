@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
-from stoker.distributed.group import Group
+from stoker.distributed.group import SINGLE, Group
 from stoker.kernels import reference
 from stoker.kernels.native.recording import Layers, Recordings
 from stoker.kernels.reference import activation as activation_ref
@@ -498,13 +498,21 @@ def expert_up(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
     return _pick(x, moe_ref).expert_up(x, weight, routing)
 
 
-def expert_down(x: Tensor, weight: PackedWeight, routing: Routing, residual: Tensor | None = None) -> Tensor:
+def expert_down(
+    x: Tensor,
+    weight: PackedWeight,
+    routing: Routing,
+    residual: Tensor | None = None,
+    input_gate: str | None = None,
+    group: Group = SINGLE,
+) -> Tensor:
     """Apply the linear of each chosen expert and add the results of each token: the last projection of a mixture of experts.
 
-    x [T × k, K], in the order of `routing.order`; weight [E, N, K] and bias [E, N]. Returns [T, N]: for each token, the sum of its k
-    results, weighted by `routing.weights` and rounded to the dtype of x, + `residual` [T, N].
+    x [T × k, K], in the order of `routing.order`; weight [E, N, K] and bias [E, N]. With `input_gate`, an activation, x is [T × k, 2 × K]:
+    gates, then ups, and the input is act(gate) × up. Returns [T, N]: for each token, the sum of its k results, weighted by
+    `routing.weights` and rounded to the dtype of x, summed over the ranks of `group` (`all_reduce`), + `residual` [T, N].
     """
-    return _pick(x, moe_ref).expert_down(x, weight, routing, residual)
+    return _pick(x, moe_ref).expert_down(x, weight, routing, residual, input_gate, group)
 
 
 def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:

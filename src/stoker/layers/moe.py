@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stoker.core.model_config import MoEConfig
 from stoker.core.specs import LinearSpec, Spec, TensorSpec
+from stoker.distributed.group import SINGLE, Group
 from stoker.kernels import ops
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.types import PLAIN
@@ -83,8 +84,8 @@ class MoE:
             return ops.all_reduce(routed if shared is None else routed + shared, self.group, residual)
         x, routing = self._route(x, norm)
         shared = self._shared(x)
-        if shared is None and self.group.size == 1:  # no sum over ranks comes before the addition
-            return self._experts(x, routing, residual)
+        if shared is None:
+            return self._experts(x, routing, residual, self.group)
         return ops.all_reduce(self._experts(x, routing, shared), self.group, residual)
 
     def _route(self, x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Routing]:
@@ -92,8 +93,8 @@ class MoE:
         fusion = PLAIN if norm is None else norm.fusion
         return ops.route_tokens(x, self.router, self.router_bias, self.correction, self.params, fusion)
 
-    def _experts(self, x: Tensor, routing: Routing, addend: Tensor | None = None) -> Tensor:
-        """The sum over this rank's experts for the tokens x [T, hidden], + `addend`: its summand of the routed experts."""
+    def _experts(self, x: Tensor, routing: Routing, addend: Tensor | None = None, group: Group = SINGLE) -> Tensor:
+        """The sum over this rank's experts for the tokens x [T, hidden], summed over the ranks of `group`, + `addend`."""
         if self._offset_indices is not None:
             # Choices of other ranks' experts stay in the order; their rows are zeros on this rank.
             routing = Routing(routing.weights, routing.order, routing.offsets.index_select(0, self._offset_indices), is_whole=False)
@@ -101,7 +102,10 @@ class MoE:
         if self.config.scale_input:  # the projection has no bias, so that its result can be scaled instead of its input
             wide = wide * routing.weights.flatten()[routing.order.long(), None].to(wide.dtype)
             routing = replace(routing, weights=torch.ones_like(routing.weights))
-        return self.down.down(self._activate(wide), routing, addend)
+        config = self.config
+        if config.glu_clip is None and config.expert.gated:
+            return self.down.down(wide, routing, addend, config.expert.activation, group)
+        return self.down.down(self._activate(wide), routing, addend, group=group)
 
     def _shared(self, x: Tensor) -> Tensor | None:
         """This rank's summand of the shared expert of x [T, hidden]; None: there is no shared expert."""
@@ -123,9 +127,8 @@ class MoE:
         return torch.arange(start, start + per_rank + 1, device=loader.device).clamp(max=count)
 
     def _activate(self, wide: Tensor) -> Tensor:
-        """The activation function applied to the up projections `wide` [T × k, size], or [T × k, 2 × size] if gated."""
+        """The activation function of the up projections `wide` [T × k, size], or [T × k, 2 × size] with the gate of gpt-oss."""
         config = self.config
         if config.glu_clip is not None:
             return ops.clipped_gate(wide, config.glu_clip, config.glu_alpha)
-        expert = config.expert
-        return ops.gated(wide, expert.activation) if expert.gated else ops.activate(wide, expert.activation)
+        return ops.activate(wide, config.expert.activation)

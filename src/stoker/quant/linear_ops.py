@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
+from stoker.distributed.group import SINGLE, Group
 from stoker.kernels import ops
 from stoker.kernels.routing import Routing
 from stoker.kernels.types import PLAIN, Fusion
@@ -63,10 +64,13 @@ class ExpertsOp(ABC):
         """The first projection of each token by its experts: x [T, in_features] → [T × k, out_features], ordered by routing.order."""
 
     @abstractmethod
-    def down(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
+    def down(
+        self, x: Tensor, routing: Routing, residual: Tensor | None = None, input_gate: str | None = None, group: Group = SINGLE
+    ) -> Tensor:
         """The last projection: x [T × k, in_features], ordered by routing.order → [T, out_features].
 
-        The results of a token's experts are summed with the weights of `routing`, and `residual` [T, out_features] is added.
+        With `input_gate`, an activation, x [T × k, 2 × in_features] has gates, then the values that act(gate) multiplies. The results of a
+        token's experts are summed with the weights of `routing`, then over the ranks of `group`. `residual` [T, out_features] is added.
         """
 
 
@@ -112,9 +116,11 @@ class PackedExperts(ExpertsOp):
         """The first projection of each token's experts, by `ops.expert_up`."""
         return ops.expert_up(x, self.weight, routing)
 
-    def down(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
+    def down(
+        self, x: Tensor, routing: Routing, residual: Tensor | None = None, input_gate: str | None = None, group: Group = SINGLE
+    ) -> Tensor:
         """The last projection of each token's experts, by `ops.expert_down`."""
-        return ops.expert_down(x, self.weight, routing, residual)
+        return ops.expert_down(x, self.weight, routing, residual, input_gate, group)
 
 
 class SequentialExperts(ExpertsOp):
@@ -131,13 +137,15 @@ class SequentialExperts(ExpertsOp):
         tokens = torch.div(routing.order.long(), routing.top_k, rounding_mode="floor")
         return self._apply_sorted(x.index_select(0, tokens), routing)
 
-    def down(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
-        """Apply each expert to its rows, and add the results of each token with the routing weights, and the residual."""
-        y = self._apply_sorted(x, routing)
+    def down(
+        self, x: Tensor, routing: Routing, residual: Tensor | None = None, input_gate: str | None = None, group: Group = SINGLE
+    ) -> Tensor:
+        """Apply each expert to its rows. Add the results of each token with the routing weights, then those of ranks, and the residual."""
+        y = self._apply_sorted(x if input_gate is None else ops.gated(x, input_gate), routing)
         by_choice = torch.empty_like(y).index_copy_(0, routing.order.long(), y).unflatten(0, (-1, routing.top_k))
         # Choices are summed in their own order, so that a token's result does not depend on its neighbours.
         total = (by_choice.float() * routing.weights[..., None]).sum(1).to(x.dtype)
-        return total if residual is None else total + residual
+        return ops.all_reduce(total, group, residual)
 
     def _apply_sorted(self, x: Tensor, routing: Routing) -> Tensor:
         """Apply each expert's linear to its rows of x [T × k, K], which are sorted by expert."""

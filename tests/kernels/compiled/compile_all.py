@@ -28,6 +28,7 @@ from stoker.distributed.inbox import Inboxes
 from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton import activation, all_reduce, embedding, norm, pages, rope, row_tokens, sampling, summands
+from stoker.kernels.triton.all_reduce_kernel import Choices
 from stoker.kernels.triton.aot.offline_target import compile_for, compiling, resources
 from stoker.kernels.triton.attention import launch as attention
 from stoker.kernels.triton.attention.tiles import AttentionTile
@@ -257,10 +258,18 @@ def block_experts(rows: int, count: int = 256, top_k: int = 8, n: int = 7168, k:
     moe.expert_down(meta(rows * top_k, k), weight, routing)
 
 
-def all_reduce_of(ranks: int, is_two_shot: bool) -> None:
+def all_reduce_of(ranks: int, algorithm: int) -> None:
     """The all-reduce of 32 rows of Llama-70B."""
     inboxes = Inboxes([1 << 40] * ranks, 1, torch.device("meta"))
-    all_reduce.sum_through_inbox(meta(32, 8192), meta(32, 8192), inboxes.two_shot if is_two_shot else inboxes.one_shot)
+    all_reduce.sum_through_inbox(meta(32, 8192), meta(32, 8192), inboxes.all_reduces[algorithm])
+
+
+def all_reduce_of_choices(ranks: int, tokens: int) -> None:
+    """The all-reduce that combines the results of Mixtral's experts, as tiles and as the library store them."""
+    inboxes, top_k, size = Inboxes([1 << 40] * ranks, 1, torch.device("meta")), 2, 4096
+    for rows in (None, index(tokens * top_k)):
+        choices = Choices(meta(tokens, top_k, dtype=FP32), rows)
+        all_reduce.sum_through_inbox(meta(tokens * top_k, size), meta(tokens, size), inboxes.all_reduces[-1], choices=choices)
 
 
 def copied_summands(features: int) -> None:
@@ -531,8 +540,11 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     **{f"experts block, {rows} rows": lambda rows=rows: block_experts(rows) for rows in (1, 64, 2048)},  # type: ignore[misc]
     **{
         f"sum of {ranks} ranks {'in two shots' if two else 'in one shot'}": lambda ranks=ranks, two=two: all_reduce_of(ranks, two)  # type: ignore[misc]
-        for ranks in (2, 4, 8)
-        for two in (False, True)
+        for ranks, two in ((2, 0), (4, 0), (4, 1), (8, 0), (8, 1))
+    },
+    **{
+        f"sum of the choices of {tokens} tokens over {ranks} ranks": lambda ranks=ranks, tokens=tokens: all_reduce_of_choices(ranks, tokens)  # type: ignore[misc]
+        for ranks, tokens in ((2, 768), (4, 64))
     },
     **{
         f"sum of two copied summands, {features} features": lambda features=features: copied_summands(features)  # type: ignore[misc]

@@ -9,11 +9,13 @@ from unittest import mock
 import torch
 from emulated.launch import emulating
 from fused_layer_cases import Results, check_rank, rank_problems
+from oracle import TOLERANCE, relative_error
 from torch import Tensor
 
 from stoker.distributed.group import Group
 from stoker.distributed.inbox import EMPTY, UNIT_BYTES, Inboxes, memory_bytes
 from stoker.kernels.triton.all_reduce import sum_through_inbox
+from stoker.kernels.triton.all_reduce_kernel import Choices
 from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
 from stoker.kernels.types import FusedLayer
 
@@ -48,14 +50,18 @@ class Ranks:
         with emulating(seed, self.num_ctas, num_ranks=len(layers), shared_between_ranks=self.memory), counters:
             return [small_batch.run_small_batch(own, stream, layer) for own, layer in zip(x, layers, strict=True)]
 
-    def all_reduce(self, x: list[Tensor], seed: int) -> list[Tensor]:
-        """The all-reduce kernel, which uses the same inboxes."""
+    def all_reduce(self, x: list[Tensor], seed: int, weights: Tensor | None = None) -> list[Tensor]:
+        """The all-reduce kernel, by each algorithm in turn. With `weights`, x are the results of experts for the choices of tokens."""
+        choices = None if weights is None else Choices(weights, None)
         with emulating(seed, self.num_ctas, num_ranks=len(x), shared_between_ranks=self.memory):
-            return [sum_through_inbox(own, None, group.inboxes.one_shot) for own, group in zip(x, self.groups, strict=True)]
+            return [
+                sum_through_inbox(own, None, group.inboxes.all_reduces[seed % len(group.inboxes.all_reduces)], choices=choices)
+                for own, group in zip(x, self.groups, strict=True)
+            ]
 
 
 def main(form: str, num_ranks: int) -> None:
-    """Repeated launches, with all-reduces of other sizes between them, take more turns than an inbox has buffers."""
+    """Repeated launches, with all-reduces of several sizes between them, take more turns than an inbox has buffers."""
     shape, num_ctas = SIZES[form]
     ranks = Ranks(num_ranks, num_ctas)
     layers, weights = rank_problems(form, shape, DTYPE, False, num_ranks, "cpu")
@@ -70,6 +76,12 @@ def main(form: str, num_ranks: int) -> None:
         messages = [torch.randn(1500 * (launch + 1)).to(DTYPE) for _ in layers]
         for total in ranks.all_reduce(messages, launch):
             assert torch.equal(total, torch.stack(messages).double().sum(0).to(DTYPE))
+        outputs, by_choice = [torch.randn(6, 1024).to(DTYPE) for _ in layers], torch.rand(3, 2)
+        totals = ranks.all_reduce(outputs, launch, by_choice)
+        summed = torch.stack([(each.double().unflatten(0, (3, 2)) * by_choice.double()[..., None]).sum(1) for each in outputs]).sum(0)
+        for total in totals:
+            assert relative_error(total, summed) < TOLERANCE[DTYPE]
+            assert torch.equal(total.view(torch.int16), totals[0].view(torch.int16)), "the sums of experts differ between ranks"
     with emulating(0, num_ctas, shared_between_ranks=ranks.memory):  # a launch whose peers have ended ends, too
         small_batch.run_small_batch(x[0], stream, layers[0], max_polls=3)
 

@@ -9,6 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
+from stoker.distributed.group import SINGLE, Group
+from stoker.kernels.reference.activation import gated
+from stoker.kernels.reference.all_reduce import all_reduce
 from stoker.kernels.reference.linear import format_reference
 from stoker.kernels.routing import Routing, RoutingParams
 
@@ -74,10 +77,17 @@ def expert_up(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
     return _grouped(x.index_select(0, tokens), weight, routing)
 
 
-def expert_down(x: Tensor, weight: PackedWeight, routing: Routing, residual: Tensor | None = None) -> Tensor:
-    """The last projection by each expert, summed per token (`ops.expert_down`)."""
-    total = _weighted_sum(_grouped(x, weight, routing), routing)
-    return total if residual is None else total + residual
+def expert_down(
+    x: Tensor,
+    weight: PackedWeight,
+    routing: Routing,
+    residual: Tensor | None = None,
+    input_gate: str | None = None,
+    group: Group = SINGLE,
+) -> Tensor:
+    """The last projection by each expert, summed per token and over ranks (`ops.expert_down`)."""
+    x = x if input_gate is None else gated(x, input_gate)
+    return all_reduce(_weighted_sum(_grouped(x, weight, routing), routing), group, residual)
 
 
 def _weighted_sum(y: Tensor, routing: Routing) -> Tensor:

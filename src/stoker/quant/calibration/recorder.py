@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stoker.base.errors import ConfigError
 from stoker.core.specs import LinearSpec
+from stoker.distributed.group import SINGLE, Group
 from stoker.kernels import ops
 from stoker.kernels.routing import Routing
 from stoker.kernels.types import PLAIN, Fusion
@@ -35,9 +36,12 @@ class Recorder(LinearOp, ExpertsOp):
         self.stats.add(x)
         return self.inner.up(x, routing)
 
-    def down(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
+    def down(
+        self, x: Tensor, routing: Routing, residual: Tensor | None = None, input_gate: str | None = None, group: Group = SINGLE
+    ) -> Tensor:
+        x = x if input_gate is None else ops.gated(x, input_gate)
         self.stats.add(x)
-        return self.inner.down(x, routing, residual)
+        return self.inner.down(x, routing, residual, group=group)
 
 
 def record_inputs(linear: LinearOp | ExpertsOp, spec: LinearSpec, device: torch.device, stats: dict[str, InputStats]) -> Recorder:

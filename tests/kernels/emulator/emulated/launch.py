@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -102,7 +102,7 @@ def _launch(ranks: list[_Prepared], shared: Sequence[torch.Tensor], seed: int, c
     is_dependent, has_async_proxy = all(rank.is_dependent for rank in ranks), any(rank.kernel.has_async_proxy for rank in ranks)
     pending = stream.begin(tensors, granule, is_dependent)
     memory.history = History("global", len(memory.data), memory.begin, granule, has_async_proxy, pending)
-    addresses = {tensor.data_ptr(): tensors.address(tensor) for tensor in shared}
+    addresses = _Addresses(tensors, shared)
     launches = [
         Launch(
             rank.kernel,
@@ -121,13 +121,25 @@ def _launch(ranks: list[_Prepared], shared: Sequence[torch.Tensor], seed: int, c
     tensors.copy_back()
 
 
-def _params(prepared: _Prepared, tensors: Tensors, addresses: Mapping[int, int]) -> dict[str, NDArray[np.uint64]]:
-    """The values of a kernel's parameters by name. addresses: maps integers that are addresses on the host to addresses on the device."""
+class _Addresses:
+    """The addresses on the device of the memory that ranks share, by its addresses on the host."""
+
+    def __init__(self, tensors: Tensors, shared: Sequence[torch.Tensor]) -> None:
+        self.begins = {tensor.data_ptr(): (tensor.nbytes, tensors.address(tensor)) for tensor in shared}
+
+    def of(self, value: int) -> int:
+        """The address on the device for an address on the host; other integers are returned as they are."""
+        places = (address + value - begin for begin, (size, address) in self.begins.items() if begin <= value < begin + size)
+        return next(places, value)
+
+
+def _params(prepared: _Prepared, tensors: Tensors, addresses: _Addresses) -> dict[str, NDArray[np.uint64]]:
+    """The values of a kernel's parameters by name. `addresses`: of the memory that ranks share."""
     params = {}
     for name, (kind, value) in zip(prepared.kernel.params, prepared.arguments, strict=False):  # Triton's own parameters are not used
         if isinstance(value, TensorDescriptor):
             continue
-        value = tensors.address(value) if isinstance(value, torch.Tensor) else addresses.get(value, value) if kind == "i64" else value
+        value = tensors.address(value) if isinstance(value, torch.Tensor) else addresses.of(value) if kind == "i64" else value
         params[name] = np.array([value], np.float32 if kind == "fp32" else np.int64).view(np.uint32 if kind == "fp32" else np.uint64)
     return params
 

@@ -3,7 +3,7 @@
     route           router logits -> Routing: the experts of each token, and all choices sorted by expert
     route_tokens    the same from the tokens and the router's weight, with the norm before it
     expert_up       x [T, k], a row per token -> [T × top_k, n], a row per sorted choice
-    expert_down     [T × top_k, k], a row per sorted choice -> [T, n], the weighted sum of each token's choices, + residual
+    expert_down     [T × top_k, k], a row per sorted choice -> [T, n], the weighted sum of each token's choices and over ranks, + residual
 
 A projection is one launch of `moe.kernel` over the tiles of all experts. A small step reads the weights of the chosen experts once, at the
 speed of memory; a large one is a grouped matrix product, for which `library_gemm` is used where it is faster.
@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
+from stoker.distributed.group import SINGLE, Group
 from stoker.kernels.routing import Routing, RoutingParams
+from stoker.kernels.triton.all_reduce import all_reduce, all_reduce_choices
+from stoker.kernels.triton.all_reduce_kernel import Choices
 from stoker.kernels.triton.device import num_sms
 from stoker.kernels.triton.gemm.dense.launch import linear, small_linear
 from stoker.kernels.triton.gemm.dense.tiles import MAX_ROWS
@@ -249,17 +252,25 @@ def expert_down(
     weight: PackedWeight,
     routing: Routing,
     residual: Tensor | None = None,
+    input_gate: str | None = None,
+    group: Group = SINGLE,
     tile: QuantTile | None = None,
     tokens: int | None = None,
 ) -> Tensor:
-    """The last projection by each expert, summed per token (`ops.expert_down`).
+    """The last projection by each expert, summed per token and over ranks (`ops.expert_down`).
 
     Without `tile`, it chooses one, or the library's GEMM where that is faster. `tokens`: as in `expert_up`.
     """
+    rows = None
     if tile is None and library_gemm.is_faster(x, weight, routing):
-        y = library_gemm.expert_linear(x, weight, routing, is_sorted=True)
-        return _combine(y, routing, residual, library_gemm.inverse_order(routing))
-    return _combine(_project(x, weight, routing, tile, tokens, is_sorted=True), routing, residual)
+        y, rows = library_gemm.expert_linear(x, weight, routing, input_gate, is_sorted=True), library_gemm.inverse_order(routing)
+    else:
+        y = _project(x, weight, routing, tile, tokens, input_gate, is_sorted=True)
+    choices = Choices(routing.weights, rows)
+    if group.size == 1:
+        return _combine(y, choices, residual)
+    total = all_reduce_choices(y, choices, group, residual)
+    return all_reduce(_combine(y, choices, None), group, residual) if total is None else total
 
 
 def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
@@ -273,15 +284,24 @@ def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
     return out
 
 
-def _project(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile | None, tokens: int | None, *, is_sorted: bool) -> Tensor:
-    """[T × k, n]: each row times the weight of its expert.
+def _project(
+    x: Tensor,
+    weight: PackedWeight,
+    routing: Routing,
+    tile: QuantTile | None,
+    tokens: int | None,
+    input_gate: str | None = None,
+    *,
+    is_sorted: bool,
+) -> Tensor:
+    """[T × k, n]: each row times the weight of its expert. With `input_gate`, a row has gates and ups.
 
     With `is_sorted`, x has a row per sorted choice and results are in the order of the choices. Without it, x has a row per token and
     results are in the order of routing.order.
     """
     dtype = x.dtype
     tokens = tokens or tile_tokens(routing.order.shape[0], routing.offsets.shape[0] - 1, weight.is_fp4)
-    operands = expert_operands(x, weight, routing, tokens, is_sorted)
+    operands = expert_operands(x, weight, routing, tokens, is_sorted, input_gate)
     values, weight = operands.x.values_ptr, operands.weight
     if not weight.values.is_contiguous() or values.stride(-1) != 1:
         raise ValueError(
@@ -387,16 +407,15 @@ def _block_k(weight: PackedWeight, form: str, limit: int) -> int:
     return group if form == "block_fp8" else limit
 
 
-def _combine(y: Tensor, routing: Routing, residual: Tensor | None, rows: Tensor | None = None) -> Tensor:
-    """[T, size]: the sum of each token's choices, weighted by `routing.weights`, + `residual` [T, size].
-
-    `rows` int32 [T × k] is the row of y of each choice; None means that row c is choice c.
-    """
-    tokens, size = routing.weights.shape[0], y.shape[1]
+def _combine(y: Tensor, choices: Choices, residual: Tensor | None) -> Tensor:
+    """[T, size]: the sum of each token's choices, weighted by `choices.weights_ptr`, + `residual` [T, size]."""
+    (tokens, top_k), size = choices.weights_ptr.shape, y.shape[1]
     out = torch.empty((tokens, size), dtype=y.dtype, device=y.device)
     if tokens:
         grid = (tokens, cdiv(size, _BLOCK))
         residual = None if residual is None else residual.contiguous()
         options = pdl_launch_options(y)
-        combine_kernel[grid](y, rows, routing.weights, residual, out, size, TOP_K=routing.top_k, BLOCK=_BLOCK, num_warps=4, **options)
+        combine_kernel[grid](
+            y, choices.rows_ptr, choices.weights_ptr, residual, out, size, TOP_K=top_k, BLOCK=_BLOCK, num_warps=4, **options
+        )
     return out

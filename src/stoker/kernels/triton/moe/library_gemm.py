@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.routing import Routing
+from stoker.kernels.triton.activation import gated
 from stoker.kernels.triton.device import supports
 from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
 
@@ -48,18 +49,20 @@ def _has_tall_tiles(weight: PackedWeight, rows: int) -> bool:
     return weight.format != "dense" and min(n, k) >= _TALL_SIZE and rows // experts > most_small and rows <= most * experts
 
 
-def expert_linear(x: Tensor, weight: PackedWeight, routing: Routing, *, is_sorted: bool) -> Tensor:
+def expert_linear(x: Tensor, weight: PackedWeight, routing: Routing, input_gate: str | None = None, *, is_sorted: bool) -> Tensor:
     """[T × k, n]: row c is the input of choice routing.order[c], multiplied by the weight of its expert.
 
-    x is bfloat16. With `is_sorted` it has a row per choice in the order of routing.order, else a row per token.
+    x is bfloat16. With `is_sorted` it has a row per choice in the order of routing.order, else a row per token. With `input_gate`, a row
+    has gates and ups.
     """
     ends = routing.offsets[1:]
     tokens = None if is_sorted else torch.div(routing.order, routing.top_k, rounding_mode="floor")
     transposed = weight.values.transpose(-2, -1)
     if weight.format == "dense":
+        x = x if input_gate is None else gated(x, input_gate)
         return torch._grouped_mm(x if tokens is None else x.index_select(0, tokens), transposed, offs=ends)
     assert weight.scale is not None
-    quantized = quantize_rows(x, "fp8", x.shape[1], input_scale=weight.input_scale)
+    quantized = quantize_rows(x, "fp8", x.shape[1] // (1 if input_gate is None else 2), input_scale=weight.input_scale, gate=input_gate)
     values, scale = quantized.values, quantized.scale
     if tokens is not None:
         values = values.view(torch.uint8).index_select(0, tokens).view(values.dtype)

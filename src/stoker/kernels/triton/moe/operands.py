@@ -21,6 +21,7 @@ from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference.quant_fp8 import round_groups, widen_blocks
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.routing import Routing
+from stoker.kernels.triton.activation import gated
 from stoker.kernels.triton.gemm.quantized.activations import quantize_groups, quantize_rows
 from stoker.kernels.triton.gemm.quantized.arguments import ActivationPointers
 from stoker.kernels.triton.gemm.quantized.fp8 import BLOCK_COLUMNS
@@ -41,19 +42,23 @@ class ExpertOperands:
     is_sorted: bool = False  # x has a row per choice, in the order of routing.order; else a row per token
 
 
-def expert_operands(x: Tensor, weight: PackedWeight, routing: Routing, tile_tokens: int, is_sorted: bool) -> ExpertOperands:
+def expert_operands(
+    x: Tensor, weight: PackedWeight, routing: Routing, tile_tokens: int, is_sorted: bool, input_gate: str | None = None
+) -> ExpertOperands:
     """The kernel operands for activations x and an expert projection `weight`, in tiles of `tile_tokens` tokens.
 
-    Quantizes x if the format of `weight` requires it. x has a row per sorted choice with `is_sorted`, otherwise a row per token.
+    Quantizes x if the format of `weight` requires it, in the same launch as the gate, if there is one: x then has gates, then ups. x has a
+    row per sorted choice with `is_sorted`, otherwise a row per token.
     """
+    if weight.format in ("fp8", "int8") and not weight.group_size:
+        return _row_scaled_operands(x, weight, is_sorted, input_gate)
+    x = x if input_gate is None else gated(x, input_gate)
     if weight.format == "dense":
         return _unquantized(x, weight, is_sorted)
     if weight.format == "int4":
         return _int4_operands(x, weight, routing, tile_tokens, is_sorted)
-    if weight.group_size:
-        is_block_fp8 = weight.format == "fp8"
-        return _block_operands(x, weight, is_sorted) if is_block_fp8 else _group_operands(x, weight, tile_tokens, is_sorted)
-    return _row_scaled_operands(x, weight, is_sorted)
+    is_block_fp8 = weight.format == "fp8"
+    return _block_operands(x, weight, is_sorted) if is_block_fp8 else _group_operands(x, weight, tile_tokens, is_sorted)
 
 
 def _unquantized(x: Tensor, weight: PackedWeight, is_sorted: bool) -> ExpertOperands:
@@ -61,11 +66,12 @@ def _unquantized(x: Tensor, weight: PackedWeight, is_sorted: bool) -> ExpertOper
     return ExpertOperands(ActivationPointers(x, None, None), weight, is_sorted=is_sorted)
 
 
-def _row_scaled_operands(x: Tensor, weight: PackedWeight, is_sorted: bool) -> ExpertOperands:
+def _row_scaled_operands(x: Tensor, weight: PackedWeight, is_sorted: bool, input_gate: str | None) -> ExpertOperands:
     """For weights with a scale per row: x quantized to the weight's dtype, or unquantized if the format has no activation quantization."""
     if weight.activations == "none":
-        return _unquantized(x, weight, is_sorted)
-    quantized = quantize_rows(x, weight.format, x.shape[1], input_scale=weight.input_scale)
+        return _unquantized(x if input_gate is None else gated(x, input_gate), weight, is_sorted)
+    features = x.shape[1] // (1 if input_gate is None else 2)
+    quantized = quantize_rows(x, weight.format, features, input_scale=weight.input_scale, gate=input_gate)
     return ExpertOperands(ActivationPointers(quantized.values, quantized.scale, None), weight, is_sorted=is_sorted)
 
 

@@ -107,8 +107,8 @@ def measured_tile(weight: PackedWeight) -> SmallBatchTile | None:
 
 
 def _inbox(layer: FusedLayer) -> Inbox | None:
-    """The inboxes for the all-reduces of a layer; None on a single rank, and where ranks have none."""
-    return None if layer.group.inboxes is None else layer.group.inboxes.one_shot
+    """The inbox for the all-reduces of a layer; None on a single rank, and where ranks have none."""
+    return None if layer.group.inboxes is None else layer.group.inboxes.fused_layers
 
 
 def _rank_arguments(inbox: Inbox | None, max_polls: int) -> dict[str, Any]:

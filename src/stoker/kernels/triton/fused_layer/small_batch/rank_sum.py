@@ -1,8 +1,8 @@
 """The all-reduce inside the small-batch kernel: the partial sums of `out_proj` and `down` are added over tensor-parallel ranks.
 
 Each rank has a shard of the input features of both linears, so its results are summands. All ranks have the same schedule: CTA i computes
-the same rows of the same tokens everywhere. So it exchanges data with CTAs i of the other ranks only, through one unit of the inboxes
-(`distributed.inbox`):
+the same rows of the same tokens everywhere. So it exchanges data with CTAs i of the other ranks only, through one unit of the inboxes of
+fused layers (`distributed.inbox`):
 
     unit i of an inbox, 2 KiB per rank       float32 [tokens, rows of CTA i]
       slot 0: from rank 0 | slot 1: from rank 1 | …
@@ -11,7 +11,7 @@ the same rows of the same tokens everywhere. So it exchanges data with CTAs i of
                            | load all slots until no word is EMPTY | add them in the order of the ranks, then the residual
 
 The protocol is that of `all_reduce_kernel`: a word is its own flag, the buffers of a unit rotate, and its turns are counted on the device,
-so that captured graphs can be replayed and both kernels can use the same inboxes. One launch takes two turns. Between them, the grid
+so that captured graphs can be replayed. One launch takes two turns. Between them, the grid
 barriers order the stores that reset a buffer before the partial sums of the second turn, whose arrival allows a peer to write to that
 buffer. A rank whose peer has died polls as long as the all-reduce kernel does (`UNLIMITED_POLLS`), unless its process is stopped.
 

@@ -1,0 +1,102 @@
+"""All-reduces of tensor-parallel ranks, a process and a GPU for each: `all_reduce_ranks.py NUM_RANKS`."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import Tensor
+
+from stoker.base.config import Mapping
+from stoker.distributed.symmetric import SymmetricGroup
+from stoker.distributed.world import join
+from stoker.kernels import ops
+from stoker.kernels.triton.all_reduce import all_reduce_choices
+from stoker.kernels.triton.all_reduce_kernel import Choices
+
+DTYPE = torch.bfloat16
+HIDDEN, TOP_K = 4096, 2
+# Tokens: a unit, less than a wave of CTAs, messages of several waves, the largest one of two ranks, and one that is not a whole unit.
+SUMMED = (1, 3, 64, 384, 512, 768, 1024, 2048)
+REPLAYS = 100
+
+
+def message(seed: int, tokens: int, size: int = HIDDEN) -> Tensor:
+    values = torch.randn(tokens, size, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(DTYPE)
+    values[0, :2] = torch.tensor([-0.0, 0.0])  # -0.0 has the bits of an empty inbox
+    return values
+
+
+def rounded(summands: list[Tensor], residual: Tensor) -> Tensor:
+    """Their sum in float64, rounded once."""
+    total = residual.double()
+    for summand in summands:
+        total += summand.double()
+    return total.to(DTYPE)
+
+
+def check_sums(group: SymmetricGroup) -> None:
+    """Sums of all sizes, and of the results of experts, mixed in a graph: float64, the same bits on all ranks and in every replay."""
+    residuals = [message(99, tokens) for tokens in SUMMED]
+    messages = [[message(rank, tokens) for rank in range(group.size)] for tokens in SUMMED]
+    results = [[message(10 + rank, tokens * TOP_K) for rank in range(group.size)] for tokens in SUMMED]
+    choices = [
+        Choices(torch.rand(tokens, TOP_K, generator=torch.Generator("cuda").manual_seed(tokens), device="cuda"), None) for tokens in SUMMED
+    ]
+
+    def run() -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        for i, residual in enumerate(residuals):
+            found.append(ops.all_reduce(messages[i][group.rank].clone(), group, residual))
+            found.append(all_reduce_choices(results[i][group.rank], choices[i], group, residual))
+        return found
+
+    first = run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        repeated = run()
+    draw = random.Random(group.rank)
+    for _ in range(REPLAYS):
+        graph.replay()
+        if draw.random() < 0.2:
+            torch.cuda.synchronize()
+            time.sleep(draw.choice((0.0, 0.002)))  # ranks arrive early and late
+    torch.cuda.synchronize()
+    for i, residual in enumerate(residuals):
+        weights = choices[i].weights_ptr.double()[..., None]
+        summed = [(each.double().unflatten(0, (-1, TOP_K)) * weights).sum(1).to(DTYPE) for each in results[i]]
+        for j, summands in ((2 * i, messages[i]), (2 * i + 1, summed)):
+            once, again = first[j], repeated[j]
+            if once is None or again is None:
+                assert group.inbox(residual.nbytes) is None
+                continue
+            assert torch.equal(once, again), (SUMMED[i], "replays differ")
+            everywhere = group.all_gather(once).unflatten(-1, (group.size, -1))
+            assert torch.equal(everywhere, once.unsqueeze(-2).expand_as(everywhere)), (SUMMED[i], "ranks differ")
+            # Sums in float32 that are rounded once or twice may round to the neighbour of the nearest value.
+            error = (once.double() - rounded(summands, residual).double()).norm() / once.double().norm()
+            assert error < 3e-3, (SUMMED[i], float(error))
+
+
+def rank_main(rank: int, num_ranks: int, port: int) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    world = join(dist.TCPStore("127.0.0.1", port, is_master=False), rank, Mapping(tensor_parallel=num_ranks), device)
+    group = world.tensor
+    assert isinstance(group, SymmetricGroup)
+    ops.check_inboxes(group)
+    assert group.inboxes is not None, "the GPUs cannot access each other's memory"
+    with torch.inference_mode():
+        check_sums(group)
+    world.everyone.smallest(0)
+    world.close()
+
+
+if __name__ == "__main__":
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    multiprocessing.spawn(rank_main, (int(sys.argv[1]), store.port), int(sys.argv[1]))
