@@ -378,7 +378,7 @@ def pack_experts(weight: PackedWeight) -> PackedWeight:
 
 
 def project(x: Tensor, weight: PackedWeight, routing: Routing, down: bool, tile: QuantTile | None) -> Tensor:
-    return (moe.expert_down if down else moe.expert_up)(x, weight, routing, tile)
+    return (moe.expert_down if down else moe.expert_up)(x, weight, routing, tile=tile)
 
 
 def library_note(x: Tensor, stored: PackedWeight, routing: Routing, down: bool, tile: QuantTile | None) -> str:
