@@ -20,7 +20,7 @@ ROUTERS = {
 }
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 16, 17, 64, 65, 300])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 16, 17, 64, 65, 300, 448, 1024])
 @pytest.mark.parametrize("name", ROUTERS)
 def test_choices_equal_those_of_a_float64_router(name: str, tokens: int) -> None:
     """A token is compared whole, unless two of its logits are so near each other that float32 sums may exchange them."""
@@ -56,6 +56,34 @@ def test_choices_equal_those_of_a_float64_router(name: str, tokens: int) -> None
         same = (chosen.view(tokens, -1) == expected.view(tokens, -1)).all(1)
         assert same.float().mean() > 0.98 or int((~same).sum()) <= 1
         assert torch.allclose(weights[same], wanted.weights.float()[same], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "mixtral", "sparsemixer"])
+def test_a_token_of_many_is_routed_equally_in_every_batch(name: str) -> None:
+    """With the same bits, in 20 repetitions of a graph and with other tokens around it. One token has a NaN."""
+    torch.manual_seed(0)
+    experts, features, params = ROUTERS[name]
+    x, weight = torch.randn(1024, features).bfloat16().cuda(), torch.randn(experts, features).cuda() / features**0.5
+    x[100, 3], x[130:190] = float("nan"), x[130].clone()
+    fusion = Fusion("rms", torch.ones(features).bfloat16().cuda(), None, 1e-5)
+    whole_y, whole = ops.route_tokens(x, weight, None, None, params, fusion)
+    whole_chosen = chosen_experts(whole.order.cpu(), whole.offsets.cpu()).view(1024, -1)
+    assert whole.weights[100].isnan().all() and not whole.weights[101:].isnan().any()
+    for start, stop in ((0, 65), (99, 227), (37, 485), (0, 768), (960, 1024 + 1)):
+        part = x[start:stop].contiguous()
+        if len(part) < 65:
+            part = torch.cat([part, x[:65]])
+        graph = torch.cuda.CUDAGraph()
+        ops.route_tokens(part, weight, None, None, params, fusion)  # compiles
+        with torch.cuda.graph(graph):
+            y, routing = ops.route_tokens(part, weight, None, None, params, fusion)
+        count = len(x[start:stop])
+        for _ in range(20):
+            graph.replay()
+            assert torch.equal(y[:count].view(torch.int16), whole_y[start:stop].view(torch.int16))
+            assert torch.equal(routing.weights[:count].view(torch.int32), whole.weights[start:stop].view(torch.int32))
+            chosen = chosen_experts(routing.order.cpu(), routing.offsets.cpu()).view(len(part), -1)
+            assert torch.equal(chosen[:count], whole_chosen[start:stop])
 
 
 def chosen_experts(order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

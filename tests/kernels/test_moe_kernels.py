@@ -127,6 +127,95 @@ def test_tiles_of_the_router_depend_on_the_power_of_two_of_the_tokens(experts: i
     assert moe.router_tile(65, experts, features, 1) is moe.router_tile(0, experts, features, 1) is None
 
 
+# (tokens, experts, features, SMs): parts and tiles of 16 and of 8 tokens, the last of one token, full, and of more; the experts of a
+# token in one CTA, in several, and in several of which the last has fewer; a last eight experts that are not full.
+LARGE_ROUTES = [(65, 8, 200, 132), (80, 28, 1100, 9), (73, 16, 3100, 132), (100, 20, 300, 20), (529, 9, 64, 34)]
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(("tokens", "experts", "features", "sms"), LARGE_ROUTES)
+def test_routes_of_many_tokens(tokens: int, experts: int, features: int, sms: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with norms and products in float64. Rows of x are not next to each other. The counters are zero afterwards."""
+    monkeypatch.setattr(moe, "num_sms", lambda device: sms)
+    params = RoutingParams(4, *(("sigmoid", False, 2.5) if name == "layer" else ("softmax_topk",) if name == "rms" else ()))
+    has_bias, weight = name == "rms", torch.randn(experts, features) * features**-0.5
+    bias, correction = (torch.randn(experts) if has_bias else None), (torch.rand(experts) * 0.1 if name == "layer" else None)
+    fusion = NORMS[name]
+    if fusion.norm_weight is not None:
+        fusion = replace(fusion, norm_weight=torch.rand(features) + 0.5)
+    if fusion.norm_bias is not None:
+        fusion = replace(fusion, norm_bias=torch.randn(features))
+    x = torch.randn(tokens, features + 8).bfloat16()[:, :features]
+    assert moe.large_router_tile(x, weight, params) is not None
+    y, got = moe.route_tokens(x, weight, bias, correction, params, fusion)
+    assert relative_error(y, normed(x, fusion)) < TOLERANCE[torch.bfloat16]
+    want = reference.route(y.double() @ weight.double().T + (0 if bias is None else bias), correction, params)
+    assert torch.equal(got.order, want.order) and torch.equal(got.offsets, want.offsets)
+    assert torch.allclose(got.weights, want.weights.float(), rtol=1e-4, atol=1e-6)
+    assert not split_counters(x.device).any()
+
+
+@pytest.mark.parametrize(
+    ("experts", "params"), [*ROUTINGS[:2], ROUTINGS[3], (30, RoutingParams(4, renormalize=False)), (32, RoutingParams(8, "sigmoid"))]
+)
+def test_many_tokens_are_routed_as_by_several_launches(experts: int, params: RoutingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With equal logits of each pair of experts, tokens of which all choose the same experts, and with NaN and infinity in x."""
+    x = torch.randn(97, 200).bfloat16()
+    weight = torch.randn(experts, 200).repeat_interleave(2, 0)[:experts].contiguous()
+    x[20:60] = x[20]
+    x[3, 7], x[16, 0], x[96, 199] = float("nan"), float("inf"), float("-inf")
+    assert moe.large_router_tile(x, weight, params) is not None
+    y, two = moe.route_tokens(x, weight, None, None, params, NORMS["rms"])
+    monkeypatch.setattr(moe, "large_router_tile", lambda *sizes: None)
+    separate, several = moe.route_tokens(x, weight, None, None, params, NORMS["rms"])
+    assert torch.equal(y.isnan(), separate.isnan()) and relative_error(y.nan_to_num(), separate.nan_to_num()) < 1e-3
+    assert torch.equal(two.order, several.order) and torch.equal(two.offsets, several.offsets)
+    assert torch.allclose(two.weights, several.weights, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def test_a_token_is_routed_equally_in_every_batch() -> None:
+    """Also with other tokens around it, other neighbours in its tile, and experts divided among more CTAs: with the same bits."""
+    x, weight = torch.randn(300, 200).bfloat16(), torch.randn(30, 200)
+    y, whole = moe.route_tokens(x, weight, None, None, RoutingParams(4), NORMS["rms"])
+    experts = experts_of_choices(whole)
+    for start, stop in ((0, 300), (0, 70), (7, 200), (230, 300)):
+        part, routing = moe.route_tokens(x[start:stop], weight, None, None, RoutingParams(4), NORMS["rms"])
+        assert torch.equal(part, y[start:stop])
+        assert torch.equal(routing.weights, whole.weights[start:stop])
+        assert torch.equal(experts_of_choices(routing), experts[start:stop])
+
+
+def experts_of_choices(routing: Routing) -> Tensor:
+    """[T, k]"""
+    places = torch.bucketize(torch.arange(routing.order.numel()), routing.offsets[1:], right=True)
+    return torch.empty_like(places).index_copy_(0, routing.order.long(), places).view(routing.weights.shape)
+
+
+def test_float32_weights_are_three_bfloat16_digits() -> None:
+    """Logits are those of float32 weights, not of rounded ones: two experts differ in the last bit of a weight."""
+    x, weight = torch.zeros(65, 64).bfloat16(), torch.full((2, 64), 1 + 2.0**-12)
+    x[:, 5] = 1
+    weight[1, 5] += 2.0**-23
+    routing = moe.route_tokens(x, weight, None, None, RoutingParams(1, "softmax_topk"))[1]
+    assert routing.offsets.tolist() == [0, 0, 65]
+
+
+def test_sizes_of_the_router_of_many_tokens() -> None:
+    """Its tile depends on the features only. Other sizes and dtypes, and experts in groups, have separate launches."""
+
+    def tile(tokens: int, experts: int, features: int, groups: int = 1, dtype: torch.dtype = torch.bfloat16) -> object:
+        router = torch.empty(experts, features, device="meta")
+        return moe.large_router_tile(torch.empty(tokens, features, dtype=dtype), router, RoutingParams(4, num_groups=groups))
+
+    assert tile(64, 32, 2048) is tile(1025, 32, 2048) is None
+    assert tile(65, 32, 2048) == tile(1024, 32, 2048) == tile(65, 8, 1500) == moe.LargeRouterTile(16, 1024, 3)
+    assert tile(65, 32, 2880) == tile(1024, 32, 2880) == moe.LargeRouterTile(16, 1024, 2)
+    assert tile(65, 8, 4096) == tile(1024, 8, 4096) == moe.LargeRouterTile(8, 1024, 2)
+    assert tile(65, 8, 64) == moe.LargeRouterTile(16, 256, 3)
+    assert tile(384, 32, 4096) is not None and tile(385, 32, 4096) is None
+    assert tile(65, 33, 512) is tile(65, 8, 4104) is tile(65, 32, 2048, 8) is tile(65, 32, 2048, 1, torch.float16) is None
+
+
 def test_more_choices_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe, "_BLOCK", 16)
     monkeypatch.setattr(moe, "MAX_SORTED_SCORES", 0)

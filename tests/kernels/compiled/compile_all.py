@@ -564,6 +564,23 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         )
         for rows in (8, 16, 64)
     },
+    "route 448 tokens by the router of Granite-3.1-1B-A400M": lambda: moe.route_tokens(
+        meta(448, 1024), meta(32, 1024, dtype=FP32), None, None, RoutingParams(8), Fusion("rms", meta(1024), None, 1e-5)
+    ),
+    "route 448 tokens by the router of gpt-oss-20b": lambda: moe.route_tokens(
+        meta(448, 2880), meta(32, 2880, dtype=FP32), meta(32, dtype=FP32), None, RoutingParams(4, "softmax_topk"), RMS_2880
+    ),
+    "route 768 tokens by the router of Mixtral-8x7B": lambda: moe.route_tokens(
+        meta(768, 4096), meta(8, 4096, dtype=FP32), None, None, RoutingParams(2), Fusion("rms", meta(4096), None, 1e-5)
+    ),
+    "route 768 tokens by the router of Phi-3.5-MoE": lambda: moe.route_tokens(
+        meta(768, 4096),
+        meta(16, 4096, dtype=FP32),
+        None,
+        None,
+        SPARSEMIXER_ROUTING,
+        Fusion("layer", meta(4096), meta(4096), 1e-5),
+    ),
     "route 8 tokens": lambda: moe.route(meta(8, 128, dtype=FP32), None, RoutingParams(8)),
     "route 64 tokens": lambda: moe.route(meta(64, 32, dtype=FP32), None, RoutingParams(4, "softmax_topk")),
     "route by SparseMixer": lambda: moe.route(meta(64, 16, dtype=FP32), None, SPARSEMIXER_ROUTING),

@@ -1,5 +1,5 @@
 """Run kernels on an emulated device. Cases: `fused_layer FORM`, `attention`, `prompts`, `outliers`, `rotation`, `large_gemm`,
-`digits`, `fp4_experts`.
+`digits`, `fp4_experts`, `router`.
 
 A process without TRITON_INTERPRET.
 """
@@ -23,7 +23,7 @@ from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import linear as linear_reference
 from stoker.kernels.reference import moe as moe_reference
 from stoker.kernels.reference.quant_int4 import dequantize_int4
-from stoker.kernels.routing import Routing
+from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton import norm, rope
 from stoker.kernels.triton.attention import launch as kernels
 from stoker.kernels.triton.attention.tiles import AttentionTile, Splits
@@ -34,6 +34,7 @@ from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
 from stoker.kernels.triton.gemm.large.launch import Digits, LargeGemmTile, finished_counters, large_gemm
 from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
 from stoker.kernels.triton.gemm.quantized.int4 import prepare_weight
+from stoker.kernels.triton.gemm.quantized.launch import split_counters
 from stoker.kernels.triton.moe import launch as moe
 from stoker.kernels.tuning.devices import tuning_for
 from stoker.kernels.tuning.tiles import QuantTile
@@ -343,9 +344,41 @@ def project_experts() -> None:
         assert torch.equal(up.double(), real[0].T), scale
 
 
+def route_many_tokens() -> None:
+    """Tiles of 16 and of 8 tokens, of several parts, with the experts of a token in several CTAs, and in one."""
+    for tokens, experts, features, params, ctas in (
+        (66, 20, 1040, RoutingParams(3, "softmax_topk"), 12), (65, 8, 3080, RoutingParams(2), 9), (67, 30, 72, RoutingParams(4), 3),
+    ):  # fmt: skip
+        x, weight = torch.randn(tokens, features).bfloat16(), torch.randn(experts, features) * features**-0.5
+        bias, norm_weight = torch.randn(experts), torch.rand(features).bfloat16() + 0.5
+        x[5] = x[6]
+        x[40, 3] = float("nan")
+        with emulating(tokens, num_ctas=ctas), mock.patch.object(moe, "num_sms", return_value=ctas):
+            assert moe.large_router_tile(x, weight, params) is not None
+            y, routing = moe.route_tokens(x, weight, bias, None, params, Fusion("rms", norm_weight, None, 1e-5))
+        wide = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm_weight.double()
+        is_number = torch.arange(tokens) != 40
+        assert relative_error(y[is_number], wide[is_number]) < TOLERANCE[torch.bfloat16] and y[40].isnan().all()
+        want = moe_reference.route(y.double() @ weight.double().T + bias, None, params)
+        assert routing.weights[40].isnan().all()
+        assert torch.allclose(routing.weights[is_number], want.weights[is_number].float(), rtol=1e-4, atol=1e-6)
+        chosen, wanted = experts_of_choices(routing), experts_of_choices(want)
+        assert torch.equal(chosen[is_number], wanted[is_number]) and len(set(chosen[40].tolist())) == params.top_k
+        parts = routing.order.split(routing.offsets.diff().tolist())
+        assert all(bool((part.diff() > 0).all()) for part in parts) and routing.offsets[-1] == tokens * params.top_k
+        assert not split_counters(x.device).any()
+
+
+def experts_of_choices(routing: Routing) -> torch.Tensor:
+    """[T, k]"""
+    experts = torch.repeat_interleave(torch.arange(len(routing.offsets) - 1), routing.offsets.diff().long())
+    return torch.empty_like(experts).index_copy_(0, routing.order.long(), experts).view(routing.weights.shape)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     {
         "attention": attend, "prompts": attend_prompts, "outliers": attend_outliers, "rotation": rotate, "large_gemm": multiply,
-        "digits": multiply_digits, "fp4_experts": project_experts, "fused_layer": lambda: fused_layer(sys.argv[2]),
+        "digits": multiply_digits, "fp4_experts": project_experts, "router": route_many_tokens,
+        "fused_layer": lambda: fused_layer(sys.argv[2]),
     }[sys.argv[1]]()  # fmt: skip

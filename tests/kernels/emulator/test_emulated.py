@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 FORMS = ["dense", "fp8", "bytes", "int4 int", "int4 float 64", "int4 none 32"]
-OTHERS = [["attention"], ["prompts"], ["outliers"], ["rotation"], ["large_gemm"], ["digits"], ["fp4_experts"]]
+OTHERS = [["attention"], ["prompts"], ["outliers"], ["rotation"], ["large_gemm"], ["digits"], ["fp4_experts"], ["router"]]
 
 
 @pytest.mark.parametrize("what", [*OTHERS, *(["fused_layer", form] for form in FORMS)], ids=" ".join)

@@ -12,6 +12,7 @@ speed of memory; a large one is a grouped matrix product, for which `library_gem
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from stoker.distributed.group import SINGLE, Group
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton.all_reduce import all_reduce, all_reduce_choices
 from stoker.kernels.triton.all_reduce_kernel import Choices
-from stoker.kernels.triton.device import num_sms
+from stoker.kernels.triton.device import num_sms, supports
 from stoker.kernels.triton.gemm.dense.launch import linear, small_linear
 from stoker.kernels.triton.gemm.dense.tiles import MAX_ROWS
 from stoker.kernels.triton.gemm.quantized.arguments import OutputPointers, QuantizedWeightFormat
@@ -38,6 +39,7 @@ from stoker.kernels.triton.gemm.quantized.tiles import largest_block
 from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.moe import library_gemm
 from stoker.kernels.triton.moe.kernel import ExpertOptions, expert_linear_kernel
+from stoker.kernels.triton.moe.large_router_kernel import large_router_kernel
 from stoker.kernels.triton.moe.operands import ExpertOperands, expert_operands
 from stoker.kernels.triton.moe.router_kernel import router_kernel
 from stoker.kernels.triton.moe.routing_kernels import (
@@ -45,6 +47,7 @@ from stoker.kernels.triton.moe.routing_kernels import (
     choose_experts_kernel,
     clipped_gate_kernel,
     combine_kernel,
+    place_choices_kernel,
     sort_choices_kernel,
 )
 from stoker.kernels.triton.norm import norm, norm_warps
@@ -75,6 +78,15 @@ MAX_ROUTER_TILE = 1 << 15
 # 26 µs for 64 rows of gpt-oss-20b and 21 for Qwen3-30B-A3B: few CTAs multiplied, and one of them added up the slices of all.
 MAX_ROUTER_ROWS = 64
 ROUTER_CTAS = 136
+# `large_router_kernel`: features for which its tiles fit into shared memory and registers; tokens, experts, and bytes of the router that
+# all CTAs read from L2, up to which it was measured to be faster. A CTA takes 3 to 4 µs for eight experts, so that 128 take as long as the
+# library's product and the choice, or longer (benchmarks/results/h200_router.json).
+MAX_LARGE_ROUTER_ROWS = 1024
+MAX_LARGE_ROUTER_FEATURES = 4096
+MAX_LARGE_ROUTER_EXPERTS = 32
+MAX_LARGE_ROUTER_BYTES = 24 << 20
+LARGE_ROUTER_WARPS = 16
+LARGE_ROUTER_CHUNK = 8
 
 
 def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> Routing:
@@ -109,12 +121,16 @@ def route_tokens(
 ) -> tuple[Tensor, Routing]:
     """x after the norm of `fusion`, and the experts of each token by a router (`ops.route_tokens`).
 
-    Up to MAX_ROWS tokens are widened to float32 in registers.
+    One launch up to 64 tokens and two up to 1,024, for few experts. Otherwise up to MAX_ROWS tokens are widened to
+    float32 in registers.
     """
     tokens, features = x.shape
     tile = router_tile(tokens, len(weight), features, params.num_groups)
     if tile is not None:
         return _route_by_tiles(x, weight, bias, correction, params, fusion, tile)
+    large_tile = large_router_tile(x, weight, params)
+    if large_tile is not None:
+        return _route_by_large_tiles(x, weight, bias, correction, params, fusion, large_tile)
     if fusion.norm_kind is not None:
         x = norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
     is_widened = 0 < tokens <= MAX_ROWS
@@ -188,6 +204,86 @@ def _route_by_tiles(
         **pdl_launch_options(x),
     )
     return x if y is None else y, routing or route(logits, correction, params)
+
+
+class LargeRouterTile(NamedTuple):
+    """Constants of `large_router_kernel`."""
+
+    tokens: int
+    part: int  # features
+    stages: int
+
+
+def large_router_tile(x: Tensor, router: Tensor, params: RoutingParams) -> LargeRouterTile | None:
+    """The tile of `large_router_kernel`, which depends on the features only; None: it does not support the sizes, or is slower.
+
+    y and the stages of the router fill the shared memory: 16 × 2,048 × 2 bytes and two stages of 8 × 2,048 × 4 bytes, for example.
+    """
+    (tokens, features), experts = x.shape, len(router)
+    if params.num_groups > 1 or x.dtype != torch.bfloat16 or not supports(x, "large_router"):
+        return None
+    if not MAX_ROUTER_ROWS < tokens <= MAX_LARGE_ROUTER_ROWS or features > MAX_LARGE_ROUTER_FEATURES or experts > MAX_LARGE_ROUTER_EXPERTS:
+        return None
+    tile_tokens = 16 if features <= 3072 else 8
+    if cdiv(tokens, tile_tokens) * router.numel() * router.element_size() > MAX_LARGE_ROUTER_BYTES:
+        return None
+    return LargeRouterTile(tile_tokens, min(1024, max(256, next_power_of_2(features))), 3 if features <= 2048 else 2)
+
+
+def _route_by_large_tiles(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    params: RoutingParams,
+    fusion: Fusion,
+    tile: LargeRouterTile,
+) -> tuple[Tensor, Routing]:
+    """`route_tokens` in two launches: `large_router_kernel` and `place_choices_kernel`."""
+    x = x.contiguous()
+    (tokens, features), experts = x.shape, len(weight)
+    options, routing = _routing_options(experts, params), _empty_routing(tokens, experts, params.top_k, x.device)
+    tiles, all_chunks = cdiv(tokens, tile.tokens), cdiv(experts, LARGE_ROUTER_CHUNK)
+    chunks = cdiv(all_chunks, max(1, num_sms(x.device) // tiles))  # at most one CTA per SM, if the tiles are not more
+    y = None if fusion.norm_kind is None else torch.empty_like(x)
+    logits = torch.empty((tokens, experts), dtype=torch.float32, device=x.device)
+    slots = torch.empty((tokens, experts), dtype=torch.int8, device=x.device)
+    counts = torch.empty((tiles, experts), dtype=torch.int32, device=x.device)
+    pdl = pdl_launch_options(x)
+    large_router_kernel[(cdiv(all_chunks, chunks), tiles)](
+        x,
+        fusion.norm_weight,
+        fusion.norm_bias if fusion.norm_kind == "layer" else None,
+        y,
+        weight,
+        bias,
+        logits,
+        split_counters(x.device),
+        correction,
+        routing.weights,
+        slots,
+        counts,
+        tokens,
+        chunks,
+        fusion.norm_eps,
+        params.scale,
+        params.jitter,
+        SIZE=features,
+        RMS=fusion.norm_kind != "layer",
+        TOKENS=tile.tokens,
+        SLICES=LARGE_ROUTER_WARPS,
+        PART=tile.part,
+        CHUNK=LARGE_ROUTER_CHUNK,
+        STAGES=tile.stages,
+        OPTIONS=options,
+        num_warps=LARGE_ROUTER_WARPS,
+        **pdl,
+    )
+    place_choices_kernel[(tiles,)](
+        slots, counts, routing.order, routing.offsets, tokens, tiles,
+        TOKENS=tile.tokens, NUM_EXPERTS=experts, TOP_K=params.top_k, BLOCK=options.block_size, TILES=32, num_warps=4, **pdl,
+    )  # fmt: skip
+    return x if y is None else y, routing
 
 
 def _empty_routing(tokens: int, experts: int, top_k: int, device: torch.device) -> Routing:

@@ -2,6 +2,7 @@
 
     choose_experts_kernel    router logits -> for each token the top_k best experts and their weights; for few tokens also sorted by expert
     sort_choices_kernel      choices -> sorted by expert (a counting sort: stable, so that an expert's choices are in the order of tokens)
+    place_choices_kernel     the same from the counts of tiles of tokens, which `large_router_kernel` stores
     combine_kernel           results of the choices -> Σ weight × result for each token, + residual
     clipped_gate_kernel      (clip(up) + 1) × clip(gate) × sigmoid(alpha × clip(gate))
 
@@ -41,14 +42,15 @@ class RoutingOptions(NamedTuple):
 
 @triton.jit
 def largest_and_index(x, available, index):
-    """([T] largest element of each x [T, G, S], [T] the lowest index of an available element that equals it).
+    """([T] largest element of each x [T, G, S], [T] the lowest index of an available element that equals it, [T] whether there is one).
 
-    Elements that are not available must be -inf. Without an equal element (if x has a NaN), the index is the lowest available one, so that
-    no expert is chosen twice. `index` int32 [T, G, S] is less than 4096.
+    Elements that are not available must be -inf. Without an equal element (all available ones are NaN), the index is the lowest available
+    one, so that no expert is chosen twice. `index` int32 [T, G, S] is less than 4096.
     """
     largest = tl.max(tl.max(x, 2), 1)
     rank = tl.where(x == largest[:, None, None], index, index | 4096)
-    return largest, tl.min(tl.min(tl.where(available, rank, 1 << 30), 2), 1) & 4095
+    lowest = tl.min(tl.min(tl.where(available, rank, 1 << 30), 2), 1)
+    return largest, lowest & 4095, lowest < 4096
 
 
 @triton.jit
@@ -113,9 +115,12 @@ def choose_experts(
     for i in tl.static_range(TOP_K):
         available = inside & (slots < 0)
         candidates = tl.where(available, choice_scores, float("-inf"))
-        best, expert = largest_and_index(candidates, available, expert_index)
+        best, expert, is_equal = largest_and_index(candidates, available, expert_index)
         is_expert = expert_index == expert[:, None, None]
-        weight = tl.sum(tl.sum(tl.where(is_expert, scores, 0.0), 2), 1)
+        if correction_ptr is None and OPTIONS.num_groups == 1:
+            weight = tl.where(is_equal, best, float("nan"))
+        else:
+            weight = tl.sum(tl.sum(tl.where(is_expert, scores, 0.0), 2), 1)
         if SCORE == "sparsemixer":  # the softmax of the best of the available logits that are near it
             distance = (best[:, None, None] - scores) / tl.maximum(tl.abs(scores), best[:, None, None])
             near = tl.where(distance > 2.0 * jitter, float("-inf"), candidates)
@@ -177,14 +182,39 @@ def store_choices(
     jitter,
     OPTIONS: tl.constexpr,
 ):
-    """Choose the experts of tokens and store the weights, and the ids or the order: see `choose_experts_kernel` for the arguments.
+    """Choose the experts of tokens and store the weights, and the ids or the order: see `choose_experts_kernel` for the arguments."""
+    is_token = token < tokens
+    ids, slots, expert_index, inside = choose_and_store_weights(
+        logits_ptr, correction_ptr, weights_ptr, token, is_token, tokens, scale, jitter, OPTIONS
+    )
+    if ids_ptr is not None:
+        slot = tl.arange(0, OPTIONS.block_k)[None, :]
+        choice = token.to(tl.int64)[:, None] * OPTIONS.top_k + slot
+        tl.store(ids_ptr + choice, ids, mask=is_token[:, None] & (slot < OPTIONS.top_k))
+    else:
+        sort_choices(
+            slots, token[:, None, None], is_token[:, None, None], inside, expert_index, order_ptr, offsets_ptr, experts_ptr, OPTIONS
+        )
+
+
+@triton.jit
+def choose_and_store_weights(
+    logits_ptr,
+    correction_ptr,
+    weights_ptr,
+    token,  # int32 [T]
+    is_token,  # bool [T]: False where weights are not stored
+    tokens,
+    scale,
+    jitter,
+    OPTIONS: tl.constexpr,
+):
+    """Choose the experts of tokens and store their weights. Returns (ids, slots, expert_index, inside), as `choose_experts` has them.
 
     Tiles are [T, BLOCK_GROUPS, BLOCK_SIZE]: tokens × groups × experts of a group.
     """
     NUM_EXPERTS: tl.constexpr = OPTIONS.num_experts
-    TOP_K: tl.constexpr = OPTIONS.top_k
     SIZE: tl.constexpr = NUM_EXPERTS // OPTIONS.num_groups
-    is_token = token < tokens
     group = tl.arange(0, OPTIONS.block_groups)[None, :, None]
     column = tl.arange(0, OPTIONS.block_size)[None, None, :]
     expert_index = group * SIZE + column
@@ -193,15 +223,9 @@ def store_choices(
     x = tl.load(logits_ptr + row * NUM_EXPERTS + expert_index, mask=inside, other=float("-inf")).to(tl.float32)
     ids, weights, slots = choose_experts(x, inside, expert_index, correction_ptr, scale, jitter, OPTIONS)
     slot = tl.arange(0, OPTIONS.block_k)[None, :]
-    choice = token.to(tl.int64)[:, None] * TOP_K + slot
-    stored = is_token[:, None] & (slot < TOP_K)
-    tl.store(weights_ptr + choice, weights, mask=stored)
-    if ids_ptr is not None:
-        tl.store(ids_ptr + choice, ids, mask=stored)
-    else:
-        sort_choices(
-            slots, token[:, None, None], is_token[:, None, None], inside, expert_index, order_ptr, offsets_ptr, experts_ptr, OPTIONS
-        )
+    choice = token.to(tl.int64)[:, None] * OPTIONS.top_k + slot
+    tl.store(weights_ptr + choice, weights, mask=is_token[:, None] & (slot < OPTIONS.top_k))
+    return ids, slots, expert_index, inside
 
 
 @triton.jit
@@ -259,6 +283,46 @@ def sort_choices_kernel(
         is_chosen = (tl.load(ids_ptr + choice, mask=choice < num_choices, other=-1) == expert).to(tl.int32)
         tl.store(order_ptr + offset + tl.cumsum(is_chosen, 0) - 1, choice, mask=is_chosen > 0)
         offset += tl.sum(is_chosen, 0)
+
+
+@triton.jit(do_not_specialize=["tokens", "num_tiles"])
+def place_choices_kernel(
+    slots_ptr,  # int8 [tokens, experts]: i where an expert is the i-th one of a token; -1: not chosen
+    counts_ptr,  # int32 [num_tiles, experts]: choices of each expert in each tile of TOKENS tokens
+    order_ptr,  # int32 [tokens × TOP_K]
+    offsets_ptr,  # int32 [experts + 1]
+    tokens,
+    num_tiles,
+    TOKENS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,  # experts, rounded up to a power of two
+    TILES: tl.constexpr,  # of which the counts are added at a time
+    USE_PDL: tl.constexpr,
+):
+    """One CTA: the places of the choices of one tile, after those of lower experts and those of the same expert in earlier tiles."""
+    tile = tl.program_id(0)
+    expert = tl.arange(0, BLOCK)[None, :]
+    inside = expert < NUM_EXPERTS
+    token = tile * TOKENS + tl.arange(0, TOKENS)[:, None]
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
+    slots = tl.load(slots_ptr + token * NUM_EXPERTS + expert, mask=(token < tokens) & inside, other=-1).to(tl.int32)
+    total = tl.zeros([BLOCK], tl.int32)
+    earlier = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_tiles, TILES):
+        row = start + tl.arange(0, TILES)[:, None]
+        count = tl.load(counts_ptr + row * NUM_EXPERTS + expert, mask=(row < num_tiles) & inside, other=0)
+        total += tl.sum(count, 0)
+        earlier += tl.sum(tl.where(row < tile, count, 0), 0)
+    ends = tl.cumsum(total, 0)
+    if tile == 0:
+        index = tl.arange(0, BLOCK)
+        tl.store(offsets_ptr + index, ends - total, mask=index < NUM_EXPERTS)
+        tl.store(offsets_ptr + 1 + index, ends, mask=index == NUM_EXPERTS - 1)
+    is_chosen = slots >= 0
+    place = (ends - total + earlier)[None, :] + tl.cumsum(is_chosen.to(tl.int32), 0) - 1
+    tl.store(order_ptr + place, token * TOP_K + slots, mask=is_chosen)
 
 
 @triton.jit
