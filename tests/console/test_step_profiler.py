@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import threading
 from pathlib import Path
 
 import pytest
+from live_http import until
 from stub_runner import INFO, StubRunner, stub_executor
 
-from stoker.base.profile_query import BUSY, ProfileResult
+from stoker.base.profile_query import BUSY, ProfileQuery, ProfileResult
 from stoker.base.types import SamplingParams
 from stoker.runtime import step_profiler
 from stoker.runtime.client import Shutdown
 from stoker.runtime.request import TokenRequest
-from stoker.runtime.step_profiler import combine
+from stoker.runtime.step_profiler import StepProfiler, combine
 from stoker.runtime.transport.zmq_client import ZmqExecutorClient
 from stoker.runtime.transport.zmq_mailbox import ZmqMailbox
 
@@ -49,6 +51,51 @@ async def test_the_next_steps_are_profiled(tmp_path: Path, monkeypatch: pytest.M
         executor._shutdown = Shutdown(drain=False)
         await asyncio.to_thread(thread.join, 30)
         assert not thread.is_alive()
+
+
+async def test_an_executor_that_ends_while_a_trace_is_written_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trace consists of many small files here, which are written as long as there is a folder."""
+    monkeypatch.setattr(step_profiler.tempfile, "gettempdir", lambda: str(tmp_path))
+    written = 0
+
+    def export(profile: object, path: str) -> None:
+        nonlocal written
+        while written < 1_000_000:
+            Path(f"{path}{written}").touch()
+            written += 1
+
+    monkeypatch.setattr("torch.profiler.profile.export_chrome_trace", export)
+    before = set(threading.enumerate())
+    mailbox = ZmqMailbox(f"ipc://{tmp_path}/executor", INFO)
+    executor = stub_executor(mailbox, StubRunner([7] * 600, 0))
+    thread = threading.Thread(target=executor.run)
+    thread.start()
+    client = await ZmqExecutorClient.connect(mailbox.address)
+    try:
+        waiting = asyncio.create_task(client.profile(1, 60))
+        async for _ in client.generate(TokenRequest(request_id="a", prompt_ids=[5, 6], params=SamplingParams(max_tokens=4))):
+            pass
+        await until(lambda: written > 100)
+    finally:
+        executor._shutdown = Shutdown(drain=False)
+        await asyncio.to_thread(thread.join, 30)
+        waiting.cancel()
+        await client.close()
+    await until(lambda: not {each.name for each in set(threading.enumerate()) - before} & {"profile", "profile-combine"})
+    assert written < 1_000_000 and not list(tmp_path.glob("stoker-*")) and not caplog.records
+
+
+def test_the_folder_of_a_killed_executor_with_the_same_process_id_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_profiler.tempfile, "gettempdir", lambda: str(tmp_path))
+    stale = step_profiler.trace_folder(os.getpid(), 1)
+    stale.mkdir()
+    (stale / "rank0.json").write_text("{}")
+    profiler = StepProfiler(ProfileQuery("client", 1, 5, 60), 1, [0], "cpu", 0)
+    assert list(tmp_path.rglob("*")) == [stale] and stale.stat().st_mode & 0o777 == 0o700
+    profiler.stop(0)
+    profiler.discard()
 
 
 def test_traces_of_several_ranks_are_combined(tmp_path: Path) -> None:

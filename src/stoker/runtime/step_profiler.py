@@ -6,8 +6,8 @@ writes its trace to a file of the same folder, in a thread; then the leader comb
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import tempfile
 import threading
 import time
@@ -57,7 +57,8 @@ class RankTrace:
                 self._profile.export_chrome_trace(str(temporary))
                 temporary.rename(self._file)
         except Exception as error:  # the leader reports the missing file
-            log.error("the profile cannot be written: %s", error)
+            if self._file.parent.is_dir():  # else the leader discarded the profile
+                log.error("the profile cannot be written: %s", error)
 
 
 class StepProfiler:
@@ -70,6 +71,7 @@ class StepProfiler:
         self._ranks = ranks
         self._first_step = first_step
         self._folder = trace_folder(os.getpid(), number)
+        self.discard()  # of an executor that was killed and had the same process id, as in a container that starts again
         self._folder.mkdir(mode=0o700)
         self._deadline = time.monotonic() + query.time_s
         self._trace: RankTrace | None = RankTrace(self._folder, ranks[0], device)
@@ -92,8 +94,12 @@ class StepProfiler:
         threading.Thread(target=self._finish, args=(recorded,), name="profile-combine", daemon=True).start()
 
     def discard(self) -> None:
-        """Delete the files of a profile whose result is not read."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Delete the files of a profile whose result is not read, also while a rank writes them.
+
+        The folder gets another name first, so that no rank can create a file in it while its content is deleted.
+        """
+        with contextlib.suppress(OSError), tempfile.TemporaryDirectory(prefix="stoker-discarded-", ignore_cleanup_errors=True) as trash:
+            self._folder.rename(Path(trash) / self._folder.name)
 
     def _finish(self, num_steps: int) -> None:
         """Wait for the traces of all ranks, combine them, and set `result`."""
@@ -113,6 +119,8 @@ class StepProfiler:
         files = {rank: self._folder / f"rank{rank}.json" for rank in self._ranks}
         deadline = time.monotonic() + WRITE_S
         while missing := [rank for rank, file in files.items() if not file.exists()]:
+            if not self._folder.is_dir():
+                raise ValueError("the executor ended")
             if time.monotonic() > deadline:
                 raise ValueError(f"the ranks {missing} wrote no trace within {WRITE_S:g} s")
             time.sleep(POLL_S)
