@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from native_cases import TOLERANCE, expected, fused, needs_compiler
 from oracle import relative_error
-from test_native import TOLERANCE, expected, fused, needs_compiler
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight

@@ -2,142 +2,34 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from native_cases import (
+    TOLERANCE,
+    check,
+    dense,
+    expected,
+    fp4,
+    grouped,
+    grouped_weight,
+    int4,
+    int4_weight,
+    int8,
+    kernel_only,
+    needs_compiler,
+)
 from oracle import Case, expected_attention, relative_error
-from torch import Tensor
 
 from stoker.core.forward_batch import KVCache
 from stoker.core.packed_weight import PackedWeight
-from stoker.kernels.native import attention, build, fused_layer, library, linear, quant_fp8, quant_int4, quant_int8, rope
+from stoker.kernels.native import attention, fused_layer, linear, quant_fp8, quant_int4, quant_int8, rope
 from stoker.kernels.reference import activation as activation_reference
-from stoker.kernels.reference import attention as attention_reference
 from stoker.kernels.reference import fused_layer as fused_layer_reference
-from stoker.kernels.reference import linear as linear_reference
-from stoker.kernels.reference import quant_int4 as int4_reference
 from stoker.kernels.reference import quant_int8 as int8_reference
 from stoker.kernels.reference import rope as rope_reference
 from stoker.kernels.types import PLAIN, AttentionParams, FusedLayer, FusedLinear, Fusion, HeadNorms, Rotary
-
-TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 4e-3}  # bfloat16: one rounding of the result
-DIGITS_TOLERANCE = 8e-5  # of activations that are rounded to 16 bits (digits.h)
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C compiler is installed")
-
-
-@pytest.fixture
-def _no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails the test when a reference runs instead of the kernel."""
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise AssertionError("the reference ran")
-
-    for module, name in (
-        (linear_reference, "linear"), (int8_reference, "packed_linear"), (int4_reference, "packed_linear"),
-        (rope_reference, "rope_store"), (attention_reference, "attention"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, fail)
-
-
-kernel_only = pytest.mark.usefixtures("_no_reference")
-
-
-class Rounded(tuple):  # type: ignore[type-arg]
-    """A linear and its weight, in groups of 32 features or a multiple: the kernel may round x to 16 bits."""
-
-
-def dense(rows: int, columns: int, dtype: torch.dtype) -> tuple[Callable, Tensor]:
-    weight = (torch.randn(rows, columns) / columns**0.5).to(dtype)
-    return lambda x, bias, fusion: linear.linear(x, weight, bias, fusion), weight.double()
-
-
-def int8(rows: int, columns: int) -> tuple[Callable, Tensor]:
-    weight, scale = torch.randint(-128, 128, (rows, columns), dtype=torch.int8), torch.rand(rows) / (70 * columns**0.5) + 1e-4
-    packed = PackedWeight("int8", weight, scale)
-    return lambda x, bias, fusion: quant_int8.packed_linear(x, replace(packed, bias=bias), fusion), weight.double() * scale[
-        :, None
-    ].double()
-
-
-def grouped_weight(rows: int, columns: int, group: int, shifted: bool, dtype: torch.dtype = torch.float16) -> PackedWeight:
-    scale = ((torch.rand(rows, -(-columns // group)) + 0.1) / (70 * columns**0.5)).to(dtype)
-    offset = (torch.randn(scale.shape) * scale.float() * 20).to(dtype) if shifted else None
-    return PackedWeight("int8", torch.randint(-128, 128, (rows, columns), dtype=torch.int8), scale, offset, group)
-
-
-def grouped(rows: int, columns: int, group: int, shifted: bool, dtype: torch.dtype = torch.float16) -> tuple[Callable, Tensor]:
-    weight = grouped_weight(rows, columns, group, shifted, dtype)
-    scale, offset = (None if t is None else t.double().repeat_interleave(group, 1)[:, :columns] for t in (weight.scale, weight.zero))
-    assert scale is not None
-    real = weight.values.double() * scale + (0 if offset is None else offset)
-    prepared = quant_int8.prepare_weight(weight)
-    case = lambda x, bias, fusion: quant_int8.packed_linear(x, replace(prepared, bias=bias), fusion), real
-    return case if group % 32 else Rounded(case)
-
-
-def int4_weight(rows: int, columns: int, group: int, zero: str, dtype: torch.dtype = torch.float16) -> PackedWeight:
-    groups = -(-columns // group)
-    scale = ((torch.rand(rows, groups) + 0.1) / (4 * columns**0.5)).to(dtype)
-    values = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
-    zeros = torch.randint(0, 16, (rows, groups), dtype=torch.uint8) if zero == "int" else None
-    if zero == "float":
-        zeros = (torch.randn(rows, groups) * scale.float()).to(dtype)
-    return PackedWeight("int4", values, scale, zeros, group)
-
-
-def int4(rows: int, columns: int, group: int, zero: str, dtype: torch.dtype = torch.float16) -> tuple[Callable, Tensor]:
-    weight = int4_weight(rows, columns, group, zero, dtype)
-    real, prepared = int4_reference.dequantize_int4(weight, torch.float64), quant_int4.prepare_weight(weight)
-    return Rounded((lambda x, bias, fusion: quant_int4.packed_linear(x, replace(prepared, bias=bias), fusion), real))
-
-
-def fp4(rows: int, columns: int, group: int) -> tuple[Callable, Tensor]:
-    """FP4, which is multiplied as int8 in groups if these have 16 features."""
-    scale = torch.randint(-6, -3, (rows, -(-columns // group))).float().exp2().bfloat16()
-    stored = replace(int4_weight(rows, columns, group, "none"), scale=scale, is_fp4=True, row_scale=torch.rand(rows) + 0.5)
-    weight = quant_int4.prepare_weight(stored)
-    assert weight.format == ("int8" if group == 16 else "int4")
-    module = quant_int8 if group == 16 else quant_int4
-    real = int4_reference.dequantize_int4(stored, torch.float64)
-    case = lambda x, bias, fusion: module.packed_linear(x, replace(weight, bias=bias), fusion), real
-    return case if group % 32 else Rounded(case)
-
-
-def expected(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion) -> Tensor:
-    """The linear in float64, by the reference."""
-    wide = {name: value.double() for name in ("norm_weight", "norm_bias", "residual") if (value := getattr(fusion, name)) is not None}
-    return linear_reference.around(
-        x.double(), replace(fusion, **wide), lambda rows: rows @ weight.t() + (0 if bias is None else bias.double())
-    )
-
-
-def fused(rows: int, out: int, size: int, dtype: torch.dtype, parts: str) -> Fusion:
-    """A fusion of the `parts`: n (RMS norm), l (layer norm), g (gate), i (input gate), r (residual)."""
-    return Fusion(
-        norm_kind="rms" if "n" in parts else "layer" if "l" in parts else None,
-        norm_weight=torch.randn(size).to(dtype) if "n" in parts else None,
-        norm_bias=torch.randn(size).to(dtype) if "l" in parts else None,
-        norm_eps=1e-5,
-        gate="silu" if "g" in parts else None,
-        residual=torch.randn(rows, out).to(dtype) if "r" in parts else None,
-        input_gate="gelu_tanh" if "i" in parts else None,
-    )
-
-
-def check(linear_and_weight: tuple[Callable, Tensor], rows: int, parts: str, dtype: torch.dtype = torch.float32) -> None:
-    run, weight = linear_and_weight
-    size, out = weight.shape[1], weight.shape[0] // (2 if "g" in parts else 1)
-    width = 2 * size if "i" in parts else size
-    x = torch.randn(rows, width + 8).to(dtype)[:, :width]
-    bias = torch.randn(weight.shape[0]).to(dtype) if "b" in parts else None
-    fusion = fused(rows, out, size, dtype, parts)
-    y = run(x, bias, fusion)
-    assert y.dtype == dtype and y.shape == (rows, out)
-    tolerance = max(TOLERANCE[dtype], DIGITS_TOLERANCE) if isinstance(linear_and_weight, Rounded) else TOLERANCE[dtype]
-    assert relative_error(y, expected(x, weight, bias, fusion)) < tolerance
 
 
 @needs_compiler
@@ -178,148 +70,6 @@ def test_sizes_that_are_no_multiple_of_a_vector(rows: int, size: int, out: int) 
         check(case, rows, "lr")
     if size % 2 == 0:
         check(int4(out, size, 32, "int"), rows, "lr")
-
-
-@needs_compiler
-@kernel_only
-@pytest.mark.parametrize("zero", ["none", "int", "float"])
-@pytest.mark.parametrize("group", [32, 64, 96, 128])
-@pytest.mark.parametrize("size", [128, 160, 276, 2300])
-def test_int4_with_a_shorter_last_group(size: int, group: int, zero: str) -> None:
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        check(int4(21, size, group, zero, dtype), 2, "n")
-
-
-def in_rows(blocks: Tensor, rows: int, row_bytes: int, header: int, group_bytes: int) -> tuple[Tensor, Tensor]:
-    """The values uint8 [rows, row_bytes] and headers [rows / 16, groups, header] of blocks, in another way than the kernels read them."""
-    values, headers = [], []
-    for block in blocks:
-        at, words = 0, []
-        while at < len(block):
-            headers.append(block[at : at + header])
-            end = min(at + header + 16 * group_bytes, len(block))
-            words.append(block[at + header : end].view(-1, 16, 4).transpose(0, 1).flatten(1))
-            at = end
-        values.append(torch.cat(words, 1))
-    return torch.cat(values)[:rows, :row_bytes], torch.stack(headers).unflatten(0, (len(blocks), -1))
-
-
-@needs_compiler
-@pytest.mark.parametrize(("rows", "columns", "group"), [(32, 128, 32), (35, 276, 64), (3, 100, 96), (48, 64, 128)])
-@pytest.mark.parametrize("zero", ["none", "int", "float"])
-def test_blocks_hold_the_stored_values_and_scales(rows: int, columns: int, group: int, zero: str) -> None:
-    stored = int4_weight(rows, columns, group, zero)
-    weight = quant_int4.prepare_weight(stored)
-    assert (weight.out_features, weight.in_features) == (rows, columns)
-    if weight.layout == "stored":
-        pytest.skip("this processor reads rows")
-    assert weight.values.data_ptr() % 64 == 0 and weight.scale is weight.zero is None
-    kinds = [torch.float16, *{"none": [], "int": [torch.uint8], "float": [torch.float16]}[zero]]
-    sizes = [16 * kind.itemsize for kind in kinds]
-    values, headers = in_rows(weight.values, rows, columns // 2, sum(sizes), group // 2)
-    assert torch.equal(values, stored.values)
-    for kind, part, original in zip(kinds, headers.split(sizes, 2), (stored.scale, stored.zero), strict=False):
-        found = part.contiguous().view(kind).transpose(1, 2).flatten(0, 1)
-        assert original is not None and torch.equal(found[:rows], original) and not found[rows:].any()
-
-
-@needs_compiler
-@kernel_only
-@pytest.mark.parametrize("rows", [1, 3, 16, 40])
-def test_weights_in_groups_as_they_are_stored(rows: int) -> None:
-    """Processors without AVX512-VNNI read them so, and every processor reads groups of 16."""
-    for weight in (
-        int4_weight(36, 100, 32, "int"),
-        int4_weight(36, 160, 64, "float"),
-        replace(int4_weight(36, 96, 32, "none"), is_fp4=True),
-    ):
-        real = int4_reference.dequantize_int4(weight, torch.float64)
-        check((lambda x, bias, fusion, weight=weight: quant_int4.packed_linear(x, replace(weight, bias=bias), fusion), real), rows, "nbgr")
-    weight = grouped_weight(36, 100, 32, True)
-    real = int8_reference.widen_groups(weight).double()
-    check((lambda x, bias, fusion: quant_int8.packed_linear(x, replace(weight, bias=bias), fusion), real), rows, "nb")
-
-
-@needs_compiler
-@kernel_only
-@pytest.mark.parametrize("rows", [1, 16, 17, 40])
-@pytest.mark.parametrize("inner", [1, 7, 16, 25, 40, 47])
-def test_gates_whose_factors_begin_within_a_block(inner: int, rows: int) -> None:
-    for case in (int4(2 * inner, 96, 32, "int"), fp4(2 * inner, 96, 32), grouped(2 * inner, 100, 32, True)):
-        check(case, rows, "nbgr")
-
-
-@needs_compiler
-@kernel_only
-def test_arguments_that_only_the_widened_product_supports() -> None:
-    """No reference reads blocks."""
-    if quant_int4.prepare_weight(int4_weight(20, 64, 32, "none")).layout == "stored":
-        pytest.skip("this processor reads rows")
-    for run, weight in (int4(20, 64, 32, "float"), grouped(20, 64, 32, False)):
-        for rows in (2, 30):
-            x, bias = torch.randn(rows, 64), torch.randn(20)
-            want = x.double() @ weight.t()
-            assert relative_error(run(x.half(), None, PLAIN), want) < 1e-3
-            assert relative_error(run(x.t().contiguous().t(), bias.double(), PLAIN), want + bias) < 1e-4
-
-
-@needs_compiler
-@kernel_only
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("out", [17, 3000])
-@pytest.mark.parametrize("size", [128, 276])
-def test_70_rows_of_a_weight_in_groups(size: int, out: int, dtype: torch.dtype) -> None:
-    for zero in ("none", "int", "float"):
-        check(int4(out, size, 64, zero), 70, "nb", dtype)
-    check(fp4(out, size, 64), 70, "nb", dtype)
-    for shifted in (False, True):
-        check(grouped(out, size + 1, 32, shifted), 70, "ibr", dtype)
-
-
-@needs_compiler
-@kernel_only
-def test_70_rows_of_a_weight_that_is_widened_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processors for which gemm.c has no code."""
-    found = library.kernels()
-    assert not isinstance(found, str)
-    monkeypatch.setattr(linear, "kernels", lambda: found._replace(gemm=lambda arguments: 1))
-    for size, out in ((128, 3000), (276, 17)):
-        check(int4(out, size, 64, "float"), 70, "nb")
-        check(fp4(out, size, 64), 70, "nb", torch.bfloat16)
-        check(grouped(out, size + 1, 32, True), 70, "ibr")
-
-
-@needs_compiler
-@kernel_only
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("group", [16, 32, 64, 96, 128, 256])
-@pytest.mark.parametrize("size", [128, 160, 277, 2301])
-def test_int8_with_a_shorter_last_group(size: int, group: int, shifted: bool) -> None:
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        check(grouped(21, size, group, shifted, dtype), 2, "n")
-
-
-@needs_compiler
-@pytest.mark.parametrize("rows", [1, 40])
-def test_more_groups_than_the_buffer_holds(rows: int) -> None:
-    """Llama-70B in Q6_K has 28,672 features in groups of 16: 1,792 groups."""
-    assert quant_int8.supports_groups(grouped_weight(3, 1024 * 16, 16, True)) and not quant_int8.supports_groups(
-        grouped_weight(3, 1025 * 16, 16, True)
-    )
-    check(grouped(20, 1025 * 16, 16, True), rows, "nb")
-    check(int4(20, 1025 * 32, 32, "int"), rows, "nb")
-    check(grouped(20, 1024 * 16, 16, True), rows, "nb")
-
-
-@needs_compiler
-@kernel_only
-def test_small_float16_scales_keep_their_value() -> None:
-    weight = int4_weight(40, 64, 32, "none")
-    assert weight.scale is not None
-    weight.scale.copy_(torch.arange(1, 81).view(40, 2).to(torch.float16) * 2**-24)  # subnormal
-    x = torch.randn(1, 64)
-    exact = x.double() @ int4_reference.dequantize_int4(weight, torch.float64).t()
-    assert relative_error(quant_int4.packed_linear(x, quant_int4.prepare_weight(weight)), exact) < DIGITS_TOLERANCE
 
 
 @needs_compiler
@@ -580,20 +330,3 @@ def test_nan_scores_stay_in_their_head() -> None:
     q[0, 1, 3] = float("nan")
     found = attention.attention(q, cache, batch, AttentionParams(0.1)).view(2, 4, -1)
     assert found[0, 1].isnan().all() and found[0, [0, 2, 3]].isfinite().all() and found[1].isfinite().all()
-
-
-@needs_compiler
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("prepared", [False, True])
-@pytest.mark.parametrize(("columns", "group"), [(96, 32), (100, 32), (270, 128), (576, 16)])
-def test_rows_of_an_embedding_in_groups(columns: int, group: int, prepared: bool, shifted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, ids = grouped_weight(50, columns, group, shifted), torch.tensor([49, 0, 7, 7, *range(20)], dtype=torch.int32)
-    expected = {dtype: quant_int8.reference.packed_embedding(ids, weight, dtype) for dtype in (torch.float32, torch.bfloat16)}
-    weight = quant_int8.prepare_weight(weight) if prepared else weight
-    with pytest.raises(IndexError):
-        quant_int8.packed_embedding(torch.tensor([50], dtype=torch.int32), weight, torch.float32)
-    monkeypatch.setattr(quant_int8.reference, "packed_embedding", lambda *given: pytest.fail("the reference ran"))
-    for dtype, want in expected.items():
-        found = quant_int8.packed_embedding(ids, weight, dtype)
-        torch.testing.assert_close(found, want, rtol=0 if not shifted else None, atol=0 if not shifted else None)
-    assert quant_int8.packed_embedding(ids[:0], weight, torch.float32).shape == (0, columns)

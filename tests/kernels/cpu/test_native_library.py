@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from native_cases import int8, needs_compiler
 from oracle import relative_error
-from test_native import int8, needs_compiler
 
 from stoker.base import env
 from stoker.kernels import ops

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import test_gemm
-import test_native
+import test_native_groups
 import test_prefill
 import test_scores
 import torch
@@ -98,7 +98,7 @@ def test_tiles_of_avx2(avx2: None) -> None:
     """Linears, scores and attention of many rows, against float64."""
     for count in (9, 61):
         test_gemm.test_float32_weights("nbgr", count)
-    test_native.test_70_rows_of_a_weight_in_groups(276, 17, torch.float32)
+    test_native_groups.test_70_rows_of_a_weight_in_groups(276, 17, torch.float32)
     test_scores.test_float32(13, 33, 31, 3.0, 5.0)
     test_scores.test_large_and_equal_logits()
     for case in ("mixed", "head 18", "window"):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from native_cases import TOLERANCE, needs_compiler
 from oracle import Case, expected_attention, relative_error
-from test_native import TOLERANCE, needs_compiler
 from torch import Tensor
 
 from stoker.core.forward_batch import ForwardBatch, KVCache

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from native_cases import expected, fused, needs_compiler
 from test_gemm import fp8_expected, fp8_weight
-from test_native import expected, fused, needs_compiler
 
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels import ops
