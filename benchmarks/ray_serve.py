@@ -35,8 +35,9 @@ from stoker.base import env
 from stoker.cli.benchmark.results import provenance
 from stoker.ray.haproxy import haproxy_variables
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / "cluster")]
-from ray_cluster import deploy, free_port, kill, ray_cluster, stub_engine, stub_pids, wait_for  # noqa: E402
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / area) for area in ("cluster", "server")]
+from free_ports import free_port  # noqa: E402
+from ray_cluster import deploy, kill, ray_cluster, stub_engine, stub_pids, wait_for  # noqa: E402
 
 NUM_ROWS = 4  # of one replica
 NUM_TOKENS = 150

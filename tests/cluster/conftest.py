@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("builder", "parity", "parallel", "transfer", "cluster")]
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("builder", "parity", "parallel", "transfer", "server", "cluster")]
 
 if TYPE_CHECKING:
     from hosts import Network

@@ -5,22 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from free_ports import free_port
+
 STORE_BYTES = 80 << 20
 CPUS_OF_NODE = 16  # slots for actors; they do not reserve cores
 STUB_PATH = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("src", "tests/server", "tests/frontend"))
 STUB = f"{sys.executable} {Path(__file__).parent / 'ray_stub.py'}"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from free_ports import free_port
+
 NO_SLURM = "needs root, and slurmctld, slurmd and munged (Debian packages slurm-wlm and munge)"
 CONF = """
 ClusterName=test
@@ -67,8 +69,7 @@ class Slurm:
 @contextlib.contextmanager
 def running_slurm(folder: Path) -> Iterator[Slurm]:
     """Start the daemons, and stop them at the end."""
-    with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(3)]
+    ports = [free_port("") for _ in range(3)]
     for name in ("state", "d0", "d1"):
         (folder / name).mkdir()
     conf = CONF.format(host=socket.gethostname().partition(".")[0], dir=folder, ports=ports, cpus=os.cpu_count())

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -17,15 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 
 MPIRUN = next((path for path in (f"{sysconfig.get_path('scripts')}/mpirun", shutil.which("mpirun")) if path and Path(path).exists()), None)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 @pytest.mark.skipif(MPIRUN is None, reason="needs mpirun (package openmpi)")

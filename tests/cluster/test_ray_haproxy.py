@@ -18,7 +18,8 @@ import yaml
 
 pytest.importorskip("ray")
 
-from ray_cluster import free_port, stub_engine
+from free_ports import free_port
+from ray_cluster import stub_engine
 
 from stoker.ray import haproxy
 

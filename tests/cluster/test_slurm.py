@@ -15,6 +15,7 @@ from http.client import HTTPResponse
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 from slurm_cluster import NO_SLURM, Slurm, can_run_slurm, running_slurm
 
 from stoker.base.config import Mapping
@@ -60,11 +61,6 @@ class Job:
     def wait_for_log(self, task: int, text: str) -> None:
         self.wait_for(lambda: text in self.log(task) or self.slurm.state(self.number) == "FAILED")
         assert text in self.log(task), self.all_logs()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def post(url: str, body: dict[str, object]) -> HTTPResponse:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import re
 import subprocess
 import sys
 import time
@@ -14,34 +14,32 @@ from pathlib import Path
 import pytest
 import torch
 
+sys.path.append(str(Path(__file__).parents[1] / "server"))
+from free_ports import free_port
+
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has less than two CUDA devices")
 BETWEEN_HOSTS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
-
-
 def completions(engine: Path, folder: Path, num_nodes: int, *options: str) -> str:
     """The greedy completion of a prompt by an engine on this number of nodes."""
-    port, rendezvous = free_port(), f"127.0.0.1:{free_port()}"
+    rendezvous = f"127.0.0.1:{free_port()}"
     environment = {**os.environ, **BETWEEN_HOSTS, "STOKER_CLUSTER_TOKEN": "t" * 32}
     logs = [folder / f"{num_nodes}-node{rank}.log" for rank in range(num_nodes)]
     processes = []
     for rank, log in enumerate(logs):
-        command = [sys.executable, "-m", "stoker", "serve", str(engine), "--port", str(port), "--devices", "0,1", *options]
+        command = [sys.executable, "-m", "stoker", "serve", str(engine), "--port", "0", "--devices", "0,1", *options]
         if num_nodes > 1:
             command += ["--nnodes", str(num_nodes), "--node-rank", str(rank), "--rendezvous", rendezvous]
         with log.open("wb") as output:
             processes.append(subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment))
     try:
         deadline = time.monotonic() + 100
-        while "is served at" not in logs[0].read_text():
+        while (served := re.search(r"is served at (http://127\.0\.0\.1:\d+)", logs[0].read_text())) is None:
             assert time.monotonic() < deadline and processes[0].poll() is None, "\n".join(log.read_text() for log in logs)
             time.sleep(0.1)
         body = json.dumps({"model": "engine", "prompt": "the quick brown", "max_tokens": 32, "temperature": 0, "ignore_eos": True})
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body.encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(f"{served[1]}/v1/completions", body.encode(), {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as answer:
             return str(json.load(answer)["choices"][0]["text"])
     finally:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import httpx
+from free_ports import free_port
 
 from stoker.base import env
 from stoker.server.processes.listeners import bind, listen
@@ -46,8 +47,7 @@ def test_the_metrics_port_has_no_other_endpoints() -> None:
 
 def test_from_loading_to_ready_without_a_refusal(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "serving.properties").write_text(f"option.model_id={checkpoint}\noption.max_tokens=512\noption.rotary_base=10000\n")
-    with bind("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "stoker", "serve", str(tmp_path), "--port", str(port)]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=env.child_environment(STOKER_LOG="warning"))
     assert process.stdout is not None

@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
+from free_ports import free_port
 from test_triton_clients import Stream, tensors, text
 from tritonclient.utils import InferenceServerException
 
@@ -39,12 +39,6 @@ pytestmark = [
 PROMPT = "the quick brown"
 START_S = 60.0
 OPTIONS = {"decoupled_mode": "true", "max_tokens_in_paged_kv_cache": "4096", "max_beam_width": "2"}
-
-
-def free_ports() -> tuple[int, int, int]:
-    with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(3)]
-    return ports[0], ports[1], ports[2]
 
 
 class Real:
@@ -88,7 +82,7 @@ def server(engine: Path, script: Callable[[str], ModuleType], tmp_path_factory: 
     export_triton(info, repository, OPTIONS)
     export_triton(info, second, OPTIONS)
     keep_one_model(second, "tensorrt_llm", "another_llm")
-    ports = free_ports()
+    ports = free_port(), free_port(), free_port()
     log = tmp_path_factory.mktemp("log") / "triton.log"
     command = installed.command([repository, second], ports, f"stoker{os.getpid()}_")
     with log.open("wb") as file:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from free_ports import free_port
 from process_tree import processes_below, runs
 from triton_server import until
 
@@ -100,8 +100,7 @@ def real(folder: Path, script: Callable[[str], ModuleType], tmp_path_factory: py
         pytest.skip(f"{scripts.PACKAGE} cannot be installed (a package registry is needed): {error}")
     work = tmp_path_factory.mktemp("real")
     installed.write_app(folder, work / "app")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     log = work / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(
