@@ -43,7 +43,7 @@ test-cluster: $(VENV)/.installed-dev  ## Several hosts, Slurm, MPI and Ray: need
 	sh scripts/cluster_packages.sh
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 tests/cluster
 
-test-fast: $(VENV)/.installed-dev  ## Unit and contract tests, less than a minute on two cores
+test-fast: $(VENV)/.installed-dev  ## Unit and contract tests, 90 s on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(FAST) $(FAST_SKIPS:%=--ignore=%)
 
 chaos: $(VENV)/.installed-dev  ## All protocols at full load while processes and resources fail; MINUTES=2
