@@ -11,8 +11,11 @@ if TYPE_CHECKING:
 
 
 class NativePages(NamedTuple):
-    """keys and values [num_blocks, kv_heads, block_size, size]. Scales float32 [kv_heads] and the optional balance of the keys
-    float32 [kv_heads, 2, size] belong to int8 caches; ABSENT for others."""
+    """The tensors of a paged cache as the kernels read them.
+
+    `keys` and `values` are [num_blocks, kv_heads, block_size, size]. Only int8 caches have the scales, float32 [kv_heads], and optionally
+    the balance of the keys, float32 [kv_heads, 2, size]; in other caches these are ABSENT.
+    """
 
     keys: TensorInfo
     values: TensorInfo

@@ -44,8 +44,11 @@ def mamba2(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, params: Mamba2Params, st
 
 
 def _chunk(x: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """(output [P, L, H, D], state after the chunk [P, H, D, N]). x [P, L, H, D] is multiplied by the time step; decay [P, L, H]; b, c
-    [P, L, H, N]; state [P, H, D, N]."""
+    """The recurrence over one chunk of L tokens of P rows, as products of matrices.
+
+    x [P, L, H, D] was multiplied by the time step; decay [P, L, H] is logarithmic; b, c [P, L, H, N]; state [P, H, D, N]. Returns the
+    output [P, L, H, D] and the state after the chunk [P, H, D, N].
+    """
     total = decay.cumsum(1)  # the logarithm of the decay from the start of the chunk
     pairs = total[:, :, None] - total[:, None]  # [P, to, from, H]
     is_later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()[..., None]

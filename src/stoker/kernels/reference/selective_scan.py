@@ -42,8 +42,10 @@ def selective_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, params: Selectiv
 
 
 def _scan(x: Tensor, step: Tensor, b: Tensor, c: Tensor, a: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """(output [P, L, D], state after the last token [P, D, N]). x [P, L, D] is multiplied by the time step [P, L, D]; b, c [P, L, N];
-    a [D, N]; state [P, D, N]. Tokens whose x and time step are 0 do not change the state.
+    """The recurrence over L tokens of P rows. Tokens whose x and time step are 0 do not change the state.
+
+    x [P, L, D] was multiplied by the time step [P, L, D]; b, c [P, L, N]; a [D, N]; state [P, D, N]. Returns the output [P, L, D] and the
+    state after the last token [P, D, N].
 
     The elements of a state decay at different rates, so that pairs of tokens have no matrix of decays as in Mamba 2. Instead, each row is
     cut into K blocks of B tokens, and K states are updated at once: B updates from zero states (from `state` in the first block), then the
