@@ -37,8 +37,9 @@ import tritonclient.grpc as tgrpc
 from tokenizers import decoders, models, pre_tokenizers
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "scripts"))
+sys.path[:0] = [str(HERE.parent / "scripts"), str(HERE.parent / "tests" / "server")]
 
+from free_ports import free_port  # noqa: E402
 from real_triton import RealTriton  # noqa: E402
 
 from stoker.cli.benchmark.results import provenance  # noqa: E402
@@ -107,11 +108,6 @@ def save_tokenizer(folder: Path) -> None:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.save(str(folder / "tokenizer.json"))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def wait_ready(port: int, seconds: float = 60.0) -> None:

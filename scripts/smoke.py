@@ -8,7 +8,6 @@ It needs the extras `grpc`, `guided` and `s3`, and no network: the model is a ra
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "builder"))
+sys.path[:0] = [str(ROOT / "tests" / area) for area in ("builder", "server")]
 MODEL = "tiny"
 PROMPT, TOKENS = "the quick brown fox", 6
 
@@ -102,12 +101,6 @@ def check_kernel() -> None:
         compile_jobs(list(jobs.values()), Path(cache), 90, 1)
 
 
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
-
-
 def run(name: str, check: Callable[..., None], *args: Any) -> bool:
     try:
         check(*args)
@@ -121,6 +114,7 @@ def run(name: str, check: Callable[..., None], *args: Any) -> bool:
 
 def main() -> int:
     import tiny
+    from free_ports import free_port
 
     from stoker.base.config import Limits
     from stoker.builder.build import build

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from free_ports import free_port
 from local_hub import local_hub
 
 from stoker import LLM, SamplingParams
@@ -24,7 +25,6 @@ from stoker.deploy.build_settings import BuildSettings
 from stoker.deploy.local_engine import find_engine
 from stoker.deploy.model_name import model_name_of
 from stoker.engine.reader import Engine
-from stoker.server.processes.listeners import bind
 
 ANSWER = ["--max-tokens", "8", "--ignore-eos"]
 
@@ -102,8 +102,7 @@ def test_a_server_answers_while_its_model_is_fetched(checkpoint: Path, tmp_path:
     with local_hub({"acme/tiny-llama": checkpoint}) as hub:
         hub.weights_may_be_sent.clear()
         environment = {**os.environ, **hub.environment(tmp_path), "STOKER_CACHE": str(tmp_path / "cache")}
-        with bind("127.0.0.1", 0) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         command = [sys.executable, "-m", "stoker", "serve", "acme/tiny-llama", "--port", str(port)]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
             assert process.stderr is not None

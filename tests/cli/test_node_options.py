@@ -6,6 +6,7 @@ import socket
 from typing import Any
 
 import pytest
+from free_ports import free_port
 
 from stoker.base import env
 from stoker.base.config import Mapping, RuntimeConfig
@@ -103,8 +104,7 @@ def test_the_address_of_the_rendezvous_is_checked_on_node_0() -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "localhost", socket.gethostname()])
 def test_any_address_of_the_host_is_accepted_on_node_0(host: str) -> None:
-    with socket.create_server(("", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port("")
     assert read_nodes(NodeOptions(nnodes=2, node_rank=0, rendezvous=f"{host}:{port}")).address == (host, port)
 
 

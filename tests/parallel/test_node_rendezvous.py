@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from free_ports import free_port
 from node_links import FACTS, SECRET, link_pair, socket_pair
 
 from stoker.base.config import Mapping, RuntimeConfig
@@ -165,9 +166,7 @@ def test_damaged_frames_are_detected(how: str, message: str) -> None:
 
 
 def settings_of(num_nodes: int = 3, **more: object) -> NodeSettings:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    return NodeSettings(num_nodes=num_nodes, rendezvous=f"127.0.0.1:{port}", **more)  # type: ignore[arg-type]
+    return NodeSettings(num_nodes=num_nodes, rendezvous=f"127.0.0.1:{free_port()}", **more)  # type: ignore[arg-type]
 
 
 class Gathering:
