@@ -24,9 +24,12 @@ PROMPT, TOKENS = "the quick brown fox", 6
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(json_request(url, body), timeout=60) as response:
         return json.load(response)
+
+
+def json_request(url: str, body: dict[str, Any]) -> urllib.request.Request:
+    return urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
 
 def check_help() -> None:
@@ -42,7 +45,7 @@ def check_openai(url: str) -> None:
     assert answer["usage"]["completion_tokens"] > 0, answer
     chat = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS}
     assert post(f"{url}/v1/chat/completions", chat)["choices"][0]["message"]["role"] == "assistant"
-    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(chat | {"stream": True}).encode())
+    request = json_request(f"{url}/v1/chat/completions", chat | {"stream": True})
     with urllib.request.urlopen(request, timeout=60) as response:
         assert response.read().endswith(b"data: [DONE]\n\n")
 
