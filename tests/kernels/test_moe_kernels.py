@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import pairwise, product
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +16,11 @@ from stoker.kernels.reference import activation as activation_reference
 from stoker.kernels.reference import moe as reference
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton import activation
+from stoker.kernels.triton.aot.offline_target import compilation_target
+from stoker.kernels.triton.gemm.large.launch import NARROW_TILE, TALL_TILE, TILE
 from stoker.kernels.triton.gemm.quantized.launch import split_counters
+from stoker.kernels.triton.moe import grouped_gemm
 from stoker.kernels.triton.moe import launch as moe
-from stoker.kernels.triton.moe import library_gemm
 from stoker.kernels.tuning.tiles import QuantTile
 from stoker.kernels.types import PLAIN, Fusion
 
@@ -336,13 +336,11 @@ def test_quantized_projections(tokens: int, dtype: torch.dtype, activations: str
     assert relative_error(moe.expert_down(up, down, routing), reference.expert_down(up, down, routing)) < 3e-4
 
 
-@pytest.mark.parametrize("form", ["dense", "int8", "fp8", "fp8, static", "fp8, library", "fp8, unquantized rows"])
+@pytest.mark.parametrize("form", ["dense", "int8", "fp8", "fp8, static", "fp8, grouped", "dense, grouped", "fp8, unquantized rows"])
 def test_the_gate_before_the_last_projection(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the launch that quantizes the rows, with the bits of a launch of its own."""
-    monkeypatch.setattr(library_gemm, "supports", lambda x, feature: True)
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
-    if form == "fp8, library":
-        monkeypatch.setattr(library_gemm, "LIBRARY_ROWS", dict.fromkeys(library_gemm.LIBRARY_ROWS, 2))
+    if "grouped" in form:
+        emulate_grouped_gemm(monkeypatch, 5)
     tokens, experts, top_k, n, k = 11, 4, 2, 32, 64
     routing, wide = reference.route(torch.randn(tokens, experts), None, RoutingParams(top_k)), torch.randn(2 * tokens, 2 * k).bfloat16()
     name = form.split(",")[0]
@@ -353,7 +351,7 @@ def test_the_gate_before_the_last_projection(form: str, monkeypatch: pytest.Monk
         step = torch.tensor([0.02]) if "static" in form else None
         activations = "none" if "unquantized" in form else "token" if step is None else "static"
         weight = PackedWeight(name, stored, torch.rand(experts, n) / 8, activations=activations, input_scale=step)  # type: ignore[arg-type]
-    assert library_gemm.is_faster(wide, weight, routing) is (form == "fp8, library")
+    assert grouped_gemm.is_supported(wide, weight, routing) is ("grouped" in form)
     residual, inner = torch.randn(tokens, n).bfloat16(), activation.gated(wide, "silu")
     found = moe.expert_down(wide, weight, routing, residual, "silu")
     assert torch.equal(found, moe.expert_down(inner, weight, routing, residual))
@@ -402,70 +400,88 @@ def test_groups_of_different_sizes_are_rejected() -> None:
         moe.route(torch.zeros(1, 10), None, RoutingParams(2, num_groups=4))
 
 
-def scaled_grouped_mm(rows: Tensor, weight: Tensor, scale: Tensor, scales: Tensor, *, offs: Tensor, **options: object) -> Tensor:
-    """torch._scaled_grouped_mm, which has no CPU implementation."""
-    out, bounds = torch.zeros(len(rows), weight.shape[-1]), [0, *offs.tolist()]
-    for i, (start, stop) in enumerate(pairwise(bounds)):
-        out[start:stop] = (rows[start:stop].float() @ weight[i].float()) * scale[start:stop, None] * scales[i]
+def grouped_product(
+    rows: Tensor, weight: Tensor, tile: object, *, offsets: Tensor, bias: Tensor | None = None, x_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`large_gemm` of experts, which the interpreter cannot run."""
+    out = torch.zeros(len(rows), weight.shape[1])
+    for i, (start, stop) in enumerate(pairwise(offsets.tolist())):
+        out[start:stop] = rows[start:stop].float() @ weight[i].float().T
+        if x_scale is not None and weight_scale is not None:
+            out[start:stop] *= x_scale[start:stop, None] * weight_scale[i]
+        if bias is not None:
+            out[start:stop] += bias[i].float()
     return out.bfloat16()
 
 
+def emulate_grouped_gemm(monkeypatch: pytest.MonkeyPatch, min_rows: int) -> None:
+    """Use the grouped GEMM from `min_rows` rows per expert."""
+    monkeypatch.setattr(grouped_gemm, "large_gemm", grouped_product)
+    monkeypatch.setattr(grouped_gemm, "supports_experts", lambda weight: True)
+    monkeypatch.setattr(grouped_gemm, "MIN_ROWS", min_rows)
+
+
+@pytest.mark.parametrize("gate", [None, "silu"])
 @pytest.mark.parametrize("activations", [None, "token", "static"])
-def test_library_for_many_rows_per_expert(activations: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results equal those of the tiles. Experts of one rank, biases and fewer rows are not multiplied by the library."""
-    monkeypatch.setattr(library_gemm, "supports", lambda x, feature: True)
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
-    monkeypatch.setattr(library_gemm, "LIBRARY_ROWS", dict.fromkeys(library_gemm.LIBRARY_ROWS, 4))
-    experts, top_k, n, k, tokens = 5, 2, 32, 64, 23
-    x, routing = torch.randn(tokens, k).bfloat16(), reference.route(torch.randn(tokens, experts), None, RoutingParams(top_k))
-    if activations is None:
-        up, down = (PackedWeight("dense", torch.randn(experts, *shape).bfloat16() / 8) for shape in ((n, k), (k, n)))
-    else:
+def test_grouped_gemm_for_many_rows_per_expert(activations: str | None, gate: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results equal those of the tiles: rows are in the order of the choices, and summed by token. One expert has no row."""
+    emulate_grouped_gemm(monkeypatch, 9)
+    experts, n, k, tokens = 5, 32, 64, 23
+    logits = torch.randn(tokens, experts)
+    logits[:, 2] = -100.0
+    x, routing = torch.randn(tokens, k).bfloat16(), reference.route(logits, None, RoutingParams(2))
+
+    def pack(*shape: int) -> PackedWeight:
+        weight, bias = torch.randn(experts, *shape), torch.randn(experts, shape[0]).bfloat16()
+        if activations is None:
+            return PackedWeight("dense", weight.bfloat16() / 8, bias=bias)
         step = torch.tensor([0.02]) if activations == "static" else None
-        up, down = (
-            PackedWeight(
-                "fp8", torch.randn(experts, *shape).to(torch.float8_e4m3fn), torch.rand(experts, shape[0]) / 8,
-                activations=activations, input_scale=step,
-            )
-            for shape in ((n, k), (k, n))
-        )  # fmt: skip
-    assert library_gemm.is_faster(x, up, routing)
+        options = {"bias": bias, "activations": activations, "input_scale": step}
+        return PackedWeight("fp8", weight.to(torch.float8_e4m3fn), torch.rand(experts, shape[0]) / 8, **options)  # type: ignore[arg-type]
+
+    up, down = pack(n, k), pack(k, n)
+    assert grouped_gemm.is_supported(x, up, routing)
     got = moe.expert_up(x, up, routing)
     assert relative_error(got, moe.expert_up(x, up, routing, QuantTile(16, 32))) < 1e-2
-    assert relative_error(moe.expert_down(got, down, routing), moe.expert_down(got, down, routing, tile=QuantTile(16, 32))) < 1e-2
-    assert not library_gemm.is_faster(x, replace(up, bias=torch.randn(experts, n)), routing)
-    assert not library_gemm.is_faster(x.float(), up, routing)
-    assert not library_gemm.is_faster(x, up, Routing(routing.weights, routing.order, routing.offsets, is_whole=False))
-    monkeypatch.setattr(library_gemm, "LIBRARY_ROWS", dict.fromkeys(library_gemm.LIBRARY_ROWS, 12))
-    assert not library_gemm.is_faster(x, up, routing)
+    inner, residual = torch.randn(2 * tokens, 2 * n if gate else n).bfloat16(), torch.randn(tokens, k).bfloat16()
+    tiled = moe.expert_down(inner, down, routing, residual, gate, tile=QuantTile(16, 32))
+    assert relative_error(moe.expert_down(inner, down, routing, residual, gate), tiled) < 1e-2
 
 
-def uses_library(dtype: torch.dtype, tokens: int, experts: int, n: int, k: int) -> bool:
-    """Whether the library multiplies two choices of each token."""
-    weights, order, offsets = (torch.empty(size, device="meta") for size in ((tokens, 2), (tokens * 2,), (experts + 1,)))
-    values, scale = torch.empty(experts, n, k, dtype=dtype, device="meta"), torch.empty(experts, n, device="meta")
-    fp8 = PackedWeight("fp8", values, scale, activations="token")
-    weight = fp8 if dtype == torch.float8_e4m3fn else PackedWeight("dense", values)
-    return library_gemm.is_faster(torch.empty(1, dtype=torch.bfloat16, device="meta"), weight, Routing(weights, order, offsets))
+def test_products_that_the_grouped_gemm_supports() -> None:
+    """On an H200: bfloat16 and FP8 with quantized rows, from 64 rows per expert on, and choices that are all of this rank."""
+
+    def is_supported(form: str, tokens: int, n: int = 64, k: int = 64, dtype: torch.dtype = torch.bfloat16, is_whole: bool = True) -> bool:
+        weights, order, offsets = (torch.empty(size, device="meta") for size in ((tokens, 2), (tokens * 2,), (9,)))
+        kind = {"dense": torch.bfloat16, "int8": torch.int8}.get(form, torch.float8_e4m3fn)
+        values, scale = torch.empty(8, n, k, dtype=kind, device="meta"), torch.empty(8, n, device="meta")
+        activations = "none" if form == "unquantized rows" else "token"
+        name = form if form in ("dense", "int8") else "fp8"
+        weight = PackedWeight("dense", values) if form == "dense" else PackedWeight(name, values, scale, activations=activations)  # type: ignore[arg-type]
+        routing = Routing(weights, order, offsets, is_whole=is_whole)
+        with compilation_target(90):
+            return grouped_gemm.is_supported(torch.empty(tokens, k, dtype=dtype, device="meta"), weight, routing)
+
+    for form in ("dense", "fp8"):
+        assert is_supported(form, 256) and is_supported(form, 8192)
+        assert not is_supported(form, 255)
+        assert not is_supported(form, 256, dtype=torch.float16)
+        assert not is_supported(form, 256, is_whole=False)
+        assert not is_supported(form, 256, n=68)
+        assert not is_supported(form, 256, k=68)
+    assert not is_supported("int8", 256)
+    assert not is_supported("unquantized rows", 256)
 
 
-def test_the_library_is_used_where_it_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mixtral's projections with 128 to 2,048 rows per expert. The slower product is at most 3 % slower."""
-    monkeypatch.setattr(library_gemm, "supports", lambda x, feature: True)
-    results = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "h200_experts.json").read_text())["results"]
-    found = [row for row in results if row["what"].startswith("mixtral") and "library" in row["note"]]
-    assert len(found) == 16
-    for row in found:
-        library = float(row["note"].partition("library ")[2].split()[0])
-        dtype = torch.float8_e4m3fn if row["form"] == "fp8" else torch.bfloat16
-        sizes = (4096, 14336) if row["what"].endswith("down") else (28672, 4096)
-        used = uses_library(dtype, row["rows"], 8, *sizes)
-        assert (library if used else row["us"]) <= 1.03 * min(library, row["us"]), row
+def test_tiles_of_the_grouped_gemm() -> None:
+    """The tile depends on the mean number of rows per expert, which is rounded up."""
+    rows = (64 * 8, 120 * 8, 120 * 8 + 1, 176 * 8, 176 * 8 + 1, 4096 * 8)
+    assert [grouped_gemm.tile_of(count, 8) for count in rows] == [NARROW_TILE, NARROW_TILE, TALL_TILE, TALL_TILE, TILE, TILE]
 
 
-def test_the_library_does_not_multiply_padding_of_its_tall_fp8_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library_gemm, "supports", lambda x, feature: True)
-    halves = 8, 14336, 4096  # of Mixtral's up projection, on two GPUs
-    used = [uses_library(torch.float8_e4m3fn, tokens, *halves) for tokens in (383, 384, 515, 516, 768, 1024, 1025, 8192)]
-    assert used == [False, True, True, False, False, False, True, True]
-    assert uses_library(torch.float8_e4m3fn, 768, 8, 1536, 4096), "PyTorch's tiles of narrow weights have 128 rows"
+def test_places_of_choices() -> None:
+    for choices in (0, 1, 1500):
+        order = torch.randperm(choices).int()
+        places = moe.inverse_order(Routing(torch.ones(choices, 1), order, torch.tensor([0, choices]).int()))
+        assert torch.equal(order[places.long()], torch.arange(choices).int())

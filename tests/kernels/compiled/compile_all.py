@@ -338,6 +338,15 @@ def large_gemm_of_digits(dtype: torch.dtype, bias: bool = False) -> Tensor:
     return large.large_gemm(x.values, meta(1024, 512, dtype=torch.int8), **scales, bias=added, digits=large.Digits(300, dtype))
 
 
+def large_gemm_of_experts(tile: large.LargeGemmTile, dtype: torch.dtype = FP8, gate: str | None = None, bias: bool = False) -> Tensor:
+    count, n = 8, 2048 if gate else 1024
+    scales = {"x_scale": meta(4096, dtype=FP32), "weight_scale": meta(count, n, dtype=FP32)} if dtype == FP8 else {}
+    offsets, added = meta(count + 1, dtype=torch.int32), meta(count, n) if bias else None
+    return large.large_gemm(
+        meta(4096, 512, dtype=dtype), meta(count, n, 512, dtype=dtype), tile, **scales, bias=added, gate=gate, offsets=offsets
+    )
+
+
 LAUNCHES: dict[str, Callable[[], object]] = {
     "large gemm bfloat16, gated": lambda: large_gemm(BF16, gate="silu"),
     "large gemm float16, gated, with bias and residual": lambda: large_gemm(torch.float16, "gelu_tanh", residual=True, bias=True),
@@ -347,6 +356,11 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "large gemm fp8, 128 × 128, gated": lambda: large_gemm(FP8, "silu", tile=large.NARROW_TILE),
     "large gemm fp8, 192 × 128, with residual": lambda: large_gemm(FP8, residual=True, tile=large.TALL_TILE),
     "large gemm fp8, 192 × 128, with bias": lambda: large_gemm(FP8, bias=True, tile=large.TALL_TILE),
+    "large gemm of experts": lambda: large_gemm_of_experts(large.TILE),
+    "large gemm of experts, gated, with bias": lambda: large_gemm_of_experts(large.TILE, FP8, "silu", bias=True),
+    "large gemm of experts, bfloat16, with bias": lambda: large_gemm_of_experts(large.TILE, BF16, bias=True),
+    "large gemm of experts, 128 × 128": lambda: large_gemm_of_experts(large.NARROW_TILE),
+    "large gemm of experts, 192 × 128": lambda: large_gemm_of_experts(large.TALL_TILE),
     "large gemm of digits bfloat16": lambda: large_gemm_of_digits(BF16),
     "large gemm of digits float16, with bias": lambda: large_gemm_of_digits(torch.float16, bias=True),
     "large gemm fp8, two slices": lambda: large_gemm(FP8, tile=large.SPLIT_TILE),

@@ -59,6 +59,9 @@ BOUNDS = {
     "large gemm fp8, 128 × 128, with residual": (168, 0), "large gemm fp8, 128 × 128, gated": (168, 0),
     "large gemm fp8, two slices": (168, 0), "large gemm fp8, two slices, with bias and residual": (168, 0),
     "large gemm fp8, two slices, gated, with bias": (168, 0),
+    "large gemm of experts": (168, 0), "large gemm of experts, gated, with bias": (168, 0),
+    "large gemm of experts, bfloat16, with bias": (168, 0),
+    "large gemm of experts, 128 × 128": (168, 0), "large gemm of experts, 192 × 128": (128, 0),
     "large gemm of digits bfloat16": (168, 0), "large gemm of digits float16, with bias": (168, 0),
     "large gemm fp8, 192 × 128, with residual": (128, 0), "large gemm fp8, 192 × 128, with bias": (128, 0),  # four warpgroups
     "fused layer of 6 rows": (128, 0), "fused layer of 16 rows, last, with biases": (128, 0),

@@ -1,5 +1,5 @@
 """Run kernels on an emulated device. Cases: `fused_layer FORM`, `attention`, `prompts`, `outliers`, `rotation`, `large_gemm`,
-`digits`, `fp4_experts`, `router`.
+`grouped_gemm`, `digits`, `fp4_experts`, `router`.
 
 A process without TRITON_INTERPRET.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -253,6 +254,51 @@ def multiply() -> None:
         assert torch.equal(*outputs), "the result depends on the order of CTAs"
 
 
+# rows of each expert, outputs, features, dtype, tile, bias and gate, CTAs: experts without rows, with one row, with fewer than a tile or a
+# consumer has, with as many, and with more. Tiles at the end of a weight read rows of the next one.
+GROUPED_CASES = [
+    ([0, 1, 130, 0, 64, 128, 40, 0], 200, 304, torch.float8_e4m3fn, NARROW_TILE, "", 3),
+    ([0, 0, 150, 0], 136, 240, torch.float8_e4m3fn, NARROW_TILE, "b", 5),
+    ([70, 129, 3], 264, 272, torch.float8_e4m3fn, WIDE_TILE, "", 2),
+    ([5, 140, 100], 136, 176, torch.float8_e4m3fn, WIDE_TILE, "bg", 4),
+    ([191, 0, 193, 66], 136, 176, torch.float8_e4m3fn, TALL_TILE, "", 3),
+    ([3, 0, 131], 136, 88, torch.bfloat16, WIDE_TILE, "b", 3),
+]
+
+
+def multiply_experts() -> None:
+    """The grouped GEMM. A row has the bits of a product with the weight of its expert alone."""
+    for counts, n, k, dtype, tile, parts, num_ctas in GROUPED_CASES:
+        offsets, experts, gate = torch.tensor([0, *counts]).cumsum(0).int(), len(counts), "silu" if "g" in parts else None
+        source, weights = torch.randn(sum(counts), k).bfloat16(), torch.randn(experts * (2 * n if gate else n), k).bfloat16()
+        bias = torch.randn(experts, len(weights) // experts).bfloat16() if "b" in parts else None
+        outputs = []
+        for seed in range(2):
+            with emulating(seed, num_ctas + seed):
+                x, x_scale, wide_x = _operand(source, dtype)
+                w, weight_scale, wide_weight = _operand(weights, dtype)
+                w, scales = w.unflatten(0, (experts, -1)), {}
+                if weight_scale is not None:
+                    weight_scale = weight_scale.unflatten(0, (experts, -1))
+                    scales = {"x_scale": x_scale, "weight_scale": weight_scale}
+                outputs.append(large_gemm(x, w, tile, **scales, bias=bias, gate=gate, offsets=offsets))
+        for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
+            if begin == end:
+                continue
+            added = None if bias is None else bias[expert].double()
+            want = linear_reference.linear(wide_x[begin:end], wide_weight.unflatten(0, (experts, -1))[expert], added, Fusion(gate=gate))
+            assert relative_error(outputs[0][begin:end], want) < TOLERANCE[torch.bfloat16], (counts, tile, expert)
+        last = max(expert for expert, count in enumerate(counts) if count)
+        begin, end = offsets[last : last + 2].tolist()
+        with emulating(0, num_ctas):
+            if x_scale is not None and weight_scale is not None:
+                scales = {"x_scale": x_scale[begin:end].clone(), "weight_scale": weight_scale[last].clone()}
+            added = None if bias is None else bias[last].clone()
+            alone = large_gemm(x[begin:end].clone(), w[last].clone(), tile, **scales, bias=added, gate=gate)
+        assert torch.equal(outputs[0][begin:end], alone), "a row depends on other rows"
+        assert torch.equal(*outputs), "the result depends on the order of CTAs"
+
+
 # rows, outputs, features, dtype, tile, whether there is a bias, CTAs. The last slab of rows is whole or not.
 DIGIT_CASES = [
     (75, 200, 304, torch.bfloat16, WIDE_TILE, True, 3),
@@ -379,6 +425,6 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     {
         "attention": attend, "prompts": attend_prompts, "outliers": attend_outliers, "rotation": rotate, "large_gemm": multiply,
-        "digits": multiply_digits, "fp4_experts": project_experts, "router": route_many_tokens,
+        "grouped_gemm": multiply_experts, "digits": multiply_digits, "fp4_experts": project_experts, "router": route_many_tokens,
         "fused_layer": lambda: fused_layer(sys.argv[2]),
     }[sys.argv[1]]()  # fmt: skip

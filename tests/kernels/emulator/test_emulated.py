@@ -10,7 +10,9 @@ import pytest
 pytestmark = pytest.mark.slow
 
 FORMS = ["dense", "fp8", "bytes", "int4 int", "int4 float 64", "int4 none 32"]
-OTHERS = [["attention"], ["prompts"], ["outliers"], ["rotation"], ["large_gemm"], ["digits"], ["fp4_experts"], ["router"]]
+OTHERS = [
+    ["attention"], ["prompts"], ["outliers"], ["rotation"], ["large_gemm"], ["grouped_gemm"], ["digits"], ["fp4_experts"], ["router"],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("what", [*OTHERS, *(["fused_layer", form] for form in FORMS)], ids=" ".join)

@@ -465,3 +465,13 @@ def test_a_residual_of_another_shape_is_rejected() -> None:
     weight, scale = int8_weight(8, 32)
     with pytest.raises(ValueError, match="residual"):
         quant_int8.packed_linear(torch.zeros(1, 32), PackedWeight("int8", weight, scale), Fusion(residual=torch.zeros(1, 5)))
+
+
+@pytest.mark.parametrize("k", [300, 40000])
+def test_rows_in_the_order_of_choices(k: int) -> None:
+    """Row c of the result is row order[c] ÷ top_k, with the bits of a launch without an order. 40,000 features are read twice."""
+    x, order = torch.randn(7, k).bfloat16(), torch.randperm(21).int()[:20]
+    plain, ordered = quant_activations.quantize_rows(x, "fp8", k), quant_activations.quantize_rows(x, "fp8", k, order=order, top_k=3)
+    rows = order.long() // 3
+    assert torch.equal(ordered.values.view(torch.uint8), plain.values.view(torch.uint8)[rows])
+    assert torch.equal(ordered.scale, plain.scale[rows])

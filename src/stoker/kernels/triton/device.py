@@ -46,8 +46,6 @@ REQUIREMENTS = {
     "large_gemm": Requirement(90, 90),
     # The shared memory of an H100 or H200, for which the tiles of the router for many tokens are laid out.
     "large_router": Requirement(90, 90, interpreted=True),
-    # torch._grouped_mm and torch._scaled_grouped_mm, measured to be faster than our tiles on an H200 only.
-    "grouped_mm": Requirement(90, 90),
 }
 
 

@@ -20,7 +20,7 @@ The product and the epilogue are those of the linears: `gemm.quantized.products`
 
 Theoretical floor: of few rows the bytes of the chosen experts' weights at the speed of memory, of many rows the arithmetic. Reached on an
 H200 (docs/performance.md): Mixtral-8x7B decodes at 82 % of its roofline with one row, at 90 % with 64 rows over all experts. Its up
-projection with 128 rows per expert takes 501 µs in FP8 and 744 in bfloat16; `library_gemm` has the product where it is faster.
+projection with 128 rows per expert takes 501 µs in FP8 and 744 in bfloat16; `grouped_gemm` is faster for both.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     expert_down     [T × top_k, k], a row per sorted choice -> [T, n], the weighted sum of each token's choices and over ranks, + residual
 
 A projection is one launch of `moe.kernel` over the tiles of all experts. A small step reads the weights of the chosen experts once, at the
-speed of memory; a large one is a grouped matrix product, for which `library_gemm` is used where it is faster.
+speed of memory; a large one is a grouped matrix product, for which `grouped_gemm` is used where it is supported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from stoker.kernels.triton.gemm.quantized.launch import (
 )
 from stoker.kernels.triton.gemm.quantized.tiles import largest_block
 from stoker.kernels.triton.integers import cdiv, next_power_of_2
-from stoker.kernels.triton.moe import library_gemm
+from stoker.kernels.triton.moe import grouped_gemm
 from stoker.kernels.triton.moe.kernel import ExpertOptions, expert_linear_kernel
 from stoker.kernels.triton.moe.large_router_kernel import large_router_kernel
 from stoker.kernels.triton.moe.operands import ExpertOperands, expert_operands
@@ -47,6 +47,7 @@ from stoker.kernels.triton.moe.routing_kernels import (
     choose_experts_kernel,
     clipped_gate_kernel,
     combine_kernel,
+    invert_order_kernel,
     place_choices_kernel,
     sort_choices_kernel,
 )
@@ -338,8 +339,8 @@ def expert_up(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile
 
     `tile` and `tokens`, the number of tokens of a tile, override the choices by rule.
     """
-    if tile is None and library_gemm.is_faster(x, weight, routing):
-        return library_gemm.expert_linear(x, weight, routing, is_sorted=False)
+    if tile is None and grouped_gemm.is_supported(x, weight, routing):
+        return grouped_gemm.expert_linear(x, weight, routing, is_sorted=False)
     return _project(x, weight, routing, tile, tokens, is_sorted=False)
 
 
@@ -355,11 +356,11 @@ def expert_down(
 ) -> Tensor:
     """The last projection by each expert, summed per token and over ranks (`ops.expert_down`).
 
-    Without `tile`, it chooses one, or the library's GEMM where that is faster. `tokens`: as in `expert_up`.
+    Without `tile`, it chooses one, or the grouped GEMM where that is supported. `tokens`: as in `expert_up`.
     """
     rows = None
-    if tile is None and library_gemm.is_faster(x, weight, routing):
-        y, rows = library_gemm.expert_linear(x, weight, routing, input_gate, is_sorted=True), library_gemm.inverse_order(routing)
+    if tile is None and grouped_gemm.is_supported(x, weight, routing):
+        y, rows = grouped_gemm.expert_linear(x, weight, routing, input_gate, is_sorted=True), inverse_order(routing)
     else:
         y = _project(x, weight, routing, tile, tokens, input_gate, is_sorted=True)
     choices = Choices(routing.weights, rows)
@@ -367,6 +368,15 @@ def expert_down(
         return _combine(y, choices, residual)
     total = all_reduce_choices(y, choices, group, residual)
     return all_reduce(_combine(y, choices, None), group, residual) if total is None else total
+
+
+def inverse_order(routing: Routing) -> Tensor:
+    """int32 [T × k]: for each choice, its index in routing.order."""
+    places = torch.empty_like(routing.order)
+    if len(places):
+        options = pdl_launch_options(places)
+        invert_order_kernel[(cdiv(len(places), _BLOCK),)](routing.order, places, len(places), BLOCK=_BLOCK, num_warps=4, **options)
+    return places
 
 
 def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:

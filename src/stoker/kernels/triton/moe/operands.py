@@ -22,7 +22,7 @@ from stoker.kernels.reference.quant_fp8 import round_groups, widen_blocks
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.routing import Routing
 from stoker.kernels.triton.activation import gated
-from stoker.kernels.triton.gemm.quantized.activations import quantize_groups, quantize_rows
+from stoker.kernels.triton.gemm.quantized.activations import QuantizedActivations, quantize_groups, quantize_rows
 from stoker.kernels.triton.gemm.quantized.arguments import ActivationPointers
 from stoker.kernels.triton.gemm.quantized.fp8 import BLOCK_COLUMNS
 from stoker.kernels.triton.gemm.quantized.tiles import digits_are_faster
@@ -73,6 +73,13 @@ def _row_scaled_operands(x: Tensor, weight: PackedWeight, is_sorted: bool, input
     features = x.shape[1] // (1 if input_gate is None else 2)
     quantized = quantize_rows(x, weight.format, features, input_scale=weight.input_scale, gate=input_gate)
     return ExpertOperands(ActivationPointers(quantized.values, quantized.scale, None), weight, is_sorted=is_sorted)
+
+
+def sorted_rows(x: Tensor, weight: PackedWeight, routing: Routing, input_gate: str | None, is_sorted: bool) -> QuantizedActivations:
+    """x quantized to FP8 for a grouped product: a row per choice, in the order of routing.order, which x has already with `is_sorted`."""
+    features = x.shape[1] // (1 if input_gate is None else 2)
+    order, top_k = (None, 1) if is_sorted else (routing.order, routing.top_k)
+    return quantize_rows(x, "fp8", features, input_scale=weight.input_scale, gate=input_gate, order=order, top_k=top_k)
 
 
 def _int4_operands(x: Tensor, weight: PackedWeight, routing: Routing, tile_tokens: int, is_sorted: bool) -> ExpertOperands:

@@ -3,6 +3,7 @@
     choose_experts_kernel    router logits -> for each token the top_k best experts and their weights; for few tokens also sorted by expert
     sort_choices_kernel      choices -> sorted by expert (a counting sort: stable, so that an expert's choices are in the order of tokens)
     place_choices_kernel     the same from the counts of tiles of tokens, which `large_router_kernel` stores
+    invert_order_kernel      order -> for each choice, its place in the order
     combine_kernel           results of the choices -> Σ weight × result for each token, + residual
     clipped_gate_kernel      (clip(up) + 1) × clip(gate) × sigmoid(alpha × clip(gate))
 
@@ -323,6 +324,22 @@ def place_choices_kernel(
     is_chosen = slots >= 0
     place = (ends - total + earlier)[None, :] + tl.cumsum(is_chosen.to(tl.int32), 0) - 1
     tl.store(order_ptr + place, token * TOP_K + slots, mask=is_chosen)
+
+
+@triton.jit(do_not_specialize=["num_choices"])
+def invert_order_kernel(
+    order_ptr,  # int32 [num_choices]
+    places_ptr,  # int32 [num_choices]
+    num_choices,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """One CTA: store BLOCK places of choices, those of the choices at these places of the order."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
+    choice = tl.load(order_ptr + place, mask=place < num_choices, other=0)
+    tl.store(places_ptr + choice, place, mask=place < num_choices)
 
 
 @triton.jit

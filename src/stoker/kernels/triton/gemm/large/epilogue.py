@@ -35,20 +35,36 @@ def split_columns(values):
 
 
 @gluon.jit
-def store_columns(values, staging, out_desc, row, column, INDEX: gl.constexpr, LAYOUT: gl.constexpr):
-    """Store `values` at (row, column) of the output in two parts, in LAYOUT if given, through the two buffers of consumer INDEX."""
+def store_columns(values, target, staging, SHIFT: gl.constexpr, INDEX: gl.constexpr, LAYOUT: gl.constexpr):
+    """Store `values` SHIFT columns after the start of `target` (see `store_tile`) in two parts, in LAYOUT if given.
+
+    They pass through the two buffers of consumer INDEX. Those of a tile in which an expert's rows end are stored from registers.
+    """
+    out_desc, out_ptr, row, end_row, column, n = target
     parts = split_columns(values)
     for i in gl.static_range(2):
         part = parts[i]
         if LAYOUT is not None:
             part = gl.convert_layout(part, LAYOUT)  # the same registers
-        buffer = staging.index(2 * INDEX + i)
-        tma.store_wait(1)  # the last store but one, from this buffer, has read it
-        cta_barrier()
-        buffer.store(part.to(out_desc.dtype))
-        fence_async_shared()
-        cta_barrier()
-        async_store(out_desc, [row, column + i * part.shape[1]], buffer)
+        begin = column + SHIFT + i * part.shape[1]
+        if out_ptr is None or row + part.shape[0] <= end_row:
+            copy_part(part, staging.index(2 * INDEX + i), out_desc, row, begin)
+        else:
+            rows = row + gl.arange(0, part.shape[0], gl.SliceLayout(1, part.type.layout))
+            columns = begin + gl.arange(0, part.shape[1], gl.SliceLayout(0, part.type.layout))
+            pointers = out_ptr + rows[:, None].to(gl.int64) * n + columns[None, :]
+            gl.store(pointers, part.to(out_desc.dtype), mask=(rows < end_row)[:, None] & (columns < n)[None, :])
+
+
+@gluon.jit
+def copy_part(part, buffer, out_desc, row, column):
+    """Store `part` at (row, column) of the output by TMA, through `buffer`."""
+    tma.store_wait(1)  # the last store but one, from this buffer, has read it
+    cta_barrier()
+    buffer.store(part.to(out_desc.dtype))
+    fence_async_shared()
+    cta_barrier()
+    async_store(out_desc, [row, column], buffer)
 
 
 @gluon.jit
@@ -80,21 +96,20 @@ def load_residual(residual_ptr, row, column, m, n, ROWS: gl.constexpr, COLUMNS: 
 @gluon.jit
 def store_tile(
     acc,  # [ROWS, N]: the sums of a consumer's rows of a tile
-    out_desc,
+    target,  # out_desc, out_ptr or None, row, end of the expert's rows (read with out_ptr only), column, n
     staging,
     scales,
     epilogue,  # x_scale_ptr, weight_scale_ptr, bias_ptr and residual_ptr
     x_scale,
     residual,
-    row,  # of the output
-    column,
-    n,
+    first_weight_row,  # of the expert
     INDEX: gl.constexpr,
     GATE: gl.constexpr,
     DIGITS: gl.constexpr,
 ):
     """Apply scales, bias, gate and residual to the sums of a consumer's rows of a tile, and store the outputs."""
     x_scale_ptr, _, bias_ptr, residual_ptr = epilogue
+    _, _, _, _, column, n = target
     N: gl.constexpr = acc.shape[1]
     HALF: gl.constexpr = N // 2
     GATED: gl.constexpr = GATE is not None
@@ -110,7 +125,7 @@ def store_tile(
     LAYOUT: gl.constexpr = acc.type.layout
     if bias_ptr is not None:
         weight_rows, inside = rows_of_weight(column, n, N, GATED, gl.SliceLayout(0, LAYOUT))
-        acc += gl.load(bias_ptr + weight_rows, mask=inside, other=0.0).to(gl.float32)[None, :]
+        acc += gl.load(bias_ptr + first_weight_row + weight_rows, mask=inside, other=0.0).to(gl.float32)[None, :]
     if GATED:
         gates, values = split_columns(acc)
         out = gl.convert_layout(gated_values(gates, values, GATE), narrower(LAYOUT, HALF))
@@ -119,8 +134,8 @@ def store_tile(
     if residual_ptr is not None:
         out += residual.to(gl.float32)
     if GATED:
-        store_columns(out, staging, out_desc, row, column, INDEX, PART_LAYOUT)
+        store_columns(out, target, staging, 0, INDEX, PART_LAYOUT)
     else:
         left, right = split_columns(out)
-        store_columns(left, staging, out_desc, row, column, INDEX, PART_LAYOUT)
-        store_columns(right, staging, out_desc, row, column + HALF, INDEX, PART_LAYOUT)
+        store_columns(left, target, staging, 0, INDEX, PART_LAYOUT)
+        store_columns(right, target, staging, HALF, INDEX, PART_LAYOUT)

@@ -13,7 +13,8 @@ a tile and half of the features (`split_k`). Partitions of warps run at their ow
     consumer 0 (4 warps)    wgmma over the first 64 of the tile's rows, accumulators in registers, then the epilogue
     consumer 1 (4 warps)    the same for the next 64; tiles of 192 rows have a third one
 
-Rows of x may also be two int8 digits each, and the weight int8 (`digits`).
+Rows of x may also be two int8 digits each, and the weight int8 (`digits`). In the grouped form, rows are sorted by expert, and each expert
+has a weight (`experts`).
 
 The producer loads the next unit during the epilogues, and scales and residuals are loaded into registers before the main loop. With
 split-K, the residual is loaded after it, by the CTA that combines the slices: in the main loop it would take registers of the sums.
@@ -41,6 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from stoker.kernels.triton.gemm.large.digits import count_digits, load_row_scale, operand_rows
 from stoker.kernels.triton.gemm.large.epilogue import load_residual, narrower, rows_of_weight, store_tile
+from stoker.kernels.triton.gemm.large.experts import count_row_tiles, find_expert, first_expert
 from stoker.kernels.triton.gemm.large.gluon_names import async_load, reinterpret
 from stoker.kernels.triton.gemm.large.split_k import combine_slices, finish_slice, unit_slice
 from stoker.kernels.triton.ptx.sync import pdl_wait_and_launch_dependents
@@ -67,10 +69,16 @@ def tile_origin(tile, m, n, TILE: gl.constexpr, GATED: gl.constexpr):
 
 
 @gluon.jit
-def count_units(m, n, TILE: gl.constexpr, GATED: gl.constexpr):
-    """The number of work units: slices of all output tiles of m rows of the operand."""
+def count_column_tiles(n, TILE: gl.constexpr, GATED: gl.constexpr):
+    """The number of tiles of n output columns."""
     COLUMNS: gl.constexpr = TILE.block_n // 2 if GATED else TILE.block_n
-    return gl.cdiv(m, TILE.block_m) * gl.cdiv(n, COLUMNS) * TILE.slices
+    return gl.cdiv(n, COLUMNS)
+
+
+@gluon.jit
+def count_units(m, n, offsets_ptr, TILE: gl.constexpr, GATED: gl.constexpr, EXPERTS: gl.constexpr):
+    """The number of work units: slices of all output tiles of m rows of the operand."""
+    return count_row_tiles(m, offsets_ptr, TILE, EXPERTS) * count_column_tiles(n, TILE, GATED) * TILE.slices
 
 
 @gluon.jit
@@ -81,11 +89,13 @@ def produce(
     weight_stages,  # [2 × STAGES, block_n / 2, BLOCK_K]
     full,
     empty,
+    offsets_ptr,
     m,
     n,
     k,
     TILE: gl.constexpr,
     GATED: gl.constexpr,
+    EXPERTS: gl.constexpr,
 ):
     """The producer: fill stages with the operands of this CTA's units, as consumers free them. Zeros fill what exceeds a tensor."""
     STAGES: gl.constexpr = TILE.num_stages
@@ -94,11 +104,18 @@ def produce(
     BLOCK_K: gl.constexpr = x_desc.block_shape[1]
     BYTES: gl.constexpr = (TILE.block_m + TILE.block_n) * BLOCK_K * x_desc.dtype.primitive_bitwidth // 8
     m = operand_rows(m, count_digits(x_desc.dtype))
+    n_tiles = count_column_tiles(n, TILE, GATED)
+    expert, first_tile, first_row, end_row = first_expert(m, offsets_ptr, EXPERTS)
     stage = 0
     phase = 1
-    for unit in range(gl.program_id(0), count_units(m, n, TILE, GATED), gl.num_programs(0)):
+    for unit in range(gl.program_id(0), count_units(m, n, offsets_ptr, TILE, GATED, EXPERTS), gl.num_programs(0)):
         tile, _, first, end = unit_slice(unit, k, BLOCK_K, TILE.slices)
-        row, column = tile_origin(tile, m, n, TILE, GATED)
+        expert, first_tile, first_row, end_row = find_expert(
+            tile, expert, first_tile, first_row, end_row, n_tiles, offsets_ptr, TILE, EXPERTS
+        )
+        row, column = tile_origin(tile - first_tile, end_row - first_row, n, TILE, GATED)
+        row += first_row
+        column += expert * (2 * n if GATED else n)
         second = column + n if GATED else column + HALF
         for begin in range(first, end, BLOCK_K):
             mbarrier.wait(empty.index(stage), phase)
@@ -118,16 +135,19 @@ def consume(
     shared,  # x_parts, weight_stages, staging, scales, full and empty: see large_gemm_kernel
     epilogue,  # x_scale_ptr, weight_scale_ptr, bias_ptr and residual_ptr
     split_k,  # partial_ptr and finished_ptr
+    experts,  # offsets_ptr and out_ptr
     m,
     n,
     k,
     INDEX: gl.constexpr,  # of the consumer
     TILE: gl.constexpr,
     GATE: gl.constexpr,
+    EXPERTS: gl.constexpr,
 ):
     """A consumer: multiply its ROWS rows of each of the CTA's units (part INDEX of the rows of a stage), and store the outputs."""
     x_parts, weight_stages, staging, scales, full, empty = shared
     x_scale_ptr, weight_scale_ptr, _, residual_ptr = epilogue
+    offsets_ptr, out_ptr = experts
     STAGES: gl.constexpr = TILE.num_stages
     ROWS: gl.constexpr = x_parts.shape[1]
     CONSUMERS: gl.constexpr = TILE.block_m // ROWS
@@ -143,19 +163,25 @@ def consume(
     OUT_LAYOUT: gl.constexpr = narrower(LAYOUT, COLUMNS)
     SCALE_LAYOUT: gl.constexpr = gl.BlockedLayout([N // 128], [32], [4], [0])
     weights = reinterpret(weight_stages, weight_stages.dtype, [STAGES, N, BLOCK_K], weight_stages.layout)
+    n_tiles = count_column_tiles(n, TILE, GATED)
+    x_rows = operand_rows(m, DIGITS)
+    expert, first_tile, first_row, end_row = first_expert(x_rows, offsets_ptr, EXPERTS)
     stage = 0
     phase = 0
-    x_rows = operand_rows(m, DIGITS)
-    for unit in range(gl.program_id(0), count_units(x_rows, n, TILE, GATED), gl.num_programs(0)):
+    for unit in range(gl.program_id(0), count_units(x_rows, n, offsets_ptr, TILE, GATED, EXPERTS), gl.num_programs(0)):
         tile, part, first, end = unit_slice(unit, k, BLOCK_K, TILE.slices)
-        row, column = tile_origin(tile, x_rows, n, TILE, GATED)
-        row += INDEX * ROWS
+        expert, first_tile, first_row, end_row = find_expert(
+            tile, expert, first_tile, first_row, end_row, n_tiles, offsets_ptr, TILE, EXPERTS
+        )
+        row, column = tile_origin(tile - first_tile, end_row - first_row, n, TILE, GATED)
+        row += first_row + INDEX * ROWS
+        first_weight_row = expert * (2 * n if GATED else n)
         x_scale = None
         if x_scale_ptr is not None:  # loaded ahead of their use
             rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
             x_scale = load_row_scale(x_scale_ptr, rows, m, DIGITS)
             weight_rows, inside = rows_of_weight(column, n, N, GATED, SCALE_LAYOUT)
-            weight_scale = gl.load(weight_scale_ptr + weight_rows, mask=inside, other=0.0)
+            weight_scale = gl.load(weight_scale_ptr + first_weight_row + weight_rows, mask=inside, other=0.0)
         residual = None
         if residual_ptr is not None and TILE.slices == 1:
             residual = load_residual(residual_ptr, row, column, m, n, ROWS, COLUMNS, OUT_LAYOUT)
@@ -173,13 +199,15 @@ def consume(
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
         if TILE.slices == 1:
-            store_tile(acc, out_desc, staging, scales, epilogue, x_scale, residual, row // DIGITS, column, n, INDEX, GATE, DIGITS)
+            target = (out_desc, out_ptr, row // DIGITS, end_row, column, n)
+            store_tile(acc, target, staging, scales, epilogue, x_scale, residual, first_weight_row, INDEX, GATE, DIGITS)
         elif finish_slice(acc, split_k, tile, part, INDEX):
             total = combine_slices(acc, split_k, tile, part, INDEX)
             summand = None
             if residual_ptr is not None:
                 summand = load_residual(residual_ptr, row, column, m, n, ROWS, COLUMNS, OUT_LAYOUT)
-            store_tile(total, out_desc, staging, scales, epilogue, x_scale, summand, row, column, n, INDEX, GATE, DIGITS)
+            target = (out_desc, out_ptr, row, end_row, column, n)
+            store_tile(total, target, staging, scales, epilogue, x_scale, summand, first_weight_row, INDEX, GATE, DIGITS)
     tma.store_wait(0)
 
 
@@ -187,7 +215,7 @@ def consume(
 def large_gemm_kernel(
     # TMA descriptors
     x_desc,  # [m, k], or [operand_rows(m), k], copies of [block_m, BLOCK_K]
-    weight_desc,  # [n or 2 × n, k], copies of [block_n / 2, BLOCK_K]
+    weight_desc,  # [n or 2 × n, k], of each expert if there are EXPERTS, copies of [block_n / 2, BLOCK_K]
     out_desc,  # [m, n], copies of [block_m / 2 (of digits, block_m / 4), block_n / 4]
     # Pointers
     x_scale_ptr,  # float32 [m] or None
@@ -196,6 +224,8 @@ def large_gemm_kernel(
     residual_ptr,  # [m, n] or None
     partial_ptr,  # float32, the sums of each slice, or None without split-K
     finished_ptr,  # int32, the counters of finished slices, zero between launches, or None without split-K
+    offsets_ptr,  # int32 [EXPERTS + 1], the first row of each expert, or None
+    out_ptr,  # that of out_desc, with EXPERTS, or None
     # Sizes
     m,
     n,
@@ -203,6 +233,7 @@ def large_gemm_kernel(
     # Constants
     TILE: gl.constexpr,  # LargeGemmTile
     GATE: gl.constexpr,  # an activation or None
+    EXPERTS: gl.constexpr,  # their number, or 0
     USE_PDL: gl.constexpr,
 ):
     """One CTA: every (number of CTAs)-th work unit. See the top of this file."""
@@ -225,12 +256,13 @@ def large_gemm_kernel(
     shared = (x_parts, weight_stages, staging, scales, full, empty)
     epilogue = (x_scale_ptr, weight_scale_ptr, bias_ptr, residual_ptr)
     split_k = (partial_ptr, finished_ptr)
+    experts = (offsets_ptr, out_ptr)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consume, (out_desc, shared, epilogue, split_k, m, n, k, 0, TILE, GATE)),
-                (consume, (out_desc, shared, epilogue, split_k, m, n, k, 1, TILE, GATE)),
-                (produce, (x_desc, weight_desc, x_stages, weight_stages, full, empty, m, n, k, TILE, GATED)),
+                (consume, (out_desc, shared, epilogue, split_k, experts, m, n, k, 0, TILE, GATE, EXPERTS)),
+                (consume, (out_desc, shared, epilogue, split_k, experts, m, n, k, 1, TILE, GATE, EXPERTS)),
+                (produce, (x_desc, weight_desc, x_stages, weight_stages, full, empty, offsets_ptr, m, n, k, TILE, GATED, EXPERTS)),
             ],
             [4, 1],
             [240, 24],
@@ -239,10 +271,10 @@ def large_gemm_kernel(
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize(
             [
-                (consume, (out_desc, shared, epilogue, split_k, m, n, k, 0, TILE, GATE)),
-                (consume, (out_desc, shared, epilogue, split_k, m, n, k, 1, TILE, GATE)),
-                (consume, (out_desc, shared, epilogue, split_k, m, n, k, 2, TILE, GATE)),
-                (produce, (x_desc, weight_desc, x_stages, weight_stages, full, empty, m, n, k, TILE, GATED)),
+                (consume, (out_desc, shared, epilogue, split_k, experts, m, n, k, 0, TILE, GATE, EXPERTS)),
+                (consume, (out_desc, shared, epilogue, split_k, experts, m, n, k, 1, TILE, GATE, EXPERTS)),
+                (consume, (out_desc, shared, epilogue, split_k, experts, m, n, k, 2, TILE, GATE, EXPERTS)),
+                (produce, (x_desc, weight_desc, x_stages, weight_stages, full, empty, offsets_ptr, m, n, k, TILE, GATED, EXPERTS)),
             ],
             [4, 4, 1],
             [160, 160, 24],

@@ -130,6 +130,12 @@ def supports_digits(x: Tensor, weight: Tensor) -> bool:
     return is_supported and x.shape[0] in DIGIT_ROWS and supports(x, "large_gemm")
 
 
+def supports_experts(weight: Tensor) -> bool:
+    """Whether `large_gemm` multiplies by weights of experts, [experts, n, k]."""
+    is_supported = weight.dtype in (torch.float8_e4m3fn, torch.bfloat16) and weight.is_contiguous() and weight.shape[1] % 8 == 0
+    return is_supported and _has_descriptor(weight.flatten(0, 1)) and supports(weight, "large_gemm")
+
+
 def occupancy(m: int, n: int, gate: str | None, num_sms: int) -> float:
     """The used part of all SMs over the rounds of tiles that an output [m, n] takes."""
     tiles = count_tiles(m, n, TILE, gate)
@@ -160,20 +166,24 @@ def large_gemm(
     residual: Tensor | None = None,
     gate: str | None = None,
     digits: Digits | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """gate(x × weightᵀ × scales + bias) + residual, [m, n], for x [m, k] and weight [n, k], or [2 × n, k] with a gate.
 
     x and weight are bfloat16 or float16, as is the result, or both float8_e4m3fn with float32 scales x_scale [m] and weight_scale [rows of
     the weight]; the result is bfloat16. Rows must begin at multiples of 16 bytes; `residual` [m, n] and the scales are dense.
     With `digits`, both are int8 with scales, and x are slabs of digits (`digits.py`); there is no gate, residual or split-K.
+    With `offsets`, int32 [experts + 1], weight is [experts, n or 2 × n, k], as are its scales and bias without k: rows of x from offsets[e]
+    to offsets[e + 1] are multiplied by the weight of expert e (`experts.py`); there are no digits, residual or split-K.
     Split-K is for at most MAX_SPLIT_TILES tiles, and for more than BLOCK_BYTES bytes of features.
     """
     rows, k = x.shape
-    n = weight.shape[0] // (2 if gate else 1)
+    n, experts = weight.shape[-2] // (2 if gate else 1), 0 if offsets is None else len(weight)
     m, dtype = digits or (rows, torch.bfloat16 if x.itemsize == 1 else x.dtype)
     out = torch.empty((m, n), dtype=dtype, device=x.device)
     half, block_k = tile.block_n // 2, BLOCK_BYTES // x.itemsize
-    tiles, consumers = count_tiles(rows, n, tile, gate), tile.block_m // _CONSUMER_ROWS
+    # An expert has less than one tile of rows more than its rows fill.
+    tiles, consumers = count_tiles(rows + experts * (tile.block_m - 1), n, tile, gate), tile.block_m // _CONSUMER_ROWS
     partial = finished = None
     if tile.slices > 1:
         if tiles > MAX_SPLIT_TILES or k <= block_k:
@@ -182,7 +192,7 @@ def large_gemm(
         finished = finished_counters(x.device)
     large_gemm_kernel[(min(num_sms(x.device), tiles * tile.slices),)](
         _descriptor(x, tile.block_m if consumers == 2 else _CONSUMER_ROWS, block_k),
-        _descriptor(weight, half, block_k),
+        _descriptor(weight.flatten(0, -2), half, block_k),
         _descriptor(out, _CONSUMER_ROWS // (2 if digits else 1), half // 2),
         x_scale,
         weight_scale,
@@ -190,11 +200,14 @@ def large_gemm(
         residual,
         partial,
         finished,
+        offsets,
+        None if offsets is None else out,
         m,
         n,
         k,
         TILE=tile,
         GATE=gate,
+        EXPERTS=experts,
         num_warps=4,
         maxnreg=_REGISTERS[consumers],
         **pdl_launch_options(x),

@@ -193,9 +193,10 @@ def round_to(units, DTYPE: tl.constexpr, CLAMPED: tl.constexpr = True):
 @triton.jit(do_not_specialize=["num_rows"])
 def quantize_rows_kernel(
     # Pointers
-    x_ptr,  # [M, k], or with GATE [M, 2 × k]
+    x_ptr,  # [M, k], or with GATE [M, 2 × k]; [tokens, k] with an order
     norm_weight_ptr,  # [k] or None
     input_scale_ptr,  # float32 [1]: a static scale, or None
+    order_ptr,  # int32 [M]: row c is row order[c] / TOP_K of x; None: row c of x
     values_ptr,  # [DIGITS × M, padded_k]
     scale_ptr,  # float32 [M]
     group_sums_ptr,  # float32 [padded_k / GROUP, M] or None
@@ -211,6 +212,7 @@ def quantize_rows_kernel(
     LIMIT: tl.constexpr,  # the largest value
     GROUP: tl.constexpr,  # features of a group; 1: no group sums
     GATE: tl.constexpr,  # an activation or None
+    TOP_K: tl.constexpr,
     SLABS: tl.constexpr,  # rows of a slab of digits, or 0: the fine digits of all rows follow the coarse ones
     CHUNK: tl.constexpr,  # features that the threads load at a time
     NUM_CHUNKS: tl.constexpr,  # chunks of a row that stays in registers, or 0: the row is read twice
@@ -220,7 +222,10 @@ def quantize_rows_kernel(
     row = tl.program_id(0)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
-    x_row_ptr = x_ptr + row.to(tl.int64) * stride_x
+    x_row = row
+    if order_ptr is not None:
+        x_row = tl.load(order_ptr + row) // TOP_K
+    x_row_ptr = x_ptr + x_row.to(tl.int64) * stride_x
     row_sums_ptr = group_sums_ptr
     if group_sums_ptr is not None:
         row_sums_ptr = group_sums_ptr + row
@@ -284,9 +289,9 @@ def quantize_groups_kernel(
     tl.store(target_ptr, round_to(tl.div_rn(x, step[:, None]), values_ptr.dtype.element_ty), mask=cols < padded_k)
 
 
-def empty_activations(x: Tensor, form: str, padded_k: int, group: int = 0) -> QuantizedActivations:
-    """Uninitialized memory for x [M, K] quantized as `form`, with group sums of digits if `group` > 0."""
-    m, is_digits = x.shape[0], form == "digits"
+def empty_activations(x: Tensor, form: str, padded_k: int, group: int = 0, num_rows: int | None = None) -> QuantizedActivations:
+    """Uninitialized memory for x [M, K], or `num_rows` rows, quantized as `form`, with group sums of digits if `group` > 0."""
+    m, is_digits = len(x) if num_rows is None else num_rows, form == "digits"
     rows = cdiv(m, _SLAB_ROWS) * 2 * _SLAB_ROWS if form == "slabs" else m * (2 if is_digits else 1)
     values = torch.empty((rows, padded_k), dtype=torch.float8_e4m3fn if form == "fp8" else torch.int8, device=x.device)
     group_sums = None
@@ -304,28 +309,33 @@ def quantize_rows(
     eps: float = 0.0,
     input_scale: Tensor | None = None,
     gate: str | None = None,
+    order: Tensor | None = None,
+    top_k: int = 1,
 ) -> QuantizedActivations:
     """x [M, K] quantized with a scale per row, after an RMS norm when there is `norm_weight`.
 
     `form` is "fp8", "int8", "digits" or "slabs". With digits and `group` > 0, the sums over each `group` features are stored, too. With
     `gate`, x is [M, 2 × K]: gates, then the values that act(gate) multiplies. `input_scale` replaces the scale per row.
+    With `order`, int32, the result has a row for each element of it: row c is row order[c] ÷ `top_k`, rounded down, of x.
     """
-    result = empty_activations(x, form, padded_k, group)
+    m = x.shape[0] if order is None else len(order)
+    result = empty_activations(x, form, padded_k, group, m)
     row_features = max(next_power_of_2(padded_k), 2 * group, 128)
     is_in_registers = row_features <= _MAX_ROW_IN_REGISTERS
     features_per_thread = 64 if gate else 16
     num_warps = min(16, max(1, (row_features if is_in_registers else _CHUNK) // (32 * features_per_thread)))
     # A thread loads 8 features at a time, 16 bytes of a 16-bit row.
     chunk = min(row_features, max(256 * num_warps, 2 * group)) if is_in_registers else _CHUNK
-    if x.shape[0]:
-        quantize_rows_kernel[(x.shape[0],)](
+    if m:
+        quantize_rows_kernel[(m,)](
             x,
             norm_weight,
             input_scale,
+            order,
             result.values,
             result.scale,
             result.group_sums,
-            x.shape[0],
+            m,
             x.shape[1] // (2 if gate else 1),
             padded_k,
             x.stride(0),
@@ -335,6 +345,7 @@ def quantize_rows(
             LIMIT=LARGEST_VALUES[form],
             GROUP=max(group, 1),
             GATE=gate,
+            TOP_K=top_k,
             SLABS=_SLAB_ROWS if form == "slabs" else 0,
             CHUNK=chunk,
             NUM_CHUNKS=cdiv(padded_k, chunk) if is_in_registers else 0,
