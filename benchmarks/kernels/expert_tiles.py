@@ -34,6 +34,7 @@ from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton.aot.offline_target import compiling
 from stoker.kernels.triton.gemm.quantized.int4 import prepare_weight
 from stoker.kernels.triton.moe import launch as moe
+from stoker.kernels.triton.moe import router
 from stoker.kernels.tuning.tiles import QuantTile
 from stoker.profiling.tile_tuning import time_graph
 
@@ -144,7 +145,7 @@ def measure(projection: Projection, compiled: dict[Future[str | None], tuple[int
     copies = [weight, replace(weight, values=weight.values.clone())]
     cases = {}
     for rows in projection.rows:
-        routings = [moe.route(torch.randn(rows, experts, device="cuda"), None, RoutingParams(top_k)) for _ in range(4)]
+        routings = [router.route(torch.randn(rows, experts, device="cuda"), None, RoutingParams(top_k)) for _ in range(4)]
         x = torch.randn(rows * (top_k if projection.is_down else 1), projection.shape[2], device="cuda").bfloat16()
         exact = (reference.expert_down if projection.is_down else reference.expert_up)(
             x.double(), PackedWeight("dense", exact_weight), routings[0]

@@ -26,6 +26,7 @@ from stoker.kernels import ops
 from stoker.kernels.reference.quant_int4 import dequantize_int4, fp4_as_int8
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton.moe import launch as moe
+from stoker.kernels.triton.moe import router
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.profiling.tile_tuning import time_graph
 
@@ -91,7 +92,7 @@ def routings(rows: int, experts: int, top_k: int) -> list[Routing]:
         if count > 1:
             first = i * (experts // count)
             logits[:, first : first + experts // count] += 100
-        found.append(moe.route(logits, None, RoutingParams(top_k)))
+        found.append(router.route(logits, None, RoutingParams(top_k)))
     return found
 
 

@@ -29,6 +29,7 @@ from stoker.cli.benchmark.results import provenance
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import moe as moe_reference
 from stoker.kernels.reference import quant_fp8 as fp8_reference
+from stoker.kernels.reference import router as router_reference
 from stoker.kernels.reference.linear import around
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.routing import Routing, RoutingParams
@@ -39,7 +40,7 @@ from stoker.kernels.triton.gemm.quantized import int8 as quant_int8
 from stoker.kernels.triton.gemm.quantized import launch as quant_linear
 from stoker.kernels.triton.gemm.quantized.tiles import padded_tokens, quant_tile
 from stoker.kernels.triton.moe import launch as moe
-from stoker.kernels.triton.moe import library_gemm
+from stoker.kernels.triton.moe import library_gemm, router
 from stoker.kernels.tuning.tiles import QuantTile
 from stoker.kernels.types import Fusion
 from stoker.profiling.tile_tuning import time_graph
@@ -403,7 +404,7 @@ def compile_experts(job: tuple[str, str, int]) -> str | None:
     tokens = moe.tile_tokens(rows * top_k, experts)
     try:
         with compiling(90):
-            moe.route(make("meta", rows, experts, dtype=torch.float32), None, RoutingParams(top_k))
+            router.route(make("meta", rows, experts, dtype=torch.float32), None, RoutingParams(top_k))
             for down, n, k in ((False, 2 * size, hidden), (True, hidden, size)):
                 weight = pack_experts(expert_weights(form, experts, n, k, "meta"))
                 for tile in expert_tiles(rows, tokens, down, form):
@@ -416,8 +417,8 @@ def compile_experts(job: tuple[str, str, int]) -> str | None:
 def measure_experts(name: str, form: str, rows: int) -> Iterator[dict[str, object]]:
     experts, top_k, hidden, size = EXPERTS[name]
     logits = torch.randn(rows, experts, device="cuda")
-    routing = moe.route(logits, None, RoutingParams(top_k))
-    expected = moe_reference.route(logits.cpu(), None, RoutingParams(top_k))
+    routing = router.route(logits, None, RoutingParams(top_k))
+    expected = router_reference.route(logits.cpu(), None, RoutingParams(top_k))
     assert torch.equal(routing.order.cpu(), expected.order) and torch.equal(routing.offsets.cpu(), expected.offsets), "routing differs"
     used = int((routing.offsets.diff() > 0).sum())
     tokens = moe.tile_tokens(rows * top_k, experts)
@@ -437,7 +438,7 @@ def measure_experts(name: str, form: str, rows: int) -> Iterator[dict[str, objec
         note = f"default {default:.1f}  {used} experts, {tflops:.0f} TFLOP/s  {(tokens, n, k)}: {best}"
         note += library_note(x, stored, routing, down, best) if tokens > 64 else ""
         yield line(form, f"{name} {'down' if down else 'up'}", rows, times[best], bytes_read, error_of(got, want.double()), note)
-    us = time_graph(lambda: moe.route(logits, None, RoutingParams(top_k)))
+    us = time_graph(lambda: router.route(logits, None, RoutingParams(top_k)))
     print(f"          {name} routing of {rows}: {us:.1f} us", flush=True)
 
 

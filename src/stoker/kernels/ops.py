@@ -45,6 +45,7 @@ from stoker.kernels.reference import pages as pages_ref
 from stoker.kernels.reference import quant_fp8 as fp8_ref
 from stoker.kernels.reference import quant_int8 as int8_ref
 from stoker.kernels.reference import rope as rope_ref
+from stoker.kernels.reference import router as router_ref
 from stoker.kernels.reference import row_tokens as row_tokens_ref
 from stoker.kernels.reference import sampling as sampling_ref
 from stoker.kernels.reference import scores as scores_ref
@@ -89,13 +90,15 @@ def use_launchers() -> None:
     from stoker.kernels.triton.fused_layer import launch as fused_layer_launcher
     from stoker.kernels.triton.gemm.dense import launch as linear
     from stoker.kernels.triton.moe import launch as moe
+    from stoker.kernels.triton.moe import router
     from stoker.kernels.triton.recurrent import causal_conv, delta_rule, gated_norm, mamba2, selective_scan, state_copy
 
     _GPU.update({
         activation_ref: activation, all_reduce_ref: all_reduce, attention_ref: attention, embedding_ref: embedding, linear_ref: linear,
-        moe_ref: moe, norm_ref: norm, pages_ref: pages, rope_ref: rope, row_tokens_ref: row_tokens, sampling_ref: sampling,
-        fused_layer_ref: fused_layer_launcher, conv_ref: causal_conv, delta_ref: delta_rule, gated_norm_ref: gated_norm, mamba2_ref: mamba2,
-        selective_scan_ref: selective_scan, state_copy_ref: state_copy, summands_ref: summands,
+        moe_ref: moe, norm_ref: norm, pages_ref: pages, rope_ref: rope, router_ref: router, row_tokens_ref: row_tokens,
+        sampling_ref: sampling, fused_layer_ref: fused_layer_launcher, conv_ref: causal_conv, delta_ref: delta_rule,
+        gated_norm_ref: gated_norm, mamba2_ref: mamba2, selective_scan_ref: selective_scan, state_copy_ref: state_copy,
+        summands_ref: summands,
         **_by_format("stoker.kernels.triton.gemm.quantized", ""),
     })  # fmt: skip
 
@@ -471,7 +474,7 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
 
     `correction` float32 [num_experts] is added to the scores that are ranked, but not to the weights.
     """
-    return _pick(logits, moe_ref).route(logits, correction, params)
+    return _pick(logits, router_ref).route(logits, correction, params)
 
 
 def route_tokens(
@@ -481,8 +484,8 @@ def route_tokens(
 
     `weight` float32 [num_experts, K] is that of the router.
     """
-    if not x.is_cpu and moe_ref in _GPU:
-        routed: tuple[Tensor, Routing] = _pick(x, moe_ref).route_tokens(x, weight, bias, correction, params, fusion)
+    if not x.is_cpu and router_ref in _GPU:
+        routed: tuple[Tensor, Routing] = _pick(x, router_ref).route_tokens(x, weight, bias, correction, params, fusion)
         return routed
     if fusion.norm_kind is not None:
         x = norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)

@@ -40,6 +40,7 @@ from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 from stoker.kernels.triton.gemm.quantized import int8 as quant_int8
 from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
 from stoker.kernels.triton.moe import launch as moe
+from stoker.kernels.triton.moe import router
 from stoker.kernels.triton.recurrent import causal_conv, delta_rule, gated_norm, mamba2, selective_scan
 from stoker.kernels.types import (
     PLAIN,
@@ -564,30 +565,30 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         f"sum of two copied summands, {features} features": lambda features=features: copied_summands(features)  # type: ignore[misc]
         for features in (8192, 72)
     },
-    "route": lambda: moe.route(meta(64, 256, dtype=FP32), meta(256, dtype=FP32), DEEPSEEK_ROUTING),
-    "route a token by groups": lambda: moe.route(meta(1, 256, dtype=FP32), meta(256, dtype=FP32), DEEPSEEK_ROUTING),
+    "route": lambda: router.route(meta(64, 256, dtype=FP32), meta(256, dtype=FP32), DEEPSEEK_ROUTING),
+    "route a token by groups": lambda: router.route(meta(1, 256, dtype=FP32), meta(256, dtype=FP32), DEEPSEEK_ROUTING),
     **{
-        f"route {rows} tokens by a router": lambda rows=rows: moe.route_tokens(  # type: ignore[misc]
+        f"route {rows} tokens by a router": lambda rows=rows: router.route_tokens(  # type: ignore[misc]
             meta(rows, 2880), meta(32, 2880, dtype=FP32), meta(32, dtype=FP32), None, RoutingParams(4, "softmax_topk"), RMS_2880
         )
         for rows in (1, 7, 64)
     },
     **{
-        f"route {rows} tokens by the router of Qwen3-30B-A3B": lambda rows=rows: moe.route_tokens(  # type: ignore[misc]
+        f"route {rows} tokens by the router of Qwen3-30B-A3B": lambda rows=rows: router.route_tokens(  # type: ignore[misc]
             meta(rows, 2048), meta(128, 2048, dtype=FP32), None, None, RoutingParams(8), Fusion("rms", meta(2048), None, 1e-5)
         )
         for rows in (8, 16, 64)
     },
-    "route 448 tokens by the router of Granite-3.1-1B-A400M": lambda: moe.route_tokens(
+    "route 448 tokens by the router of Granite-3.1-1B-A400M": lambda: router.route_tokens(
         meta(448, 1024), meta(32, 1024, dtype=FP32), None, None, RoutingParams(8), Fusion("rms", meta(1024), None, 1e-5)
     ),
-    "route 448 tokens by the router of gpt-oss-20b": lambda: moe.route_tokens(
+    "route 448 tokens by the router of gpt-oss-20b": lambda: router.route_tokens(
         meta(448, 2880), meta(32, 2880, dtype=FP32), meta(32, dtype=FP32), None, RoutingParams(4, "softmax_topk"), RMS_2880
     ),
-    "route 768 tokens by the router of Mixtral-8x7B": lambda: moe.route_tokens(
+    "route 768 tokens by the router of Mixtral-8x7B": lambda: router.route_tokens(
         meta(768, 4096), meta(8, 4096, dtype=FP32), None, None, RoutingParams(2), Fusion("rms", meta(4096), None, 1e-5)
     ),
-    "route 768 tokens by the router of Phi-3.5-MoE": lambda: moe.route_tokens(
+    "route 768 tokens by the router of Phi-3.5-MoE": lambda: router.route_tokens(
         meta(768, 4096),
         meta(16, 4096, dtype=FP32),
         None,
@@ -595,9 +596,9 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         SPARSEMIXER_ROUTING,
         Fusion("layer", meta(4096), meta(4096), 1e-5),
     ),
-    "route 8 tokens": lambda: moe.route(meta(8, 128, dtype=FP32), None, RoutingParams(8)),
-    "route 64 tokens": lambda: moe.route(meta(64, 32, dtype=FP32), None, RoutingParams(4, "softmax_topk")),
-    "route by SparseMixer": lambda: moe.route(meta(64, 16, dtype=FP32), None, SPARSEMIXER_ROUTING),
+    "route 8 tokens": lambda: router.route(meta(8, 128, dtype=FP32), None, RoutingParams(8)),
+    "route 64 tokens": lambda: router.route(meta(64, 32, dtype=FP32), None, RoutingParams(4, "softmax_topk")),
+    "route by SparseMixer": lambda: router.route(meta(64, 16, dtype=FP32), None, SPARSEMIXER_ROUTING),
     "clipped gate": lambda: moe.clipped_gate(meta(64, 5760), 7.0, 1.702),
 }
 

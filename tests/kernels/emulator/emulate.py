@@ -23,6 +23,7 @@ from test_rope import test_normalizes_heads_before_it_rotates_them, test_norms_b
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import linear as linear_reference
 from stoker.kernels.reference import moe as moe_reference
+from stoker.kernels.reference import router as router_reference
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton import norm, rope
@@ -37,6 +38,7 @@ from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
 from stoker.kernels.triton.gemm.quantized.int4 import prepare_weight
 from stoker.kernels.triton.gemm.quantized.launch import split_counters
 from stoker.kernels.triton.moe import launch as moe
+from stoker.kernels.triton.moe import router
 from stoker.kernels.tuning.devices import tuning_for
 from stoker.kernels.tuning.tiles import QuantTile
 from stoker.kernels.types import FusedLayer, Fusion
@@ -399,13 +401,13 @@ def route_many_tokens() -> None:
         bias, norm_weight = torch.randn(experts), torch.rand(features).bfloat16() + 0.5
         x[5] = x[6]
         x[40, 3] = float("nan")
-        with emulating(tokens, num_ctas=ctas), mock.patch.object(moe, "num_sms", return_value=ctas):
-            assert moe.large_router_tile(x, weight, params) is not None
-            y, routing = moe.route_tokens(x, weight, bias, None, params, Fusion("rms", norm_weight, None, 1e-5))
+        with emulating(tokens, num_ctas=ctas), mock.patch.object(router, "num_sms", return_value=ctas):
+            assert router.large_router_tile(x, weight, params) is not None
+            y, routing = router.route_tokens(x, weight, bias, None, params, Fusion("rms", norm_weight, None, 1e-5))
         wide = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm_weight.double()
         is_number = torch.arange(tokens) != 40
         assert relative_error(y[is_number], wide[is_number]) < TOLERANCE[torch.bfloat16] and y[40].isnan().all()
-        want = moe_reference.route(y.double() @ weight.double().T + bias, None, params)
+        want = router_reference.route(y.double() @ weight.double().T + bias, None, params)
         assert routing.weights[40].isnan().all()
         assert torch.allclose(routing.weights[is_number], want.weights[is_number].float(), rtol=1e-4, atol=1e-6)
         chosen, wanted = experts_of_choices(routing), experts_of_choices(want)
