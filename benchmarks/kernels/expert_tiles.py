@@ -5,8 +5,8 @@
 Shapes are those of gpt-oss-20b and Qwen3-30B-A3B, formats MXFP4, FP8 with a scale per row, and bfloat16, for up to 896 rows of a decode
 step. Kernels are compiled in a pool of processes, while those that are ready are measured. A time is the median of replays of a CUDA graph
 of four calls with different routings, which read two copies of the weights in turn. Each result is compared with the float64 product of the
-dequantized weights. 2,048 rows are those of a prompt, for which other formats use the library. `rule` is what the launcher chooses. The
-script ends after `--seconds`, with what it has; each projection has the same share of this time.
+dequantized weights. 2,048 rows are those of a prompt, for which others use the GEMM for many rows. `rule` is what the launcher chooses.
+The script ends after `--seconds`, with what it has; each projection has the same share of this time.
 """
 
 from __future__ import annotations
