@@ -387,7 +387,7 @@ def library_product(x: Tensor, weight: PackedWeight, routing: Routing, is_sorted
     """PyTorch's grouped product, with the rows in the order of the choices, and in FP8 their quantization."""
     ends, transposed = routing.offsets[1:], weight.values.transpose(-2, -1)
     if weight.format == "dense":
-        rows = x if is_sorted else x.index_select(0, routing.order // routing.top_k)
+        rows = x if is_sorted else x.index_select(0, routing.tokens)
         return torch._grouped_mm(rows, transposed, offs=ends)
     quantized = sorted_rows(x, weight, routing, None, is_sorted)
     return torch._scaled_grouped_mm(

@@ -39,3 +39,8 @@ class Routing:
     def top_k(self) -> int:
         """The number k of experts per token."""
         return self.weights.shape[1]
+
+    @property
+    def tokens(self) -> Tensor:
+        """int32 [T × k]: the token of each choice in `order`."""
+        return self.order // self.top_k

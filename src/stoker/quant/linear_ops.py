@@ -134,8 +134,7 @@ class SequentialExperts(ExpertsOp):
 
     def up(self, x: Tensor, routing: Routing) -> Tensor:
         """Sort the tokens by expert, and apply each expert to its tokens."""
-        tokens = torch.div(routing.order.long(), routing.top_k, rounding_mode="floor")
-        return self._apply_sorted(x.index_select(0, tokens), routing)
+        return self._apply_sorted(x.index_select(0, routing.tokens), routing)
 
     def down(
         self, x: Tensor, routing: Routing, residual: Tensor | None = None, input_gate: str | None = None, group: Group = SINGLE

@@ -18,8 +18,7 @@ from stoker.kernels.routing import Routing
 
 def expert_up(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
     """The first projection of each token by each of its experts (`ops.expert_up`)."""
-    tokens = torch.div(routing.order.long(), routing.top_k, rounding_mode="floor")
-    return _grouped(x.index_select(0, tokens), weight, routing)
+    return _grouped(x.index_select(0, routing.tokens), weight, routing)
 
 
 def expert_down(

@@ -54,19 +54,18 @@ def expert_linear(x: Tensor, weight: PackedWeight, routing: Routing, input_gate:
     if weight.format == "dense":
         rows = x if input_gate is None else gated(x, input_gate)
         if not is_sorted:
-            rows = rows.index_select(0, torch.div(routing.order, routing.top_k, rounding_mode="floor"))
+            rows = rows.index_select(0, routing.tokens)
     else:
         quantized = sorted_rows(x, weight, routing, input_gate, is_sorted)
         rows, scales = quantized.values, {"x_scale": quantized.scale, "weight_scale": weight.scale}
-    tile = tile_of(len(rows), weight.num_experts)
-    if x.is_meta:  # the ahead-of-time trace runs few numbers of tokens, and must list the kernels of all
-        for other in TILES:
-            large_gemm(rows, weight.values, other, **scales, bias=weight.bias, offsets=routing.offsets)
-    return large_gemm(rows, weight.values, tile, **scales, bias=weight.bias, offsets=routing.offsets)
+    # The ahead-of-time trace runs few numbers of tokens, and must list the kernels of all.
+    for tile in TILES if x.is_meta else (tile_of(len(rows), weight.num_experts),):
+        out = large_gemm(rows, weight.values, tile, **scales, bias=weight.bias, offsets=routing.offsets)
+    return out
 
 
 def tile_of(rows: int, experts: int) -> LargeGemmTile:
-    """The tile for `rows` rows of all experts."""
+    """The tile for `rows` choices, by the mean number of rows of `experts` experts."""
     rows_per_expert = cdiv(rows, experts)
     if rows_per_expert <= MAX_NARROW_ROWS:
         return NARROW_TILE
