@@ -70,16 +70,21 @@ def _row_scaled_operands(x: Tensor, weight: PackedWeight, is_sorted: bool, input
     """For weights with a scale per row: x quantized to the weight's dtype, or unquantized if the format has no activation quantization."""
     if weight.activations == "none":
         return _unquantized(x if input_gate is None else gated(x, input_gate), weight, is_sorted)
-    features = x.shape[1] // (1 if input_gate is None else 2)
-    quantized = quantize_rows(x, weight.format, features, input_scale=weight.input_scale, gate=input_gate)
+    quantized = _quantized_rows(x, weight, input_gate)
     return ExpertOperands(ActivationPointers(quantized.values, quantized.scale, None), weight, is_sorted=is_sorted)
 
 
 def sorted_rows(x: Tensor, weight: PackedWeight, routing: Routing, input_gate: str | None, is_sorted: bool) -> QuantizedActivations:
     """x quantized to FP8 for a grouped product: a row per choice, in the order of routing.order, which x has already with `is_sorted`."""
+    return _quantized_rows(x, weight, input_gate) if is_sorted else _quantized_rows(x, weight, input_gate, routing.order, routing.top_k)
+
+
+def _quantized_rows(
+    x: Tensor, weight: PackedWeight, input_gate: str | None, order: Tensor | None = None, top_k: int = 1
+) -> QuantizedActivations:
+    """x after `input_gate`, quantized to the dtype of `weight`. `order` and `top_k` select rows (`quantize_rows`)."""
     features = x.shape[1] // (1 if input_gate is None else 2)
-    order, top_k = (None, 1) if is_sorted else (routing.order, routing.top_k)
-    return quantize_rows(x, "fp8", features, input_scale=weight.input_scale, gate=input_gate, order=order, top_k=top_k)
+    return quantize_rows(x, weight.format, features, input_scale=weight.input_scale, gate=input_gate, order=order, top_k=top_k)
 
 
 def _int4_operands(x: Tensor, weight: PackedWeight, routing: Routing, tile_tokens: int, is_sorted: bool) -> ExpertOperands:
