@@ -82,8 +82,7 @@ def route_tokens(
 ) -> tuple[Tensor, Routing]:
     """x after the norm of `fusion`, and the experts of each token by a router (`ops.route_tokens`).
 
-    One launch up to 64 tokens and two up to 1,024, for few experts. Otherwise up to MAX_ROWS tokens are widened to
-    float32 in registers.
+    One launch up to 64 tokens and two up to 1,024, for few experts. Otherwise up to MAX_ROWS tokens are widened to float32 in registers.
     """
     tokens, features = x.shape
     tile = router_tile(tokens, len(weight), features, params.num_groups)
@@ -130,7 +129,6 @@ def _route_by_tiles(
     tile: tuple[int, int],
 ) -> tuple[Tensor, Routing]:
     """`route_tokens` by `router_kernel`, which chooses the experts if one CTA can sort the choices, and else by `route`."""
-    x = x.contiguous()
     (tokens, features), experts = x.shape, len(weight)
     block, block_tokens, options = next_power_of_2(features), _block_tokens(tokens), _routing_options(experts, params)
     num_warps, choosing, routing = norm_warps(block), 0, None
@@ -139,16 +137,9 @@ def _route_by_tiles(
         routing = _empty_routing(tokens, experts, params.top_k, x.device)
         choosing = block_tokens if block_tokens == 1 and options.block_size <= 32 else max(block_tokens, num_warps)
         choice = split_counters(x.device), correction, routing.weights, routing.order, routing.offsets, routing.experts
-    y = None if fusion.norm_kind is None else torch.empty_like(x)
-    logits = torch.empty((tokens, experts), dtype=torch.float32, device=x.device)
+    operands = _operands(x, weight, bias, fusion)
     router_kernel[(cdiv(experts, tile[0]), cdiv(tokens, tile[1]))](
-        x,
-        fusion.norm_weight,
-        fusion.norm_bias if fusion.norm_kind == "layer" else None,
-        y,
-        weight,
-        bias,
-        logits,
+        *operands,
         *choice,
         tokens,
         fusion.norm_eps,
@@ -164,7 +155,33 @@ def _route_by_tiles(
         num_warps=num_warps,
         **pdl_launch_options(x),
     )
-    return x if y is None else y, routing or route(logits, correction, params)
+    return operands.normed, routing or route(operands.logits, correction, params)
+
+
+class RouterOperands(NamedTuple):
+    """The first arguments of `router_kernel` and `large_router_kernel`."""
+
+    x: Tensor  # [T, features], contiguous
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    y: Tensor | None  # [T, features]: x after the norm, or None without one
+    weight: Tensor
+    bias: Tensor | None
+    logits: Tensor  # float32 [T, experts]
+
+    @property
+    def normed(self) -> Tensor:
+        """x after the norm, if there is one."""
+        return self.x if self.y is None else self.y
+
+
+def _operands(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion) -> RouterOperands:
+    """The operands of a router, with memory for y and the logits."""
+    x = x.contiguous()
+    y = None if fusion.norm_kind is None else torch.empty_like(x)
+    norm_bias = fusion.norm_bias if fusion.norm_kind == "layer" else None
+    logits = torch.empty((len(x), len(weight)), dtype=torch.float32, device=x.device)
+    return RouterOperands(x, fusion.norm_weight, norm_bias, y, weight, bias, logits)
 
 
 class LargeRouterTile(NamedTuple):
@@ -201,24 +218,16 @@ def _route_by_large_tiles(
     tile: LargeRouterTile,
 ) -> tuple[Tensor, Routing]:
     """`route_tokens` in two launches: `large_router_kernel` and `place_choices_kernel`."""
-    x = x.contiguous()
     (tokens, features), experts = x.shape, len(weight)
     options, routing = _routing_options(experts, params), _empty_routing(tokens, experts, params.top_k, x.device)
     tiles, all_chunks = cdiv(tokens, tile.tokens), cdiv(experts, LARGE_ROUTER_CHUNK)
     chunks = cdiv(all_chunks, max(1, num_sms(x.device) // tiles))  # at most one CTA per SM, if the tiles are not more
-    y = None if fusion.norm_kind is None else torch.empty_like(x)
-    logits = torch.empty((tokens, experts), dtype=torch.float32, device=x.device)
+    operands = _operands(x, weight, bias, fusion)
     slots = torch.empty((tokens, experts), dtype=torch.int8, device=x.device)
     counts = torch.empty((tiles, experts), dtype=torch.int32, device=x.device)
     pdl = pdl_launch_options(x)
     large_router_kernel[(cdiv(all_chunks, chunks), tiles)](
-        x,
-        fusion.norm_weight,
-        fusion.norm_bias if fusion.norm_kind == "layer" else None,
-        y,
-        weight,
-        bias,
-        logits,
+        *operands,
         split_counters(x.device),
         correction,
         routing.weights,
@@ -244,7 +253,7 @@ def _route_by_large_tiles(
         slots, counts, routing.order, routing.offsets, tokens, tiles,
         TOKENS=tile.tokens, NUM_EXPERTS=experts, TOP_K=params.top_k, BLOCK=options.block_size, TILES=32, num_warps=4, **pdl,
     )  # fmt: skip
-    return x if y is None else y, routing
+    return operands.normed, routing
 
 
 def _empty_routing(tokens: int, experts: int, top_k: int, device: torch.device) -> Routing:

@@ -11,9 +11,9 @@ fused layers (`distributed.inbox`):
                            | load all slots until no word is EMPTY | add them in the order of the ranks, then the residual
 
 The protocol is that of `all_reduce_kernel`: a word is its own flag, the buffers of a unit rotate, and its turns are counted on the device,
-so that captured graphs can be replayed. One launch takes two turns. Between them, the grid
-barriers order the stores that reset a buffer before the partial sums of the second turn, whose arrival allows a peer to write to that
-buffer. A rank whose peer has died polls as long as the all-reduce kernel does (`UNLIMITED_POLLS`), unless its process is stopped.
+so that captured graphs can be replayed. One launch takes two turns. Between them, the grid barriers order the stores that reset a buffer
+before the partial sums of the second turn, whose arrival allows a peer to write to that buffer. A rank whose peer has died polls as long
+as the all-reduce kernel does (`UNLIMITED_POLLS`), unless its process is stopped.
 
 Sums are float32, and all ranks add the same values in the same order, so that x has the same bits on all of them.
 """
