@@ -121,11 +121,15 @@ def attend() -> None:
     for case in (Case([(1, 40), (1, 9)], dtype=torch.bfloat16), Case([(3, 40), (2, 9)], dtype=torch.bfloat16)):
         attend_captured(case)
     pairs: dict[str, Any] = {"kv_heads": 1, "block_size": 64, "dtype": torch.bfloat16}
-    for cache_dtype, mean, size in ((torch.float8_e4m3fn, False, 128), (torch.float8_e4m3fn, True, 64), (torch.int8, False, 64)):
-        attend_pairs(Case([(1, 150), (1, 1), (1, 70)], cache_dtype=cache_dtype, mean=mean, size=size, **pairs))
+    for cache_dtype, mean, size, tile in (
+        (torch.float8_e4m3fn, False, 128, AttentionTile(16, 64, 4, 3)),
+        (torch.float8_e4m3fn, True, 64, AttentionTile(16, 64, 2, 3)),
+        (torch.int8, False, 64, AttentionTile(16, 32, 1, 3)),
+    ):
+        attend_pairs(Case([(1, 150), (1, 1), (1, 70)], cache_dtype=cache_dtype, mean=mean, size=size, **pairs), tile)
 
 
-def attend_pairs(case: Case) -> None:
+def attend_pairs(case: Case, tile: AttentionTile) -> None:
     """Decode rows over an 8-bit cache, whose pairs of features are unpacked by inline PTX as on a GPU."""
     q, cache, batch, params = case.build()
     out = torch.full(q.shape, float("nan"), dtype=q.dtype)
@@ -134,7 +138,7 @@ def attend_pairs(case: Case) -> None:
         mock.patch.object(kernels, "_operand_format", lambda q, pairs: operand_format(q, pairs)._replace(packed=True)),
         emulating(case.size),
     ):
-        kernels.decode(q, cache, batch, params, out, AttentionTile(16, 64, 4, 3), Splits(1))
+        kernels.decode(q, cache, batch, params, out, tile, Splits(1))
     assert relative_error(out.flatten(1), expected_attention(q, cache, batch, params)) < TOLERANCE[case.dtype]
 
 

@@ -49,10 +49,14 @@ def decode_tile(
 
     Decode is bound by memory. On one H200 over 1,000 keys: 2 stages of 64 keys take 64.4 µs for 64 rows and 241 µs for 256 (3 stages: 73
     and 242; 4 stages of 32 keys: 67 and 246). With few tiles, a third stage shortens the chain of dependent loads. `paired` (an 8-bit
-    cache, two features at once): 64 rows over 1,000 keys take 39.4 µs with 3 stages of 64, 47.6 with 2; 512 rows over 1,500 keys take 430
-    µs with these, and 407 with CTAs of one warp, which never waits for another. More than three tiles per SM have a fourth stage, whose
-    shared memory limits an SM to four CTAs, where five would fit by their registers: 64 and 128 rows take 38.9 and 73.9 µs instead of 42.2
-    and 76.8. Over keys less means, whose registers let four fit anyway, three and four stages take 38.5 µs for 64 rows.
+    cache, two features at once): 64 rows over 1,000 keys take 39.4 µs with 3 stages of 64, 47.6 with 2. More than three tiles per SM have a
+    fourth stage, whose shared memory limits an SM to four CTAs, where five would fit by their registers: 64 and 128 rows take 38.9 and 73.9
+    µs instead of 42.2 and 76.8. Over keys less means, whose registers let four fit anyway, three and four stages take 38.5 µs for 64 rows.
+
+    CTAs of one warp never wait for another warp, and eight fit an SM, but their last wave lasts as long as the others: what counts is how
+    full it is. 1,024 tiles (7.8 per SM) take 72 µs in one wave, where four warps take 82 in two; 1,536 tiles take 142 and 123, and 2,048
+    131 and 146. Two warps, of which five CTAs fit, are best where four CTAs per SM do not suffice: 640 tiles take 47 µs, with four warps
+    61 and with one 62 (benchmarks/results/h200_decode_tiles.json).
     """
     row = _first_match(tuning, "decode", _dtype_name(dtype, paired), head_size, heads, num_tiles, num_sms)
     return AttentionTile(min(32, max(16, next_power_of_2(heads))), row.block_n, row.num_warps, row.num_stages)
