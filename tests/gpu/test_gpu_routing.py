@@ -58,7 +58,7 @@ def test_choices_equal_those_of_a_float64_router(name: str, tokens: int) -> None
         assert torch.allclose(weights[same], wanted.weights.float()[same], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "mixtral", "sparsemixer"])
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3", "mixtral", "sparsemixer"])
 def test_a_token_of_many_is_routed_equally_in_every_batch(name: str) -> None:
     """With the same bits, in 20 repetitions of a graph and with other tokens around it. One token has a NaN."""
     torch.manual_seed(0)

@@ -84,6 +84,7 @@ def test_one_launch_norms_and_routes_as_several(name: str, tokens: int, monkeypa
     """With the same bits of the normed tokens, and the same routing if a token has a NaN, and if rows of x are not next to each other."""
     x, weight = torch.randn(tokens, 208).bfloat16()[:, :200], torch.randn(40, 200)
     x[tokens // 2, 7] = float("nan")
+    monkeypatch.setattr(router, "MIN_PRODUCT_TOKENS", 65)
     y, one = router.route_tokens(x, weight, None, None, RoutingParams(4), NORMS[name])
     monkeypatch.setattr(router, "router_tile", lambda *sizes: None)
     separate, several = router.route_tokens(x, weight, None, None, RoutingParams(4), NORMS[name])
@@ -119,59 +120,71 @@ def test_tiles_of_the_router_depend_on_the_power_of_two_of_the_tokens(experts: i
     assert router.router_tile(65, experts, features, 1) is router.router_tile(0, experts, features, 1) is None
 
 
-# (tokens, experts, features, SMs): parts and tiles of 16 and of 8 tokens, the last of one token, full, and of more; the experts of a
-# token in one CTA, in several, and in several of which the last has fewer; a last eight experts that are not full.
-LARGE_ROUTES = [(65, 8, 200, 132), (80, 28, 1100, 9), (73, 16, 3100, 132), (100, 20, 300, 20), (529, 9, 64, 34)]
+# (tokens, experts, features, SMs, parameters): small and large tiles, for few SMs; one slice of the features and several, of which the
+# last may have fewer; experts in one CTA and in several, of which the last may have fewer; a last tile of one token, and a full one.
+LARGE_ROUTES = [
+    (17, 150, 300, 132, RoutingParams(8)),
+    (129, 70, 260, 4, RoutingParams(4)),
+    (65, 8, 200, 132, RoutingParams(2)),
+    (128, 28, 600, 132, RoutingParams(4, "softmax_topk")),
+    (73, 100, 512, 132, RoutingParams(8, renormalize=False)),
+    (100, 256, 64, 1, RoutingParams(8, "sigmoid", scale=2.5, num_groups=8, top_groups=4, group_score="top2")),
+    (66, 16, 260, 1, RoutingParams(2, "sparsemixer", jitter=0.3, renormalize=False)),
+]
 
 
 @pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize(("tokens", "experts", "features", "sms"), LARGE_ROUTES)
-def test_routes_of_many_tokens(tokens: int, experts: int, features: int, sms: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with norms and products in float64. Rows of x are not next to each other. The counters are zero afterwards."""
+@pytest.mark.parametrize(("tokens", "experts", "features", "sms", "params"), LARGE_ROUTES)
+def test_routes_of_many_tokens(
+    tokens: int, experts: int, features: int, sms: int, params: RoutingParams, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with norms and products in float64. Rows of x are not next to each other."""
     monkeypatch.setattr(router, "num_sms", lambda device: sms)
-    params = RoutingParams(4, *(("sigmoid", False, 2.5) if name == "layer" else ("softmax_topk",) if name == "rms" else ()))
     has_bias, weight = name == "rms", torch.randn(experts, features) * features**-0.5
-    bias, correction = (torch.randn(experts) if has_bias else None), (torch.rand(experts) * 0.1 if name == "layer" else None)
+    is_corrected = params.score == "sigmoid" and name == "layer"
+    bias, correction = (torch.randn(experts) if has_bias else None), (torch.rand(experts) * 0.1 if is_corrected else None)
     fusion = NORMS[name]
     if fusion.norm_weight is not None:
         fusion = replace(fusion, norm_weight=torch.rand(features) + 0.5)
     if fusion.norm_bias is not None:
         fusion = replace(fusion, norm_bias=torch.randn(features))
     x = torch.randn(tokens, features + 8).bfloat16()[:, :features]
-    assert router.large_router_tile(x, weight, params) is not None
+    assert router.uses_router_product(x, weight, params)
     y, got = router.route_tokens(x, weight, bias, correction, params, fusion)
     assert relative_error(y, normed(x, fusion)) < TOLERANCE[torch.bfloat16]
     want = reference.route(y.double() @ weight.double().T + (0 if bias is None else bias), correction, params)
     assert torch.equal(got.order, want.order) and torch.equal(got.offsets, want.offsets)
     assert torch.allclose(got.weights, want.weights.float(), rtol=1e-4, atol=1e-6)
-    assert not split_counters(x.device).any()
 
 
 @pytest.mark.parametrize(
-    ("experts", "params"), [*ROUTINGS[:2], ROUTINGS[3], (30, RoutingParams(4, renormalize=False)), (32, RoutingParams(8, "sigmoid"))]
+    ("experts", "params"), [*ROUTINGS[:2], ROUTINGS[3], (30, RoutingParams(4, renormalize=False)), (96, RoutingParams(8, "sigmoid"))]
 )
-def test_many_tokens_are_routed_as_by_several_launches(experts: int, params: RoutingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tokens_are_routed_as_by_the_product_of_the_library(
+    experts: int, params: RoutingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With equal logits of each pair of experts, tokens of which all choose the same experts, and with NaN and infinity in x."""
-    x = torch.randn(97, 200).bfloat16()
-    weight = torch.randn(experts, 200).repeat_interleave(2, 0)[:experts].contiguous()
+    x = torch.randn(97, 300).bfloat16()
+    weight = torch.randn(experts, 300).repeat_interleave(2, 0)[:experts].contiguous()
     x[20:60] = x[20]
-    x[3, 7], x[16, 0], x[96, 199] = float("nan"), float("inf"), float("-inf")
-    assert router.large_router_tile(x, weight, params) is not None
-    y, two = router.route_tokens(x, weight, None, None, params, NORMS["rms"])
-    monkeypatch.setattr(router, "large_router_tile", lambda *sizes: None)
-    separate, several = router.route_tokens(x, weight, None, None, params, NORMS["rms"])
-    assert torch.equal(y.isnan(), separate.isnan()) and relative_error(y.nan_to_num(), separate.nan_to_num()) < 1e-3
-    assert torch.equal(two.order, several.order) and torch.equal(two.offsets, several.offsets)
-    assert torch.allclose(two.weights, several.weights, rtol=1e-4, atol=1e-6, equal_nan=True)
+    x[3, 7], x[16, 0], x[96, 299] = float("nan"), float("inf"), float("-inf")
+    fusion = Fusion("rms", torch.rand(300).bfloat16() + 0.5, None, 1e-5)
+    y, sliced = router.route_tokens(x, weight, None, None, params, fusion)
+    monkeypatch.setattr(router, "uses_router_product", lambda *args: False)
+    same, whole = router.route_tokens(x, weight, None, None, params, fusion)
+    assert torch.equal(y.view(torch.int16), same.view(torch.int16))
+    assert torch.equal(sliced.order, whole.order) and torch.equal(sliced.offsets, whole.offsets)
+    assert torch.allclose(sliced.weights, whole.weights, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
 def test_a_token_is_routed_equally_in_every_batch() -> None:
-    """Also with other tokens around it, other neighbours in its tile, and experts divided among more CTAs: with the same bits."""
-    x, weight = torch.randn(300, 200).bfloat16(), torch.randn(30, 200)
-    y, whole = router.route_tokens(x, weight, None, None, RoutingParams(4), NORMS["rms"])
+    """Also with other tokens around it and other neighbours in its tile: with the same bits. `tests/gpu` has both sizes of tiles."""
+    x, weight = torch.randn(300, 300).bfloat16(), torch.randn(70, 300)
+    fusion = Fusion("rms", None, None, 1e-5)
+    y, whole = router.route_tokens(x, weight, None, None, RoutingParams(4), fusion)
     experts = experts_of_choices(whole)
-    for start, stop in ((0, 300), (0, 70), (7, 200), (230, 300)):
-        part, routing = router.route_tokens(x[start:stop], weight, None, None, RoutingParams(4), NORMS["rms"])
+    for start, stop in ((0, 300), (0, 70), (7, 200), (230, 300), (20, 60)):
+        part, routing = router.route_tokens(x[start:stop], weight, None, None, RoutingParams(4), fusion)
         assert torch.equal(part, y[start:stop])
         assert torch.equal(routing.weights, whole.weights[start:stop])
         assert torch.equal(experts_of_choices(routing), experts[start:stop])
@@ -193,27 +206,43 @@ def test_float32_weights_are_three_bfloat16_digits() -> None:
 
 
 def test_sizes_of_the_router_of_many_tokens() -> None:
-    """Its tile depends on the features only. Other sizes and dtypes, and experts in groups, have separate launches."""
+    """Tokens that `router_kernel` routes in one launch, more than were measured, and other dtypes have the products of other kernels."""
 
-    def tile(tokens: int, experts: int, features: int, groups: int = 1, dtype: torch.dtype = torch.bfloat16) -> object:
-        weight = torch.empty(experts, features, device="meta")
-        return router.large_router_tile(torch.empty(tokens, features, dtype=dtype), weight, RoutingParams(4, num_groups=groups))
+    def is_supported(tokens: int, experts: int, features: int = 2048, groups: int = 1, dtype: torch.dtype = torch.bfloat16) -> bool:
+        x, weight = torch.empty(tokens, features, dtype=dtype), torch.empty(experts, features, device="meta")
+        return router.uses_router_product(x, weight, RoutingParams(4, num_groups=groups))
 
-    assert tile(64, 32, 2048) is tile(1025, 32, 2048) is None
-    assert tile(65, 32, 2048) == tile(1024, 32, 2048) == tile(65, 8, 1500) == router.LargeRouterTile(16, 1024, 3)
-    assert tile(65, 32, 2880) == tile(1024, 32, 2880) == router.LargeRouterTile(16, 1024, 2)
-    assert tile(65, 8, 4096) == tile(1024, 8, 4096) == router.LargeRouterTile(8, 1024, 2)
-    assert tile(65, 8, 64) == router.LargeRouterTile(16, 256, 3)
-    assert tile(384, 32, 4096) is not None and tile(385, 32, 4096) is None
-    assert tile(65, 33, 512) is tile(65, 8, 4104) is tile(65, 32, 2048, 8) is tile(65, 32, 2048, 1, torch.float16) is None
+    assert is_supported(65, 32) and is_supported(17, 128) and is_supported(17, 256, 7168, 8) and is_supported(router.MAX_PRODUCT_TOKENS, 8)
+    assert not is_supported(64, 32) and not is_supported(16, 128) and not is_supported(router.MAX_PRODUCT_TOKENS + 1, 8)
+    assert not is_supported(65, 128, dtype=torch.float16)
 
 
-def test_more_choices_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "_BLOCK", 16)
+def test_tiles_of_the_product_of_a_router() -> None:
+    """Two small tiles per SM, and otherwise large ones, with few experts in fewer columns."""
+    small, large = router.ProductTile(64, 32, 4), router.ProductTile(128, 64, 8)
+    assert [router.product_tile(tokens, 128, 8, 132) for tokens in (17, 512, 513, 8192)] == [small, small, large, large]
+    assert [router.product_tile(tokens, 32, 12, 132) for tokens in (1408, 1409)] == [small, router.ProductTile(128, 32, 8)]
+    assert [router.product_tile(tokens, 8, 16, 132).experts for tokens in (65, 8192)] == [16, 16]
+
+
+def test_more_choices_than_are_sorted_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "MAX_SORT_ROWS", 2)
     monkeypatch.setattr(router, "MAX_SORTED_SCORES", 0)
     logits = torch.randn(21, 8)
     got, want = router.route(logits, None, RoutingParams(3)), reference.route(logits, None, RoutingParams(3))
     assert torch.equal(got.order, want.order) and torch.equal(got.offsets, want.offsets)
+
+
+@pytest.mark.parametrize("sorts", [True, False])
+def test_order_of_special_logits(sorts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers by value, equal ones (both zeros, too) by index, and NaN last."""
+    monkeypatch.setattr(router, "_sorts_choices", lambda block_tokens, options: sorts)
+    inf, nan, tiny = float("inf"), float("nan"), 1e-45
+    special = [0.0, -0.0, tiny, -tiny, 1.0, -1.0, inf, -inf, nan, -nan, 3e38, -3e38, 1.0, nan, -inf, 0.5]
+    logits = torch.tensor([special[i:] + special[:i] for i in range(len(special))])
+    got = router.route(logits, None, RoutingParams(len(special), "softmax_topk"))
+    want = [sorted(range(len(row)), key=lambda e: (row[e] != row[e], -row[e] if row[e] == row[e] else 0, e)) for row in logits.tolist()]
+    assert experts_of_choices(got).tolist() == want
 
 
 def test_a_token_with_nan_is_routed_to_existing_experts() -> None:

@@ -577,8 +577,11 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         f"route {rows} tokens by the router of Qwen3-30B-A3B": lambda rows=rows: router.route_tokens(  # type: ignore[misc]
             meta(rows, 2048), meta(128, 2048, dtype=FP32), None, None, RoutingParams(8), Fusion("rms", meta(2048), None, 1e-5)
         )
-        for rows in (8, 16, 64)
+        for rows in (8, 16, 64, 448)
     },
+    "route 448 tokens by the router of DeepSeek-V3": lambda: router.route_tokens(
+        meta(448, 7168), meta(256, 7168, dtype=FP32), None, meta(256, dtype=FP32), DEEPSEEK_ROUTING, Fusion("rms", meta(7168), None, 1e-5)
+    ),
     "route 448 tokens by the router of Granite-3.1-1B-A400M": lambda: router.route_tokens(
         meta(448, 1024), meta(32, 1024, dtype=FP32), None, None, RoutingParams(8), Fusion("rms", meta(1024), None, 1e-5)
     ),

@@ -44,8 +44,8 @@ REQUIREMENTS = {
     "fused_layer": Requirement(90, 90),
     # wgmma and TMA, and the shared memory of an H100 or H200, for which the pipeline of the GEMM for many rows is laid out.
     "large_gemm": Requirement(90, 90),
-    # The shared memory of an H100 or H200, for which the tiles of the router for many tokens are laid out.
-    "large_router": Requirement(90, 90, interpreted=True),
+    # wgmma and the shared memory of an H100 or H200, for which the tiles of the router for many tokens are laid out.
+    "router_product": Requirement(90, 90, interpreted=True),
 }
 
 

@@ -3,7 +3,8 @@
     route           router logits -> Routing: the experts of each token, and all choices sorted by expert
     route_tokens    the same from the tokens and the router's weight, with the norm before it
 
-Both have as few launches as the numbers of tokens, experts and features allow: see the constants.
+Few tokens have as few launches as the numbers of tokens, experts and features allow: see the constants. More have four: norm, product,
+choice and sort.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from stoker.kernels.triton.gemm.dense.launch import linear, small_linear
 from stoker.kernels.triton.gemm.dense.tiles import MAX_ROWS
 from stoker.kernels.triton.gemm.quantized.launch import split_counters
 from stoker.kernels.triton.integers import cdiv, next_power_of_2
-from stoker.kernels.triton.moe.large_router_kernel import large_router_kernel
 from stoker.kernels.triton.moe.router_kernel import router_kernel
-from stoker.kernels.triton.moe.routing_kernels import RoutingOptions, choose_experts_kernel, place_choices_kernel, sort_choices_kernel
+from stoker.kernels.triton.moe.router_product_kernel import router_product_kernel
+from stoker.kernels.triton.moe.routing_kernels import RoutingOptions, choose_experts_kernel, sort_choices_kernel
 from stoker.kernels.triton.norm import norm, norm_warps
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.types import PLAIN, Fusion
 
-_BLOCK = 1024
 MAX_EXPERTS = 1024
+# Rows of eight choices that a CTA of `sort_choices_kernel` sorts at a time: two for each of 512 threads.
+MAX_SORT_ROWS = 1024
 # Scores (tokens × experts, both rounded up to powers of two) that one CTA ranks and sorts, instead of a CTA per token and another launch:
 # 64 tokens of gpt-oss' 32 experts, 16 of 128 experts. Eight warps then have eight scores per thread.
 MAX_SORTED_SCORES = 2048
@@ -39,15 +41,12 @@ MAX_ROUTER_TILE = 1 << 15
 # 26 µs for 64 rows of gpt-oss-20b and 21 for Qwen3-30B-A3B: few CTAs multiplied, and one of them added up the slices of all.
 MAX_ROUTER_ROWS = 64
 ROUTER_CTAS = 136
-# `large_router_kernel`: features for which its tiles fit into shared memory and registers; tokens, experts, and bytes of the router that
-# all CTAs read from L2, up to which it was measured to be faster. A CTA takes 3 to 4 µs for eight experts, so that 128 take as long as the
-# library's product and the choice, or longer (benchmarks/results/h200_router.json).
-MAX_LARGE_ROUTER_ROWS = 1024
-MAX_LARGE_ROUTER_FEATURES = 4096
-MAX_LARGE_ROUTER_EXPERTS = 32
-MAX_LARGE_ROUTER_BYTES = 24 << 20
-LARGE_ROUTER_WARPS = 16
-LARGE_ROUTER_CHUNK = 8
+# `router_product_kernel`: tokens from which it was measured to be faster, with launches of their own for norm, choice and sort, than
+# `router_kernel`, if that needs others for choice and sort, and than the product of `gemm.dense`; tokens up to which it was measured. One
+# size of slices for all tokens and experts, so that the logits of a token have the same bits in every batch.
+MIN_PRODUCT_TOKENS = 17
+MAX_PRODUCT_TOKENS = 8192
+PRODUCT_SLICE = 256
 
 
 def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> Routing:
@@ -55,8 +54,13 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
 
     A token with a NaN logit gets NaN weights. Raises ValueError for more than MAX_EXPERTS experts or groups of unequal size.
     """
-    tokens, experts = logits.shape
-    logits, options = logits.contiguous(), _routing_options(experts, params)
+    return _route(logits.contiguous()[None], correction, params)
+
+
+def _route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> Routing:
+    """`route`, of logits that are the sums of slices: float32 [slices, T, experts], contiguous."""
+    slices, tokens, experts = logits.shape
+    options = _routing_options(experts, params, slices)
     routing = _empty_routing(tokens, experts, params.top_k, logits.device)
     weights, order, offsets = routing.weights, routing.order, routing.offsets
     numbers, pdl = (tokens, params.scale, params.jitter), pdl_launch_options(logits)
@@ -67,14 +71,22 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
             num_warps=min(8, block_tokens), **pdl,
         )  # fmt: skip
         return routing
-    ids = torch.empty((tokens, params.top_k), dtype=torch.int32, device=logits.device)
+    ids = torch.empty((tokens, params.top_k), dtype=torch.int16, device=logits.device)
     if tokens:
         choose_experts_kernel[(tokens,)](
             logits, correction, weights, ids, None, None, None, *numbers, TOKENS=1, OPTIONS=options, num_warps=1, **pdl
         )  # fmt: skip
-    block = min(_BLOCK, next_power_of_2(max(1, ids.numel())))
-    sort_choices_kernel[(experts + 1,)](ids, order, offsets, ids.numel(), BLOCK=block, num_warps=max(1, block // 256), **pdl)
+    rows, warps = _sort_block(ids.numel())
+    sort_choices_kernel[(experts + 1,)](
+        ids, order, offsets, tokens, TOP_K=params.top_k, ROWS=rows, IS_WHOLE=ids.numel() <= 8 * rows, num_warps=warps, **pdl
+    )
     return routing
+
+
+def _sort_block(choices: int) -> tuple[int, int]:
+    """(groups of eight choices that a CTA of `sort_choices_kernel` reads at a time, warps): one group or more for each thread."""
+    rows = min(MAX_SORT_ROWS, next_power_of_2(cdiv(max(1, choices), 8)))
+    return rows, min(16, max(1, rows // 32))
 
 
 def route_tokens(
@@ -82,20 +94,69 @@ def route_tokens(
 ) -> tuple[Tensor, Routing]:
     """x after the norm of `fusion`, and the experts of each token by a router (`ops.route_tokens`).
 
-    One launch up to 64 tokens and two up to 1,024, for few experts. Otherwise up to MAX_ROWS tokens are widened to float32 in registers.
+    One launch of `router_kernel` if it can, four with `router_product_kernel` for more tokens. Sizes and dtypes that neither supports have
+    another product: up to MAX_ROWS tokens are widened to float32 in registers, more are converted.
     """
+    if uses_router_product(x, weight, params):
+        if fusion.norm_kind is not None:
+            x = norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
+        return x, _route(router_product(x.contiguous(), weight, bias), correction, params)
     tokens, features = x.shape
     tile = router_tile(tokens, len(weight), features, params.num_groups)
     if tile is not None:
         return _route_by_tiles(x, weight, bias, correction, params, fusion, tile)
-    large_tile = large_router_tile(x, weight, params)
-    if large_tile is not None:
-        return _route_by_large_tiles(x, weight, bias, correction, params, fusion, large_tile)
     if fusion.norm_kind is not None:
         x = norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
     is_widened = 0 < tokens <= MAX_ROWS
     logits = small_linear(x, weight, bias, PLAIN) if is_widened else linear(x.float(), weight, bias)
     return x, route(logits, correction, params)
+
+
+def uses_router_product(x: Tensor, router: Tensor, params: RoutingParams) -> bool:
+    """Whether `router_product` computes the logits of the tokens x: if they are more than `router_kernel` routes in one launch."""
+    (tokens, features), experts = x.shape, len(router)
+    if not MIN_PRODUCT_TOKENS <= tokens <= MAX_PRODUCT_TOKENS or x.dtype != torch.bfloat16 or not supports(x, "router_product"):
+        return False
+    tile, options = router_tile(tokens, experts, features, params.num_groups), _routing_options(experts, params)
+    return tile is None or not _sorts_choices(_block_tokens(tokens), options)
+
+
+class ProductTile(NamedTuple):
+    """The tile of a CTA of `router_product_kernel`."""
+
+    tokens: int
+    experts: int
+    warps: int
+
+
+def product_tile(tokens: int, experts: int, slices: int, num_sms: int) -> ProductTile:
+    """The smaller tile while two CTAs per SM are enough, which run at the same time; a larger one reads half of the bytes."""
+    if slices * cdiv(tokens, 64) * cdiv(experts, 32) <= 2 * num_sms:
+        return ProductTile(64, min(32, max(16, next_power_of_2(experts))), 4)
+    return ProductTile(128, min(64, max(16, next_power_of_2(experts))), 8)
+
+
+def router_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The logits of tokens x, bfloat16 [T, features], contiguous, as sums over slices of the features: float32 [slices, T, experts]."""
+    (tokens, features), experts = x.shape, len(weight)
+    slices = cdiv(features, PRODUCT_SLICE)
+    tile = product_tile(tokens, experts, slices, num_sms(x.device))
+    logits = torch.empty((slices, tokens, experts), dtype=torch.float32, device=x.device)
+    router_product_kernel[(slices, cdiv(tokens, tile.tokens), cdiv(experts, tile.experts))](
+        x,
+        weight,
+        bias,
+        logits,
+        tokens,
+        SIZE=features,
+        NUM_EXPERTS=experts,
+        TOKENS=tile.tokens,
+        EXPERTS=tile.experts,
+        SLICE=PRODUCT_SLICE,
+        num_warps=tile.warps,
+        **pdl_launch_options(x),
+    )
+    return logits
 
 
 def router_tile(tokens: int, experts: int, features: int, num_groups: int) -> tuple[int, int] | None:
@@ -137,9 +198,17 @@ def _route_by_tiles(
         routing = _empty_routing(tokens, experts, params.top_k, x.device)
         choosing = block_tokens if block_tokens == 1 and options.block_size <= 32 else max(block_tokens, num_warps)
         choice = split_counters(x.device), correction, routing.weights, routing.order, routing.offsets, routing.experts
-    operands = _operands(x, weight, bias, fusion)
+    x = x.contiguous()
+    y = None if fusion.norm_kind is None else torch.empty_like(x)
+    logits = torch.empty((tokens, experts), dtype=torch.float32, device=x.device)
     router_kernel[(cdiv(experts, tile[0]), cdiv(tokens, tile[1]))](
-        *operands,
+        x,
+        fusion.norm_weight,
+        fusion.norm_bias if fusion.norm_kind == "layer" else None,
+        y,
+        weight,
+        bias,
+        logits,
         *choice,
         tokens,
         fusion.norm_eps,
@@ -155,105 +224,7 @@ def _route_by_tiles(
         num_warps=num_warps,
         **pdl_launch_options(x),
     )
-    return operands.normed, routing or route(operands.logits, correction, params)
-
-
-class RouterOperands(NamedTuple):
-    """The first arguments of `router_kernel` and `large_router_kernel`."""
-
-    x: Tensor  # [T, features], contiguous
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    y: Tensor | None  # [T, features]: x after the norm, or None without one
-    weight: Tensor
-    bias: Tensor | None
-    logits: Tensor  # float32 [T, experts]
-
-    @property
-    def normed(self) -> Tensor:
-        """x after the norm, if there is one."""
-        return self.x if self.y is None else self.y
-
-
-def _operands(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion) -> RouterOperands:
-    """The operands of a router, with memory for y and the logits."""
-    x = x.contiguous()
-    y = None if fusion.norm_kind is None else torch.empty_like(x)
-    norm_bias = fusion.norm_bias if fusion.norm_kind == "layer" else None
-    logits = torch.empty((len(x), len(weight)), dtype=torch.float32, device=x.device)
-    return RouterOperands(x, fusion.norm_weight, norm_bias, y, weight, bias, logits)
-
-
-class LargeRouterTile(NamedTuple):
-    """Constants of `large_router_kernel`."""
-
-    tokens: int
-    part: int  # features
-    stages: int
-
-
-def large_router_tile(x: Tensor, router: Tensor, params: RoutingParams) -> LargeRouterTile | None:
-    """The tile of `large_router_kernel`, which depends on the features only; None: it does not support the sizes, or is slower.
-
-    y and the stages of the router fill the shared memory: 16 × 2,048 × 2 bytes and two stages of 8 × 2,048 × 4 bytes, for example.
-    """
-    (tokens, features), experts = x.shape, len(router)
-    if params.num_groups > 1 or x.dtype != torch.bfloat16 or not supports(x, "large_router"):
-        return None
-    if not MAX_ROUTER_ROWS < tokens <= MAX_LARGE_ROUTER_ROWS or features > MAX_LARGE_ROUTER_FEATURES or experts > MAX_LARGE_ROUTER_EXPERTS:
-        return None
-    tile_tokens = 16 if features <= 3072 else 8
-    if cdiv(tokens, tile_tokens) * router.numel() * router.element_size() > MAX_LARGE_ROUTER_BYTES:
-        return None
-    return LargeRouterTile(tile_tokens, min(1024, max(256, next_power_of_2(features))), 3 if features <= 2048 else 2)
-
-
-def _route_by_large_tiles(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    correction: Tensor | None,
-    params: RoutingParams,
-    fusion: Fusion,
-    tile: LargeRouterTile,
-) -> tuple[Tensor, Routing]:
-    """`route_tokens` in two launches: `large_router_kernel` and `place_choices_kernel`."""
-    (tokens, features), experts = x.shape, len(weight)
-    options, routing = _routing_options(experts, params), _empty_routing(tokens, experts, params.top_k, x.device)
-    tiles, all_chunks = cdiv(tokens, tile.tokens), cdiv(experts, LARGE_ROUTER_CHUNK)
-    chunks = cdiv(all_chunks, max(1, num_sms(x.device) // tiles))  # at most one CTA per SM, if the tiles are not more
-    operands = _operands(x, weight, bias, fusion)
-    slots = torch.empty((tokens, experts), dtype=torch.int8, device=x.device)
-    counts = torch.empty((tiles, experts), dtype=torch.int32, device=x.device)
-    pdl = pdl_launch_options(x)
-    large_router_kernel[(cdiv(all_chunks, chunks), tiles)](
-        *operands,
-        split_counters(x.device),
-        correction,
-        routing.weights,
-        slots,
-        counts,
-        tokens,
-        chunks,
-        fusion.norm_eps,
-        params.scale,
-        params.jitter,
-        SIZE=features,
-        RMS=fusion.norm_kind != "layer",
-        TOKENS=tile.tokens,
-        SLICES=LARGE_ROUTER_WARPS,
-        PART=tile.part,
-        CHUNK=LARGE_ROUTER_CHUNK,
-        STAGES=tile.stages,
-        OPTIONS=options,
-        num_warps=LARGE_ROUTER_WARPS,
-        **pdl,
-    )
-    place_choices_kernel[(tiles,)](
-        slots, counts, routing.order, routing.offsets, tokens, tiles,
-        TOKENS=tile.tokens, NUM_EXPERTS=experts, TOP_K=params.top_k, BLOCK=options.block_size, TILES=32, num_warps=4, **pdl,
-    )  # fmt: skip
-    return operands.normed, routing
+    return x if y is None else y, routing or route(logits, correction, params)
 
 
 def _empty_routing(tokens: int, experts: int, top_k: int, device: torch.device) -> Routing:
@@ -272,14 +243,15 @@ def _block_tokens(tokens: int) -> int:
 def _sorts_choices(block_tokens: int, options: RoutingOptions) -> bool:
     """Whether one CTA chooses the experts of all tokens and sorts the choices.
 
-    Groups of experts lie in several warps when there are several tokens, whose reductions wait for each other.
+    Groups of experts lie in several warps when there are several tokens, whose reductions wait for each other. More tokens than
+    MAX_ROUTER_ROWS have a CTA each, so that the sums of a softmax have one order in all batches.
     """
     if options.num_groups > 1:
         return block_tokens == 1
-    return block_tokens * options.block_size <= MAX_SORTED_SCORES
+    return block_tokens <= MAX_ROUTER_ROWS and block_tokens * options.block_size <= MAX_SORTED_SCORES
 
 
-def _routing_options(experts: int, params: RoutingParams) -> RoutingOptions:
+def _routing_options(experts: int, params: RoutingParams, slices: int = 1) -> RoutingOptions:
     """The constants of the routing kernels.
 
     Raises ValueError for more than MAX_EXPERTS experts or groups of unequal size.
@@ -300,4 +272,5 @@ def _routing_options(experts: int, params: RoutingParams) -> RoutingOptions:
         block_groups=next_power_of_2(params.num_groups),
         block_size=next_power_of_2(experts // params.num_groups),
         block_k=next_power_of_2(params.top_k),
+        slices=slices,
     )

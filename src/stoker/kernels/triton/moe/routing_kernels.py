@@ -2,7 +2,6 @@
 
     choose_experts_kernel    router logits -> for each token the top_k best experts and their weights; for few tokens also sorted by expert
     sort_choices_kernel      choices -> sorted by expert (a counting sort: stable, so that an expert's choices are in the order of tokens)
-    place_choices_kernel     the same from the counts of tiles of tokens, which `large_router_kernel` stores
     invert_order_kernel      order -> for each choice, its place in the order
     combine_kernel           results of the choices -> Σ weight × result for each token, + residual
     clipped_gate_kernel      (clip(up) + 1) × clip(gate) × sigmoid(alpha × clip(gate))
@@ -12,8 +11,8 @@
     order     [tokens × TOP_K]    1 2 | 3 5 | 0 4                choices of expert 0, of expert 1, of expert 2
     offsets   [experts + 1]       0     2     4     6
 
-Theoretical floor: the bytes read and written at the speed of memory; in decode steps each kernel takes as long as a launch. Not measured
-by themselves.
+Theoretical floor: the bytes read and written at the speed of memory; in decode steps each kernel takes as long as a launch. Choice and sort
+of 448 tokens (8 of 128 experts) take 4.4 µs together, and 16 µs each for 8,192 tokens (benchmarks/results/h200_router_slices.json).
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ import triton
 import triton.language as tl
 
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
+
+NO_KEY = tl.constexpr(-(1 << 31))  # less than each key of `order_keys`
 
 
 class RoutingOptions(NamedTuple):
@@ -39,19 +40,35 @@ class RoutingOptions(NamedTuple):
     block_groups: int  # num_groups, rounded up to a power of two
     block_size: int  # experts of a group, likewise
     block_k: int  # top_k, likewise
+    slices: int  # logits are the sums of this number of slices
 
 
 @triton.jit
-def largest_and_index(x, available, index):
-    """([T] largest element of each x [T, G, S], [T] the lowest index of an available element that equals it, [T] whether there is one).
+def order_keys(x):
+    """int32: keys in the order of float32 x, equal for both zeros; that of NaN is lower than all others, but more than NO_KEY.
 
-    Elements that are not available must be -inf. Without an equal element (all available ones are NaN), the index is the lowest available
-    one, so that no expert is chosen twice. `index` int32 [T, G, S] is less than 4096.
+    The GPU reduces integers of a warp with one instruction, floats with five shuffles and five comparisons.
     """
-    largest = tl.max(tl.max(x, 2), 1)
-    rank = tl.where(x == largest[:, None, None], index, index | 4096)
-    lowest = tl.min(tl.min(tl.where(available, rank, 1 << 30), 2), 1)
-    return largest, lowest & 4095, lowest < 4096
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), NO_KEY + 1)
+
+
+@triton.jit
+def value_of_key(key):
+    """float32: the x of a key of `order_keys`; NaN for that of NaN."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def best_expert(keys, index):
+    """(int32 [T] the largest of the keys [T, G, S] of a token, int32 [T] the lowest index of those that equal it)."""
+    if keys.shape[1] == 1:
+        best = tl.max(tl.max(keys, 2), 1)
+        return best, tl.min(tl.min(tl.where(keys == best[:, None, None], index, 1 << 30), 2), 1)
+    else:  # the experts of all groups in one reduction, of all threads of a warp
+        FLAT: tl.constexpr = (keys.shape[0], keys.shape[1] * keys.shape[2])
+        best = tl.max(tl.reshape(keys, FLAT), 1)
+        return best, tl.min(tl.reshape(tl.where(keys == best[:, None, None], index, 1 << 30), FLAT), 1)
 
 
 @triton.jit
@@ -109,27 +126,28 @@ def choose_experts(
         group = tl.arange(0, OPTIONS.block_groups)[None, :]
         allowed = best_groups(choice_scores, group < OPTIONS.num_groups, group, OPTIONS.top_groups, OPTIONS.top2)
         choice_scores = tl.where(allowed[:, :, None], choice_scores, float("-inf"))
+    keys = tl.where(inside, order_keys(choice_scores), NO_KEY)  # of experts that are not chosen yet
     slot = tl.arange(0, BLOCK_K)[None, :]
     ids = tl.zeros([TOKENS, BLOCK_K], tl.int32)
     weights = tl.full([TOKENS, BLOCK_K], float("-inf"), tl.float32)
     slots = tl.full(x.shape, -1, tl.int32)
     for i in tl.static_range(TOP_K):
-        available = inside & (slots < 0)
-        candidates = tl.where(available, choice_scores, float("-inf"))
-        best, expert, is_equal = largest_and_index(candidates, available, expert_index)
-        is_expert = expert_index == expert[:, None, None]
+        best_key, expert = best_expert(keys, expert_index)
+        is_expert = inside & (expert_index == expert[:, None, None])
+        best = value_of_key(best_key)
         if correction_ptr is None and OPTIONS.num_groups == 1:
-            weight = tl.where(is_equal, best, float("nan"))
+            weight = best
         else:
             weight = tl.sum(tl.sum(tl.where(is_expert, scores, 0.0), 2), 1)
+            weight = tl.where(best == best, weight, best)  # NaN stays NaN
         if SCORE == "sparsemixer":  # the softmax of the best of the available logits that are near it
             distance = (best[:, None, None] - scores) / tl.maximum(tl.abs(scores), best[:, None, None])
-            near = tl.where(distance > 2.0 * jitter, float("-inf"), candidates)
+            near = tl.where((keys == NO_KEY) | (distance > 2.0 * jitter), float("-inf"), choice_scores)
             weight = 1.0 / tl.sum(tl.sum(tl.exp(near - best[:, None, None]), 2), 1)
-        weight = tl.where(best == best, weight, best)  # NaN stays NaN
+        keys = tl.where(is_expert, NO_KEY, keys)
         ids = tl.where(slot == i, expert[:, None], ids)
         weights = tl.where(slot == i, weight[:, None], weights)
-        slots = tl.where(is_expert & inside, i, slots)
+        slots = tl.where(is_expert, i, slots)
     if SCORE == "softmax_topk":
         weights = tl.exp(weights - tl.max(weights, 1)[:, None])
         weights = weights / tl.sum(weights, 1)[:, None]
@@ -143,10 +161,10 @@ def choose_experts(
 @triton.jit(do_not_specialize=["tokens"])
 def choose_experts_kernel(
     # Pointers
-    logits_ptr,  # [tokens, experts]
+    logits_ptr,  # [slices, tokens, experts]
     correction_ptr,  # [experts], added to the scores for the choice only; or None
     weights_ptr,  # float32 [tokens, top_k]
-    ids_ptr,  # int32 [tokens, top_k]; or None
+    ids_ptr,  # int16 [tokens, top_k]; or None
     order_ptr,  # int32 [tokens × top_k]; or None with ids
     offsets_ptr,  # int32 [experts + 1]; or None with ids
     experts_ptr,  # int32 [top_k]: the experts of one token in ascending order; or None
@@ -222,6 +240,10 @@ def choose_and_store_weights(
     inside = (group < OPTIONS.num_groups) & (column < SIZE)
     row = tl.minimum(token, tokens - 1).to(tl.int64)[:, None, None]
     x = tl.load(logits_ptr + row * NUM_EXPERTS + expert_index, mask=inside, other=float("-inf")).to(tl.float32)
+    SLICES: tl.constexpr = OPTIONS.slices
+    for _ in tl.static_range(1, SLICES):
+        row += tokens
+        x += tl.load(logits_ptr + row * NUM_EXPERTS + expert_index, mask=inside, other=0.0)
     ids, weights, slots = choose_experts(x, inside, expert_index, correction_ptr, scale, jitter, OPTIONS)
     slot = tl.arange(0, OPTIONS.block_k)[None, :]
     choice = token.to(tl.int64)[:, None] * OPTIONS.top_k + slot
@@ -260,70 +282,50 @@ def sort_choices(
         tl.store(experts_ptr + place, tl.broadcast_to(expert_index, place.shape), mask=is_chosen)
 
 
-@triton.jit(do_not_specialize=["num_choices"])
+@triton.jit(do_not_specialize=["tokens"])
 def sort_choices_kernel(
-    ids_ptr,  # int32 [num_choices]
-    order_ptr,  # int32 [num_choices]
-    offsets_ptr,  # int32 [experts + 1]
-    num_choices,
-    BLOCK: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
-    """One CTA per expert writes the expert's offset and its choices in order. One more CTA writes the last offset."""
-    expert = tl.program_id(0)
-    pdl_wait(USE_PDL)
-    pdl_launch_dependents(USE_PDL)
-    before = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, num_choices, BLOCK):
-        choice = start + tl.arange(0, BLOCK)
-        before += (tl.load(ids_ptr + choice, mask=choice < num_choices, other=1 << 30) < expert).to(tl.int32)
-    offset = tl.sum(before, 0)
-    tl.store(offsets_ptr + expert, offset)
-    for start in range(0, num_choices, BLOCK):
-        choice = start + tl.arange(0, BLOCK)
-        is_chosen = (tl.load(ids_ptr + choice, mask=choice < num_choices, other=-1) == expert).to(tl.int32)
-        tl.store(order_ptr + offset + tl.cumsum(is_chosen, 0) - 1, choice, mask=is_chosen > 0)
-        offset += tl.sum(is_chosen, 0)
-
-
-@triton.jit(do_not_specialize=["tokens", "num_tiles"])
-def place_choices_kernel(
-    slots_ptr,  # int8 [tokens, experts]: i where an expert is the i-th one of a token; -1: not chosen
-    counts_ptr,  # int32 [num_tiles, experts]: choices of each expert in each tile of TOKENS tokens
+    ids_ptr,  # int16 [tokens × TOP_K]
     order_ptr,  # int32 [tokens × TOP_K]
     offsets_ptr,  # int32 [experts + 1]
     tokens,
-    num_tiles,
-    TOKENS: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,  # experts, rounded up to a power of two
-    TILES: tl.constexpr,  # of which the counts are added at a time
+    ROWS: tl.constexpr,  # 8 × ROWS choices are sorted at a time
+    IS_WHOLE: tl.constexpr,  # whether these are all choices, so that they are read once
     USE_PDL: tl.constexpr,
 ):
-    """One CTA: the places of the choices of one tile, after those of lower experts and those of the same expert in earlier tiles."""
-    tile = tl.program_id(0)
-    expert = tl.arange(0, BLOCK)[None, :]
-    inside = expert < NUM_EXPERTS
-    token = tile * TOKENS + tl.arange(0, TOKENS)[:, None]
+    """One CTA per expert writes the expert's offset and its choices in order. One more CTA writes the last offset.
+
+    A thread has rows of eight choices, so that only the counts of rows are added across threads.
+    """
+    expert = tl.program_id(0)
+    num_choices = tokens * TOP_K  # a multiple of TOP_K for the compiler, which may then load several choices at a time
+    choice = tl.arange(0, ROWS)[:, None] * 8 + tl.arange(0, 8)[None, :]
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
-    slots = tl.load(slots_ptr + token * NUM_EXPERTS + expert, mask=(token < tokens) & inside, other=-1).to(tl.int32)
-    total = tl.zeros([BLOCK], tl.int32)
-    earlier = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, num_tiles, TILES):
-        row = start + tl.arange(0, TILES)[:, None]
-        count = tl.load(counts_ptr + row * NUM_EXPERTS + expert, mask=(row < num_tiles) & inside, other=0)
-        total += tl.sum(count, 0)
-        earlier += tl.sum(tl.where(row < tile, count, 0), 0)
-    ends = tl.cumsum(total, 0)
-    if tile == 0:
-        index = tl.arange(0, BLOCK)
-        tl.store(offsets_ptr + index, ends - total, mask=index < NUM_EXPERTS)
-        tl.store(offsets_ptr + 1 + index, ends, mask=index == NUM_EXPERTS - 1)
-    is_chosen = slots >= 0
-    place = (ends - total + earlier)[None, :] + tl.cumsum(is_chosen.to(tl.int32), 0) - 1
-    tl.store(order_ptr + place, token * TOP_K + slots, mask=is_chosen)
+    ids = tl.load(ids_ptr + choice, mask=choice < num_choices, other=32767)
+    before = tl.sum((ids < expert).to(tl.int32), 1)
+    if not IS_WHOLE:
+        for start in range(ROWS * 8, num_choices, ROWS * 8):
+            others = tl.load(ids_ptr + start + choice, mask=start + choice < num_choices, other=32767)
+            before += tl.sum((others < expert).to(tl.int32), 1)
+    offset = tl.sum(before, 0)
+    tl.store(offsets_ptr + expert, offset)
+    offset += place_block(ids, choice, offset, expert, order_ptr)
+    if not IS_WHOLE:
+        for start in range(ROWS * 8, num_choices, ROWS * 8):
+            ids = tl.load(ids_ptr + start + choice, mask=start + choice < num_choices, other=32767)
+            offset += place_block(ids, start + choice, offset, expert, order_ptr)
+
+
+@triton.jit
+def place_block(ids, choice, offset, expert, order_ptr):
+    """Store the choices [ROWS, 8] of an expert from `offset` on, and return how many they are."""
+    is_chosen = ids == expert
+    within = tl.cumsum(is_chosen.to(tl.int32), 1)
+    count = tl.sum(is_chosen.to(tl.int32), 1)  # [ROWS]
+    place = offset + (tl.cumsum(count, 0) - count)[:, None] + within - 1
+    tl.store(order_ptr + place, choice, mask=is_chosen)
+    return tl.sum(count, 0)
 
 
 @triton.jit(do_not_specialize=["num_choices"])
