@@ -7,13 +7,10 @@ import sys
 import time
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from tensor_parallel_ranks import run_ranks
 from torch import Tensor
 
-from stoker.base.config import Mapping
 from stoker.distributed.symmetric import SymmetricGroup
-from stoker.distributed.world import join
 from stoker.kernels import ops
 from stoker.kernels.triton.all_reduce import all_reduce_choices
 from stoker.kernels.triton.all_reduce_kernel import Choices
@@ -83,20 +80,5 @@ def check_sums(group: SymmetricGroup) -> None:
             assert error < 3e-3, (SUMMED[i], float(error))
 
 
-def rank_main(rank: int, num_ranks: int, port: int) -> None:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    world = join(dist.TCPStore("127.0.0.1", port, is_master=False), rank, Mapping(tensor_parallel=num_ranks), device)
-    group = world.tensor
-    assert isinstance(group, SymmetricGroup)
-    ops.check_inboxes(group)
-    assert group.inboxes is not None, "the GPUs cannot access each other's memory"
-    with torch.inference_mode():
-        check_sums(group)
-    world.everyone.smallest(0)
-    world.close()
-
-
 if __name__ == "__main__":
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    multiprocessing.spawn(rank_main, (int(sys.argv[1]), store.port), int(sys.argv[1]))
+    run_ranks(check_sums, int(sys.argv[1]))

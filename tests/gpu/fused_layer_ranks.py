@@ -9,13 +9,10 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from fused_layer_cases import Results, check_rank, rank_problems
+from tensor_parallel_ranks import run_ranks
 
-from stoker.base.config import Mapping
 from stoker.distributed.symmetric import SymmetricGroup
-from stoker.distributed.world import join
 from stoker.kernels import ops
 from stoker.kernels.triton.fused_layer.launch import fused_layer, supports_fused_layer
 from stoker.kernels.types import FusedLayer
@@ -71,22 +68,11 @@ def check_replays(x: torch.Tensor, stream: torch.Tensor, layer: FusedLayer, grou
     assert all(one is other or torch.equal(one, other) for results in repeated for one, other in zip(results, first, strict=True))  # type: ignore[arg-type]
 
 
-def rank_main(rank: int, num_ranks: int, port: int) -> None:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    world = join(dist.TCPStore("127.0.0.1", port, is_master=False), rank, Mapping(tensor_parallel=num_ranks), device)
-    group = world.tensor
-    assert isinstance(group, SymmetricGroup)
-    ops.check_inboxes(group)
-    assert group.inboxes is not None, "the GPUs cannot access each other's memory"
+def check_cases(group: SymmetricGroup) -> None:
     torch.manual_seed(0)
-    with torch.inference_mode():
-        for case in CASES:
-            check(*case, group)
-    world.everyone.smallest(0)
-    world.close()
+    for case in CASES:
+        check(*case, group)
 
 
 if __name__ == "__main__":
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    multiprocessing.spawn(rank_main, (int(sys.argv[1]), store.port), int(sys.argv[1]))
+    run_ranks(check_cases, int(sys.argv[1]))
