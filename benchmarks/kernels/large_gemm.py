@@ -9,7 +9,7 @@ computes around it: silu(gate) × up and the quantization for `down` after `gate
 of CUDA graph replays, in which inputs rotate and all variants take turns, so that they find the same clock.
 
 --medium measures FP8 linears of 96 to 1,023 rows of 8B, and of 70B on two ranks, with the quantization of their rows before them: the
-library, the quantized kernel where its tiles run at the same time (`quantized`), and tiles of this GEMM as block_m/block_n/slices.
+library, the quantized kernel where its tiles run at the same time (`quantized`), and tiles of this GEMM as block_m/block_n/most slices.
 `rule` in the printed line is what `packed_linear` uses.
 
 --digits measures int8 weights with 16-bit rows, with the norm before them: the weight dequantized for the library, the quantized kernel,
@@ -37,17 +37,9 @@ from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.triton import activation
 from stoker.kernels.triton.aot.offline_target import compiling
 from stoker.kernels.triton.device import num_sms
-from stoker.kernels.triton.gemm.large.launch import (
-    MAX_SPLIT_TILES,
-    NARROW_TILE,
-    SPLIT_TILE,
-    TALL_TILE,
-    TILE,
-    LargeGemmTile,
-    count_tiles,
-    large_gemm,
-)
-from stoker.kernels.triton.gemm.large.launch import medium_tile as rule
+from stoker.kernels.triton.gemm.large.launch import large_gemm
+from stoker.kernels.triton.gemm.large.tiles import NARROW_TILE, SPLIT_TILE, TALL_TILE, TILE, LargeGemmTile, count_tiles, split_tiles
+from stoker.kernels.triton.gemm.large.tiles import medium_tile as rule
 from stoker.kernels.triton.gemm.quantized import int8
 from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
 from stoker.kernels.triton.gemm.quantized.launch import dequantized_linear, one_round_linear_tile, quantized_activation_linear
@@ -64,7 +56,7 @@ MEDIUM_MODELS = [("8b", 1), ("70b", 2)]  # and their ranks
 MEDIUM_ROWS = "96,128,192,256,384,512,640,768,896"
 DIGIT_ROWS = "129,256,512,768,1024,2048"
 DIGIT_SHAPES = {"head": (128256, 4096), "gate and up": (28672, 4096), "down": (4096, 14336)}  # of 8B
-MEDIUM_TILES = [NARROW_TILE, SPLIT_TILE, TALL_TILE, TILE]
+MEDIUM_TILES = [NARROW_TILE, SPLIT_TILE, TALL_TILE, TILE, *(tile._replace(max_slices=8) for tile in (NARROW_TILE, TALL_TILE, TILE))]
 CHECKED_ROWS = 192
 
 
@@ -252,7 +244,9 @@ def measure_medium(case: Case, rows: int, repeats: int, launches: int) -> dict[s
         variants["quantized"] = lambda each: each.by_quantized_kernel(case)
     errors, gate = {}, "silu" if case.gated else None
     for tile in MEDIUM_TILES:
-        if (tile.slices > 1 and count_tiles(rows, case.n, tile, gate) > MAX_SPLIT_TILES) or (tile == TALL_TILE and case.gated):
+        tiles = count_tiles(rows, case.n, tile, gate)
+        has_slices = split_tiles(tiles, case.k // 128, tile, num_sms(torch.device("cuda")))[1] > 1
+        if has_slices != (tile.max_slices > 1) or (tile.block_m == TALL_TILE.block_m and case.gated):
             continue
         key = name_of(tile)
         torch.full((rows, case.n), torch.nan, device="cuda", dtype=BF16)  # freed, and then the memory of the output
@@ -301,7 +295,7 @@ def quantized_weight(n: int, k: int) -> PackedWeight:
 
 
 def name_of(tile: LargeGemmTile) -> str:
-    return f"{tile.block_m}/{tile.block_n}/{tile.slices}"
+    return f"{tile.block_m}/{tile.block_n}/{tile.max_slices}"
 
 
 def main() -> None:
@@ -333,7 +327,7 @@ def main() -> None:
             torch.cuda.empty_cache()
     kinds = {(case.gated, case.residual): case for case in listed}  # sizes do not specialize a kernel
     jobs = [(case, dtype, tile) for case in kinds.values() for dtype in dtypes for tile in tiles]
-    precompile([(case, dtype, tile) for case, dtype, tile in jobs if tile != TALL_TILE or not case.gated])
+    precompile([(case, dtype, tile) for case, dtype, tile in jobs if tile.block_m != TALL_TILE.block_m or not case.gated])
     print(f"compiled in {time.monotonic() - begin:.0f} s", torch.cuda.get_device_name(), flush=True)
     for case, dtype, rows in itertools.product(listed, dtypes, [int(rows) for rows in all_rows.split(",")]):
         if time.monotonic() - begin > args.limit_s:

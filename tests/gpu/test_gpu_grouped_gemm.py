@@ -62,7 +62,8 @@ def widened(values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 @pytest.mark.parametrize("name", COUNTS)
 def test_ragged_experts(name: str, is_fp8: bool, parts: str) -> None:
     """Every row against float64. A row has the bits of a product with the weight of its expert alone."""
-    from stoker.kernels.triton.gemm.large.launch import NARROW_TILE, TALL_TILE, TILE, large_gemm
+    from stoker.kernels.triton.gemm.large.launch import large_gemm
+    from stoker.kernels.triton.gemm.large.tiles import NARROW_TILE, TALL_TILE, TILE
 
     counts = COUNTS[name]
     experts, gate = len(counts), "silu" if "g" in parts else None

@@ -67,12 +67,13 @@ def check(m: int, n: int, k: int, parts: str, dtype: torch.dtype, tile: Any) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, FP8])
 @pytest.mark.parametrize("parts", ["", "r", "bgr"])
 def test_any_sizes(parts: str, dtype: torch.dtype) -> None:
-    from stoker.kernels.triton.gemm.large.launch import NARROW_TILE, SPLIT_TILE, TALL_TILE, TILE
+    from stoker.kernels.triton.gemm.large.tiles import NARROW_TILE, SMALL_TILE, TALL_TILE, TILE
 
-    for tile in (TILE, NARROW_TILE, SPLIT_TILE, TALL_TILE):
+    for tile in (TILE, NARROW_TILE, TALL_TILE, SMALL_TILE):
         if tile == TALL_TILE and "g" in parts:
             continue
-        for _ in range(3):
+        for i in range(4):
+            tile = tile._replace(max_slices=(1, 2, 8)[i % 3])
             check(random.choice([1, 127, 192, 300, 2049]), 8 * random.randrange(1, 200), 16 * random.randrange(9, 300), parts, dtype, tile)
 
 
@@ -111,7 +112,8 @@ def test_int8_weights_and_rows_as_digits(m: int, dtype: torch.dtype) -> None:
 
 def test_slices_leave_their_counters_at_zero() -> None:
     """Fifty launches, each of which finds the counters that the one before has left."""
-    from stoker.kernels.triton.gemm.large.launch import SPLIT_TILE, finished_counters
+    from stoker.kernels.triton.gemm.large.launch import finished_counters
+    from stoker.kernels.triton.gemm.large.tiles import SPLIT_TILE
 
     for _ in range(50):
         check(256, 4096, 2048, "r", FP8, SPLIT_TILE)

@@ -11,20 +11,23 @@ from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.triton.aot.offline_target import compilation_target
-from stoker.kernels.triton.gemm.large.launch import (
+from stoker.kernels.triton.gemm.large.launch import faster_tile, supports_digits, tiles_of_any_rows
+from stoker.kernels.triton.gemm.large.tiles import (
+    DIVIDED_TILE,
     MEDIUM_ROWS,
     MIN_OCCUPANCY,
-    MIN_ROWS,
     NARROW_TILE,
+    SMALL_GATED_TILE,
+    SMALL_TILE,
     SPLIT_TILE,
     TALL_TILE,
     TILE,
     LargeGemmTile,
-    faster_tile,
-    large_gemm,
     medium_tile,
     occupancy,
-    supports_digits,
+    sixteen_bit_tile,
+    sixteen_bit_tiles,
+    split_tiles,
 )
 from stoker.kernels.triton.gemm.quantized import fp8, int8
 from stoker.kernels.triton.gemm.quantized.tiles import one_round_tile
@@ -53,7 +56,7 @@ def added(rows: int, n: int) -> Fusion:
         (meta(2048, 4096), meta(4096, 4096), PLAIN, False),
         (meta(2048, 4096, dtype=FP8), meta(28672, 4096, dtype=FP8), GATED, False),  # measured: not faster in every shape
         (meta(2048, 28672), meta(8192, 28672), added(2048, 8192), False),  # the residual is too small a part
-        (meta(MIN_ROWS - 1, 4096), meta(28672, 4096), GATED, False),
+        (meta(32, 4096), meta(28672, 4096), GATED, False),
         (meta(2048, 8192)[:, :4096], meta(28672, 4096), GATED, True),
         (meta(2048, 4097)[:, :4096], meta(28672, 4096), GATED, False),  # rows begin at any multiple of two bytes
         (meta(2048, 4096), meta(4096, 4096), Fusion(residual=meta(2048, 8192)[:, :4096]), False),
@@ -106,7 +109,56 @@ def test_tiles_of_medium_rows(m: int, n: int, k: int, gate: str | None, expected
 def test_fp8_rows_with_tiles_of_their_own(rows: int, expected: LargeGemmTile | None) -> None:
     with compilation_target(90):
         assert faster_tile(meta(rows, 4096, dtype=FP8), meta(4096, 4096, dtype=FP8), added(rows, 4096)) == expected
-        assert faster_tile(meta(rows, 4096), meta(4096, 4096), added(rows, 4096)) is None
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "parts", "expected"),
+    [
+        (32, 14336, 4096, "g", None),
+        (33, 14336, 4096, "g", SMALL_GATED_TILE),
+        (64, 4096, 4096, "g", None),  # 32 tiles would not read as fast as all SMs can
+        (64, 6144, 4096, "", SMALL_TILE),
+        (64, 4096, 4096, "", None),
+        (64, 4096, 4096, "r", None),
+        (65, 6144, 4096, "", None),  # nothing is saved
+        (65, 14336, 4096, "g", None),
+        (128, 14336, 4096, "g", TILE),
+        (192, 14336, 4096, "g", None),
+        (256, 14336, 4096, "g", TILE),
+        (384, 14336, 4096, "g", None),
+        (448, 14336, 4096, "g", DIVIDED_TILE),
+        (640, 14336, 4096, "g", DIVIDED_TILE),
+        (768, 14336, 8192, "g", DIVIDED_TILE),
+        (896, 14336, 4096, "g", TILE),  # six rounds, of which the last one has 124 tiles
+        (1023, 14336, 4096, "g", TILE),
+        (448, 4096, 4096, "r", NARROW_TILE),
+        (640, 4096, 4096, "r", None),
+        (768, 4096, 14336, "r", TALL_TILE),
+        (896, 4096, 14336, "r", TILE),
+        (448, 2880, 4096, "r", None),
+        (448, 2880, 4096, "rb", NARROW_TILE),  # the library would need a kernel for the bias
+        (128, 2880, 4096, "rb", None),
+    ],
+)
+def test_tiles_of_sixteen_bits(m: int, n: int, k: int, parts: str, expected: LargeGemmTile | None) -> None:
+    gate = "silu" if "g" in parts else None
+    assert sixteen_bit_tile(m, n, k, gate, "r" in parts, "b" in parts, 132) == expected
+    if m in MEDIUM_ROWS and expected is not None:
+        assert expected in sixteen_bit_tiles(n, k, gate, "r" in parts, "b" in parts, 132)
+
+
+def test_linears_of_16_bits_use_them() -> None:
+    with compilation_target(90):
+        assert faster_tile(meta(448, 4096), meta(28672, 4096), GATED) == DIVIDED_TILE
+        assert faster_tile(meta(448, 4096), meta(2880, 4096), added(448, 2880)) is None
+        assert faster_tile(meta(448, 4096), meta(2880, 4096), added(448, 2880), is_biased=True) == NARROW_TILE
+        assert faster_tile(meta(448, 4096, dtype=torch.float32), meta(28672, 4096, dtype=torch.float32), GATED) is None
+        assert set(tiles_of_any_rows(meta(100, 4096), meta(28672, 4096), GATED, False)) == {TILE, DIVIDED_TILE}
+        assert set(tiles_of_any_rows(meta(100, 4096), meta(4096, 4096), added(100, 4096), False)) == {NARROW_TILE, TALL_TILE, TILE}
+        assert not tiles_of_any_rows(meta(64, 4096), meta(28672, 4096), GATED, False)
+        assert not tiles_of_any_rows(meta(100, 4096), meta(6144, 4096), PLAIN, False)
+    with compilation_target(80):
+        assert not tiles_of_any_rows(meta(100, 4096), meta(28672, 4096), GATED, False)
 
 
 def linear_of(out: int, features: int, **settings: object) -> PackedWeight:
@@ -188,7 +240,19 @@ def test_how_int8_linears_are_multiplied(rows: int, n: int, expected: str, monke
         assert int8.packed_linear(meta(rows, 4096), weight) == expected
 
 
-def test_split_k_rejects_sizes_that_it_cannot_divide() -> None:
-    scales = {"x_scale": meta(256, dtype=torch.float32), "weight_scale": meta(4096, dtype=torch.float32)}
-    with pytest.raises(ValueError, match="more than 128 features, not for 64 and 128"):
-        large_gemm(meta(256, 128, dtype=FP8), meta(4096, 128, dtype=FP8), SPLIT_TILE, **scales)
+@pytest.mark.parametrize(
+    ("tiles", "blocks", "max_slices", "expected"),
+    [
+        (64, 112, 8, (0, 2)),
+        (16, 64, 8, (0, 8)),
+        (24, 64, 8, (0, 5)),
+        (24, 3, 8, (0, 3)),  # a slice has at least one block of features
+        (24, 64, 2, (0, 2)),
+        (672, 64, 8, (660, 8)),  # five whole rounds, and 12 tiles on 96 SMs
+        (448, 64, 8, (396, 2)),
+        (112, 64, 8, (112, 1)),  # two slices would take two rounds
+        (264, 64, 8, (264, 1)),
+    ],
+)
+def test_tiles_of_the_last_round_are_divided(tiles: int, blocks: int, max_slices: int, expected: tuple[int, int]) -> None:
+    assert split_tiles(tiles, blocks, TILE._replace(max_slices=max_slices), 132) == expected

@@ -18,7 +18,7 @@ from stoker.kernels.reference.router import route
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton import activation
 from stoker.kernels.triton.aot.offline_target import compilation_target
-from stoker.kernels.triton.gemm.large.launch import NARROW_TILE, TALL_TILE, TILE
+from stoker.kernels.triton.gemm.large.tiles import NARROW_TILE, TALL_TILE, TILE
 from stoker.kernels.triton.moe import grouped_gemm, router
 from stoker.kernels.triton.moe import launch as moe
 from stoker.kernels.tuning.tiles import QuantTile

@@ -97,7 +97,7 @@ LLAMA_8B = {
     "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False, "vocab_size": 128, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 
-# Prints [block_m, block_n, slices, gate, whether it adds a residual, experts] of the variants of the GEMM for many rows.
+# Prints [block_m, block_n, 1 or with slices 2, gate, whether it adds a residual, experts] of the variants of the GEMM for many rows.
 LARGE_GEMMS = """
 import json, sys
 from stoker.base.config import Limits
@@ -109,7 +109,7 @@ from stoker.kernels.triton.gemm.large.kernel import large_gemm_kernel
 from stoker.runtime.worker.aot_trace import kernels_of
 limits = Limits(max_batch_size=4, max_input_len=960, max_output_len=64, max_num_tokens=1000)
 config = BuildConfig(
-    device="cuda", compute_capability="9.0", dtype="bfloat16", dummy_weights=True, limits=limits, quantization="FP8",
+    device="cuda", compute_capability="9.0", dtype="bfloat16", dummy_weights=True, limits=limits, quantization=sys.argv[3] or None,
 )
 engine = Engine.open(build(sys.argv[1], sys.argv[2], config, verify="none").path)
 tile, gate, residual, experts = (large_gemm_kernel.arg_names.index(name) for name in ("TILE", "GATE", "residual_ptr", "EXPERTS"))
@@ -117,14 +117,14 @@ for job in kernels_of(engine, 90).values():
     if job.name == "large_gemm_kernel":
         constants = Specialization.from_json(job.specialization).constants
         sizes = constants[(tile,)]
-        found = sizes.block_m, sizes.block_n, sizes.slices, constants[(gate,)], (residual,) not in constants, constants[(experts,)]
+        found = sizes.block_m, sizes.block_n, sizes.max_slices, constants[(gate,)], (residual,) not in constants, constants[(experts,)]
         print(json.dumps(found))
 """
 
 
 def test_tiles_of_fp8_steps_of_up_to_1000_tokens_are_listed(tmp_path: Path, uninterpreted: Callable[..., str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    printed = uninterpreted("-c", LARGE_GEMMS, tmp_path, tmp_path / "engine")
+    printed = uninterpreted("-c", LARGE_GEMMS, tmp_path, tmp_path / "engine", "FP8")
     assert {tuple(json.loads(line)) for line in printed.splitlines()} == {
         (128, 128, 1, None, False, 0),  # q, k and v, up to 256 tokens
         (192, 128, 1, None, False, 0),  # up to 384
@@ -137,6 +137,20 @@ def test_tiles_of_fp8_steps_of_up_to_1000_tokens_are_listed(tmp_path: Path, unin
     }
 
 
+def test_tiles_of_bfloat16_steps_of_up_to_1000_tokens_are_listed(tmp_path: Path, uninterpreted: Callable[..., str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    printed = uninterpreted("-c", LARGE_GEMMS, tmp_path, tmp_path / "engine", "")
+    assert {tuple(json.loads(line)) for line in printed.splitlines()} == {
+        (64, 128, 1, None, False, 0),  # q, k and v, up to 64 tokens
+        (64, 256, 1, "silu", False, 0),  # gate and up, up to 64
+        (128, 256, 1, "silu", False, 0),  # with more
+        (128, 256, 2, "silu", False, 0),
+        (128, 128, 1, None, True, 0),  # output and down projection, from 448
+        (192, 128, 1, None, True, 0),
+        (128, 256, 1, None, True, 0),
+    }
+
+
 def test_every_tile_of_experts_is_listed(tmp_path: Path, uninterpreted: Callable[..., str]) -> None:
     """Steps of some number of tokens use each tile, and the trace runs few numbers."""
     changed = {
@@ -144,6 +158,6 @@ def test_every_tile_of_experts_is_listed(tmp_path: Path, uninterpreted: Callable
         "num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | changed))
-    found = {tuple(json.loads(line)) for line in uninterpreted("-c", LARGE_GEMMS, tmp_path, tmp_path / "engine").splitlines()}
+    found = {tuple(json.loads(line)) for line in uninterpreted("-c", LARGE_GEMMS, tmp_path, tmp_path / "engine", "FP8").splitlines()}
     tiles = {(128, 128), (192, 128), (128, 256)}
     assert {variant for variant in found if variant[-1]} == {(*tile, 1, None, False, 8) for tile in tiles}

@@ -35,6 +35,7 @@ from stoker.kernels.triton.attention.tiles import AttentionTile
 from stoker.kernels.triton.fused_layer import launch as fused_layer
 from stoker.kernels.triton.gemm.dense import launch as linear
 from stoker.kernels.triton.gemm.large import launch as large
+from stoker.kernels.triton.gemm.large import tiles
 from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
 from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 from stoker.kernels.triton.gemm.quantized import int8 as quant_int8
@@ -324,7 +325,7 @@ def fused_layer_of(
 
 
 def large_gemm(
-    dtype: torch.dtype, gate: str | None = None, residual: bool = False, bias: bool = False, tile: large.LargeGemmTile = large.TILE
+    dtype: torch.dtype, gate: str | None = None, residual: bool = False, bias: bool = False, tile: tiles.LargeGemmTile = tiles.TILE
 ) -> Tensor:
     rows, kind = (2048 if gate else 1024), BF16 if dtype == FP8 else dtype
     scales = {"x_scale": meta(4096, dtype=FP32), "weight_scale": meta(rows, dtype=FP32)} if dtype == FP8 else {}
@@ -339,7 +340,7 @@ def large_gemm_of_digits(dtype: torch.dtype, bias: bool = False) -> Tensor:
     return large.large_gemm(x.values, meta(1024, 512, dtype=torch.int8), **scales, bias=added, digits=large.Digits(300, dtype))
 
 
-def large_gemm_of_experts(tile: large.LargeGemmTile, dtype: torch.dtype = FP8, gate: str | None = None, bias: bool = False) -> Tensor:
+def large_gemm_of_experts(tile: tiles.LargeGemmTile, dtype: torch.dtype = FP8, gate: str | None = None, bias: bool = False) -> Tensor:
     count, n = 8, 2048 if gate else 1024
     scales = {"x_scale": meta(4096, dtype=FP32), "weight_scale": meta(count, n, dtype=FP32)} if dtype == FP8 else {}
     offsets, added = meta(count + 1, dtype=torch.int32), meta(count, n) if bias else None
@@ -353,20 +354,30 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "large gemm float16, gated, with bias and residual": lambda: large_gemm(torch.float16, "gelu_tanh", residual=True, bias=True),
     "large gemm fp8, with residual": lambda: large_gemm(FP8, residual=True),
     "large gemm fp8, gated, with bias": lambda: large_gemm(FP8, "silu", bias=True),
-    "large gemm fp8, 128 × 128, with residual": lambda: large_gemm(FP8, residual=True, tile=large.NARROW_TILE),
-    "large gemm fp8, 128 × 128, gated": lambda: large_gemm(FP8, "silu", tile=large.NARROW_TILE),
-    "large gemm fp8, 192 × 128, with residual": lambda: large_gemm(FP8, residual=True, tile=large.TALL_TILE),
-    "large gemm fp8, 192 × 128, with bias": lambda: large_gemm(FP8, bias=True, tile=large.TALL_TILE),
-    "large gemm of experts": lambda: large_gemm_of_experts(large.TILE),
-    "large gemm of experts, gated, with bias": lambda: large_gemm_of_experts(large.TILE, FP8, "silu", bias=True),
-    "large gemm of experts, bfloat16, with bias": lambda: large_gemm_of_experts(large.TILE, BF16, bias=True),
-    "large gemm of experts, 128 × 128": lambda: large_gemm_of_experts(large.NARROW_TILE),
-    "large gemm of experts, 192 × 128": lambda: large_gemm_of_experts(large.TALL_TILE),
+    "large gemm fp8, 128 × 128, with residual": lambda: large_gemm(FP8, residual=True, tile=tiles.NARROW_TILE),
+    "large gemm fp8, 128 × 128, gated": lambda: large_gemm(FP8, "silu", tile=tiles.NARROW_TILE),
+    "large gemm fp8, 192 × 128, with residual": lambda: large_gemm(FP8, residual=True, tile=tiles.TALL_TILE),
+    "large gemm fp8, 192 × 128, with bias": lambda: large_gemm(FP8, bias=True, tile=tiles.TALL_TILE),
+    "large gemm of experts": lambda: large_gemm_of_experts(tiles.TILE),
+    "large gemm of experts, gated, with bias": lambda: large_gemm_of_experts(tiles.TILE, FP8, "silu", bias=True),
+    "large gemm of experts, bfloat16, with bias": lambda: large_gemm_of_experts(tiles.TILE, BF16, bias=True),
+    "large gemm of experts, 128 × 128": lambda: large_gemm_of_experts(tiles.NARROW_TILE),
+    "large gemm of experts, 192 × 128": lambda: large_gemm_of_experts(tiles.TALL_TILE),
     "large gemm of digits bfloat16": lambda: large_gemm_of_digits(BF16),
     "large gemm of digits float16, with bias": lambda: large_gemm_of_digits(torch.float16, bias=True),
-    "large gemm fp8, two slices": lambda: large_gemm(FP8, tile=large.SPLIT_TILE),
-    "large gemm fp8, two slices, with bias and residual": lambda: large_gemm(FP8, residual=True, bias=True, tile=large.SPLIT_TILE),
-    "large gemm fp8, two slices, gated, with bias": lambda: large_gemm(FP8, "silu", bias=True, tile=large.SPLIT_TILE),
+    "large gemm bfloat16, 64 × 128, gated": lambda: large_gemm(BF16, "silu", tile=tiles.SMALL_TILE),
+    "large gemm bfloat16, 64 × 128, in slices, with residual": lambda: large_gemm(
+        BF16, residual=True, tile=tiles.SMALL_TILE._replace(max_slices=8)
+    ),
+    "large gemm bfloat16, in slices, gated, with bias and residual": lambda: large_gemm(
+        BF16, "silu", residual=True, bias=True, tile=tiles.DIVIDED_TILE
+    ),
+    "large gemm bfloat16, 192 × 128, in slices, with residual": lambda: large_gemm(
+        BF16, residual=True, tile=tiles.TALL_TILE._replace(max_slices=8)
+    ),
+    "large gemm fp8, two slices": lambda: large_gemm(FP8, tile=tiles.SPLIT_TILE),
+    "large gemm fp8, two slices, with bias and residual": lambda: large_gemm(FP8, residual=True, bias=True, tile=tiles.SPLIT_TILE),
+    "large gemm fp8, two slices, gated, with bias": lambda: large_gemm(FP8, "silu", bias=True, tile=tiles.SPLIT_TILE),
     "fused layer bfloat16": lambda: fused_layer_of("bfloat16"),
     "fused layer float16 135M, with biases": lambda: fused_layer_of("float16", biased=True, sizes=(576, 576, 1536, 960)),
     "fused layer fp8": lambda: fused_layer_of("fp8"),

@@ -33,7 +33,8 @@ from stoker.kernels.triton.attention.warp_specialized import launch as prompts
 from stoker.kernels.triton.fused_layer.large_batch import launch as large_batch
 from stoker.kernels.triton.fused_layer.requirements import first_weight
 from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
-from stoker.kernels.triton.gemm.large.launch import Digits, LargeGemmTile, finished_counters, large_gemm
+from stoker.kernels.triton.gemm.large.launch import Digits, finished_counters, large_gemm
+from stoker.kernels.triton.gemm.large.tiles import LargeGemmTile
 from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
 from stoker.kernels.triton.gemm.quantized.int4 import prepare_weight
 from stoker.kernels.triton.moe import launch as moe
@@ -223,8 +224,13 @@ def attend_outliers_of(case: Case) -> None:
 # rows, outputs, features, dtype, tile, bias, gate and residual, CTAs: rows, outputs and features end inside a tile, and CTAs have several
 # units, or no unit. Slices have equal numbers of blocks, or not.
 NARROW_TILE, WIDE_TILE = LargeGemmTile(128, 128, 2, 16), LargeGemmTile(128, 256, 2, 1)
-SPLIT_TILE, TALL_TILE = NARROW_TILE._replace(slices=2), LargeGemmTile(192, 128, 2, 16)
+SPLIT_TILE, TALL_TILE = NARROW_TILE._replace(max_slices=8), LargeGemmTile(192, 128, 2, 16)
+SMALL_TILE = LargeGemmTile(64, 128, 3, 16)
 LARGE_GEMM_CASES = [
+    (50, 392, 592, torch.bfloat16, SMALL_TILE._replace(max_slices=4), "br", 11),
+    (90, 264, 200, torch.bfloat16, SMALL_TILE, "g", 3),
+    (230, 264, 592, torch.bfloat16, TALL_TILE._replace(max_slices=8), "br", 5),
+    (130, 328, 336, torch.float16, WIDE_TILE._replace(max_slices=3), "bgr", 5),
     (150, 200, 592, torch.float8_e4m3fn, SPLIT_TILE, "br", 5),
     (130, 72, 336, torch.float8_e4m3fn, SPLIT_TILE, "bgr", 13),
     (70, 264, 200, torch.float8_e4m3fn, SPLIT_TILE, "", 3),
@@ -247,9 +253,9 @@ def multiply() -> None:
         gate = "silu" if "g" in parts else None
         outputs = []
         for seed in range(2):
-            with emulating(seed, num_ctas + seed):
+            with emulating(seed, num_ctas + (seed if tile.max_slices == 1 else 0)):  # the slices depend on the number of CTAs
+                w, weight_scale, wide_weight = _operand(weight, dtype)  # not by the launch before the GEMM, which does not wait to load it
                 x, x_scale, wide_x = _operand(source, dtype)
-                w, weight_scale, wide_weight = _operand(weight, dtype)
                 out = large_gemm(x, w, tile, x_scale=x_scale, weight_scale=weight_scale, bias=bias, residual=residual, gate=gate)
             outputs.append(out)
         assert not finished_counters(outputs[0].device).any(), "counters are not zero"

@@ -17,6 +17,7 @@ from stoker.kernels.triton.attention.tiles import AttentionTile, Splits
 from stoker.kernels.triton.fused_layer.large_batch import launch as large_batch
 from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
 from stoker.kernels.triton.gemm.large import launch as large_gemm
+from stoker.kernels.triton.gemm.large.tiles import LargeGemmTile
 from stoker.kernels.triton.gemm.quantized import int4
 from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
 
@@ -83,8 +84,8 @@ def split_k(edit: Edit) -> None:
     """304 FP8 features in two slices, of rows that the launch before has quantized; twice, because counters must be zero again."""
     torch.manual_seed(0)
     source, weight = torch.randn(70, 304).bfloat16(), torch.randn(136, 304).bfloat16()
-    tile = large_gemm.LargeGemmTile(128, 128, 2, 16, slices=2)
-    with emulating(0, NUM_CTAS, edit_ptx=edit):
+    tile = LargeGemmTile(128, 128, 2, 16, max_slices=2)
+    with emulating(0, 5, edit_ptx=edit):
         w = quantize_rows(weight, "fp8", 304)
         for _ in range(2):
             x = quantize_rows(source, "fp8", 304)

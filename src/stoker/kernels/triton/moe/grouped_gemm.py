@@ -24,7 +24,8 @@ from torch import Tensor
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.routing import Routing
 from stoker.kernels.triton.activation import gated
-from stoker.kernels.triton.gemm.large.launch import NARROW_TILE, TALL_TILE, TILE, LargeGemmTile, large_gemm, supports_experts
+from stoker.kernels.triton.gemm.large.launch import large_gemm, supports_experts
+from stoker.kernels.triton.gemm.large.tiles import NARROW_TILE, TALL_TILE, TILE, LargeGemmTile
 from stoker.kernels.triton.integers import cdiv
 from stoker.kernels.triton.moe.operands import sorted_rows
 

@@ -1,5 +1,5 @@
-"""Dense linears: up to 64 tokens by the fused small kernels; more by the library's GEMM with separate kernels around it, or by `gemm.large`
-where its epilogue is faster.
+"""Dense linears: up to 64 tokens by the fused small kernels; more by the library's GEMM with separate kernels around it. `gemm.large`
+computes those of more than 32 tokens for which it is faster.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ MAX_TILES = 1 << 16
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    """x × weightᵀ + bias with `fusion` (`ops.linear`): up to MAX_ROWS rows by the kernels here, more by `gemm.large` or the library."""
+    """x × weightᵀ + bias with `fusion` (`ops.linear`): by `gemm.large` where it is faster, else by the kernels here up to MAX_ROWS rows."""
     if x.dtype != weight.dtype:
         raise ValueError(f"x and the weight of a linear must have one dtype; they are {x.dtype} and {weight.dtype}: convert one of them")
     if fusion.input_gate is not None:
         x, fusion = activation.gated(x, fusion.input_gate), replace(fusion, input_gate=None)
     if x.shape[0] == 0:
         return x.new_empty(0, weight.shape[0] // (2 if fusion.gate else 1))
-    if x.shape[0] > MAX_ROWS:
+    tile = large.faster_tile(x, weight, fusion, bias is not None)
+    if tile is not None or x.shape[0] > MAX_ROWS:
         if fusion.norm_kind is not None:
             x, fusion = _apply_norm(x, fusion)
-        tile = large.faster_tile(x, weight, fusion)
+        if x.is_meta:  # the ahead-of-time trace runs few numbers of rows, and must list the tiles of all
+            for each in large.tiles_of_any_rows(x, weight, fusion, bias is not None):
+                large.large_gemm(x, weight, each, bias=bias, residual=fusion.residual, gate=fusion.gate)
         if tile is not None:
             return large.large_gemm(x, weight, tile, bias=bias, residual=fusion.residual, gate=fusion.gate)
         return library_linear(x, weight, bias, fusion)

@@ -6,17 +6,18 @@ Formula, for x [m, k] and weight [n, k], or [2 × n, k] if gated, both bfloat16,
     out = y + residual                        or, if gated,  act(y[:, :n]) × y[:, n:] + residual          [m, n]
 
 Grid: one CTA per SM. CTA i computes the output tiles i, i + number of CTAs … of `block_m` rows and `block_n` rows of the weight; half of
-those of a gated tile are gates, the other half are the values that they multiply. With split-K, for outputs of few tiles, a work unit is
-a tile and half of the features (`split_k`). Partitions of warps run at their own speed:
+those of a gated tile are gates, the other half are the values that they multiply. With split-K, the tiles of a last round that leaves SMs
+idle are divided along the features (`split_k`). Partitions of warps run at their own speed:
 
     producer (1 warp)       TMA copies of BLOCK_K features of x and of the weight into a stage, up to `num_stages` ahead, across tiles
     consumer 0 (4 warps)    wgmma over the first 64 of the tile's rows, accumulators in registers, then the epilogue
-    consumer 1 (4 warps)    the same for the next 64; tiles of 192 rows have a third one
+    consumer 1 (4 warps)    the same for the next 64; tiles of 192 rows have a third one, and those of 64 only the first
 
 Rows of x may also be two int8 digits each, and the weight int8 (`digits`). In the grouped form, rows are sorted by expert, and each expert
 has a weight (`experts`).
 
-The producer loads the next unit during the epilogues, and scales and residuals are loaded into registers before the main loop. With
+The producer copies the first stages of the weight before the kernel before this one has ended, which writes x or the residual, but no
+weight. It loads the next unit during the epilogues, and scales and residuals are loaded into registers before the main loop. With
 split-K, the residual is loaded after it, by the CTA that combines the slices: in the main loop it would take registers of the sums.
 
 Shared memory, for 128 × 256 tiles and rows of 128 bytes (64 features of bfloat16, 128 of e4m3), all with the 128-byte swizzle:
@@ -44,9 +45,10 @@ from stoker.kernels.triton.gemm.large.digits import count_digits, load_row_scale
 from stoker.kernels.triton.gemm.large.epilogue import load_residual, narrower, rows_of_weight, store_tile
 from stoker.kernels.triton.gemm.large.experts import count_row_tiles, find_expert, first_expert
 from stoker.kernels.triton.gemm.large.gluon_names import async_load, reinterpret
-from stoker.kernels.triton.gemm.large.split_k import combine_slices, finish_slice, unit_slice
+from stoker.kernels.triton.gemm.large.split_k import combine_slices, count_slices, finish_slice, unit_slice
 from stoker.kernels.triton.ptx.sync import pdl_wait_and_launch_dependents
 
+EARLY_STAGES = gl.constexpr(2)  # whose weights are loaded before the wait. With all stages, x would arrive after the weights of all
 CONSUMER_ROWS = gl.constexpr(64)  # of a tile, per consumer: those of an instruction
 
 
@@ -76,57 +78,96 @@ def count_column_tiles(n, TILE: gl.constexpr, GATED: gl.constexpr):
 
 
 @gluon.jit
-def count_units(m, n, offsets_ptr, TILE: gl.constexpr, GATED: gl.constexpr, EXPERTS: gl.constexpr):
-    """The number of work units: slices of all output tiles of m rows of the operand."""
-    return count_row_tiles(m, offsets_ptr, TILE, EXPERTS) * count_column_tiles(n, TILE, GATED) * TILE.slices
+def count_units(m, n, split, offsets_ptr, TILE: gl.constexpr, GATED: gl.constexpr, EXPERTS: gl.constexpr):
+    """The number of work units: all output tiles of m rows of the operand, or slices of the last of them."""
+    tiles = count_row_tiles(m, offsets_ptr, TILE, EXPERTS) * count_column_tiles(n, TILE, GATED)
+    return tiles if TILE.max_slices == 1 else count_slices(tiles, split)
 
 
 @gluon.jit
-def produce(
-    x_desc,
-    weight_desc,
-    x_stages,  # [COPIES × STAGES, rows of a copy, BLOCK_K]
-    weight_stages,  # [2 × STAGES, block_n / 2, BLOCK_K]
-    full,
-    empty,
-    offsets_ptr,
+def find_unit(
+    unit,
+    expert_rows,  # of an expert that is not after that of the unit, as `first_expert` returns them
     m,
     n,
     k,
+    split,
+    offsets_ptr,
+    BLOCK_K: gl.constexpr,
     TILE: gl.constexpr,
     GATED: gl.constexpr,
     EXPERTS: gl.constexpr,
 ):
+    """(those of the unit's expert, first row of its weight, first row, first output column, tile and slice, first feature, end of them)."""
+    tile, part, first, end = unit_slice(unit, k, split, BLOCK_K, TILE.max_slices)
+    expert, first_tile, first_row, end_row = expert_rows
+    expert, first_tile, first_row, end_row = find_expert(
+        tile, expert, first_tile, first_row, end_row, count_column_tiles(n, TILE, GATED), offsets_ptr, TILE, EXPERTS
+    )
+    row, column = tile_origin(tile - first_tile, end_row - first_row, n, TILE, GATED)
+    weight_row = expert * (2 * n if GATED else n)
+    return (expert, first_tile, first_row, end_row), weight_row, row + first_row, column, (tile, part), first, end
+
+
+@gluon.jit
+def produce(
+    operands,  # x_desc, weight_desc, x_stages, weight_stages, full and empty: see large_gemm_kernel
+    offsets_ptr,
+    m,
+    n,
+    k,
+    split,
+    TILE: gl.constexpr,
+    GATED: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    USE_PDL: gl.constexpr,
+):
     """The producer: fill stages with the operands of this CTA's units, as consumers free them. Zeros fill what exceeds a tensor."""
+    x_desc, weight_desc, x_stages, weight_stages, full, empty = operands
     STAGES: gl.constexpr = TILE.num_stages
     HALF: gl.constexpr = TILE.block_n // 2
     COPIES: gl.constexpr = TILE.block_m // x_desc.block_shape[0]
     BLOCK_K: gl.constexpr = x_desc.block_shape[1]
     BYTES: gl.constexpr = (TILE.block_m + TILE.block_n) * BLOCK_K * x_desc.dtype.primitive_bitwidth // 8
     m = operand_rows(m, count_digits(x_desc.dtype))
-    n_tiles = count_column_tiles(n, TILE, GATED)
-    expert, first_tile, first_row, end_row = first_expert(m, offsets_ptr, EXPERTS)
+    early = 0  # blocks of the weight of the first unit that are loaded before the wait
+    if EXPERTS == 0:
+        _, _, _, column, _, first, end = find_unit(
+            gl.program_id(0), first_expert(m, offsets_ptr, EXPERTS), m, n, k, split, offsets_ptr, BLOCK_K, TILE, GATED, EXPERTS
+        )
+        early = gl.minimum(gl.cdiv(end - first, BLOCK_K), EARLY_STAGES)
+        second = column + n if GATED else column + HALF
+        for stage in range(early):
+            load_weight(weight_desc, weight_stages, full, stage, column, second, first + stage * BLOCK_K, BYTES)
+    pdl_wait_and_launch_dependents(gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0])), USE_PDL)
+    expert_rows = first_expert(m, offsets_ptr, EXPERTS)
     stage = 0
     phase = 1
-    for unit in range(gl.program_id(0), count_units(m, n, offsets_ptr, TILE, GATED, EXPERTS), gl.num_programs(0)):
-        tile, _, first, end = unit_slice(unit, k, BLOCK_K, TILE.slices)
-        expert, first_tile, first_row, end_row = find_expert(
-            tile, expert, first_tile, first_row, end_row, n_tiles, offsets_ptr, TILE, EXPERTS
+    for unit in range(gl.program_id(0), count_units(m, n, split, offsets_ptr, TILE, GATED, EXPERTS), gl.num_programs(0)):
+        expert_rows, weight_row, row, column, _, first, end = find_unit(
+            unit, expert_rows, m, n, k, split, offsets_ptr, BLOCK_K, TILE, GATED, EXPERTS
         )
-        row, column = tile_origin(tile - first_tile, end_row - first_row, n, TILE, GATED)
-        row += first_row
-        column += expert * (2 * n if GATED else n)
+        column += weight_row
         second = column + n if GATED else column + HALF
         for begin in range(first, end, BLOCK_K):
-            mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(full.index(stage), BYTES)
+            if early > 0:
+                early -= 1
+            else:
+                mbarrier.wait(empty.index(stage), phase)
+                load_weight(weight_desc, weight_stages, full, stage, column, second, begin, BYTES)
             for i in gl.static_range(COPIES):
                 async_load(x_desc, [row + i * x_desc.block_shape[0], begin], full.index(stage), x_stages.index(COPIES * stage + i))
-            async_load(weight_desc, [column, begin], full.index(stage), weight_stages.index(2 * stage))
-            async_load(weight_desc, [second, begin], full.index(stage), weight_stages.index(2 * stage + 1))
             stage += 1
             phase = gl.where(stage == STAGES, phase ^ 1, phase)
             stage = gl.where(stage == STAGES, 0, stage)
+
+
+@gluon.jit
+def load_weight(weight_desc, weight_stages, full, stage, column, second, begin, BYTES: gl.constexpr):
+    """Start the copies of both halves of a weight tile, and expect the BYTES of all copies of the stage."""
+    mbarrier.expect(full.index(stage), BYTES)
+    async_load(weight_desc, [column, begin], full.index(stage), weight_stages.index(2 * stage))
+    async_load(weight_desc, [second, begin], full.index(stage), weight_stages.index(2 * stage + 1))
 
 
 @gluon.jit
@@ -134,15 +175,17 @@ def consume(
     out_desc,
     shared,  # x_parts, weight_stages, staging, scales, full and empty: see large_gemm_kernel
     epilogue,  # x_scale_ptr, weight_scale_ptr, bias_ptr and residual_ptr
-    split_k,  # partial_ptr and finished_ptr
+    scratch,  # partial_ptr and finished_ptr
     experts,  # offsets_ptr and out_ptr
     m,
     n,
     k,
+    split,
     INDEX: gl.constexpr,  # of the consumer
     TILE: gl.constexpr,
     GATE: gl.constexpr,
     EXPERTS: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):
     """A consumer: multiply its ROWS rows of each of the CTA's units (part INDEX of the rows of a stage), and store the outputs."""
     x_parts, weight_stages, staging, scales, full, empty = shared
@@ -163,27 +206,24 @@ def consume(
     OUT_LAYOUT: gl.constexpr = narrower(LAYOUT, COLUMNS)
     SCALE_LAYOUT: gl.constexpr = gl.BlockedLayout([N // 128], [32], [4], [0])
     weights = reinterpret(weight_stages, weight_stages.dtype, [STAGES, N, BLOCK_K], weight_stages.layout)
-    n_tiles = count_column_tiles(n, TILE, GATED)
+    pdl_wait_and_launch_dependents(gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])), USE_PDL)
     x_rows = operand_rows(m, DIGITS)
-    expert, first_tile, first_row, end_row = first_expert(x_rows, offsets_ptr, EXPERTS)
+    expert_rows = first_expert(x_rows, offsets_ptr, EXPERTS)
     stage = 0
     phase = 0
-    for unit in range(gl.program_id(0), count_units(x_rows, n, offsets_ptr, TILE, GATED, EXPERTS), gl.num_programs(0)):
-        tile, part, first, end = unit_slice(unit, k, BLOCK_K, TILE.slices)
-        expert, first_tile, first_row, end_row = find_expert(
-            tile, expert, first_tile, first_row, end_row, n_tiles, offsets_ptr, TILE, EXPERTS
+    for unit in range(gl.program_id(0), count_units(x_rows, n, split, offsets_ptr, TILE, GATED, EXPERTS), gl.num_programs(0)):
+        expert_rows, weight_row, row, column, slice_of, first, end = find_unit(
+            unit, expert_rows, x_rows, n, k, split, offsets_ptr, BLOCK_K, TILE, GATED, EXPERTS
         )
-        row, column = tile_origin(tile - first_tile, end_row - first_row, n, TILE, GATED)
-        row += first_row + INDEX * ROWS
-        first_weight_row = expert * (2 * n if GATED else n)
+        row += INDEX * ROWS
         x_scale = None
         if x_scale_ptr is not None:  # loaded ahead of their use
             rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
             x_scale = load_row_scale(x_scale_ptr, rows, m, DIGITS)
             weight_rows, inside = rows_of_weight(column, n, N, GATED, SCALE_LAYOUT)
-            weight_scale = gl.load(weight_scale_ptr + first_weight_row + weight_rows, mask=inside, other=0.0)
+            weight_scale = gl.load(weight_scale_ptr + weight_row + weight_rows, mask=inside, other=0.0)
         residual = None
-        if residual_ptr is not None and TILE.slices == 1:
+        if residual_ptr is not None and TILE.max_slices == 1:
             residual = load_residual(residual_ptr, row, column, m, n, ROWS, COLUMNS, OUT_LAYOUT)
         acc = gl.zeros([ROWS, N], SUM_DTYPE, LAYOUT)
         for begin in range(first, end, BLOCK_K):
@@ -198,20 +238,26 @@ def consume(
             scales.index(INDEX).store(weight_scale)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
-        if TILE.slices == 1:
-            target = (out_desc, out_ptr, row // DIGITS, end_row, column, n)
-            store_tile(acc, target, staging, scales, epilogue, x_scale, residual, first_weight_row, INDEX, GATE, DIGITS)
-        elif finish_slice(acc, split_k, tile, part, INDEX):
-            total = combine_slices(acc, split_k, tile, part, INDEX)
-            summand = None
-            if residual_ptr is not None:
-                summand = load_residual(residual_ptr, row, column, m, n, ROWS, COLUMNS, OUT_LAYOUT)
-            target = (out_desc, out_ptr, row, end_row, column, n)
-            store_tile(total, target, staging, scales, epilogue, x_scale, summand, first_weight_row, INDEX, GATE, DIGITS)
+        if TILE.max_slices == 1:
+            target = (out_desc, out_ptr, row // DIGITS, expert_rows[3], column, n)
+            store_tile(acc, target, staging, scales, epilogue, x_scale, residual, weight_row, INDEX, GATE, DIGITS)
+        else:
+            is_whole = slice_of[0] < split[0]
+            is_complete = is_whole
+            if not is_whole:
+                is_complete = finish_slice(acc, scratch, slice_of, split, INDEX, CONSUMERS)
+            if is_complete:
+                if not is_whole:
+                    acc = combine_slices(acc, scratch, slice_of, split, INDEX, CONSUMERS)
+                summand = None
+                if residual_ptr is not None:
+                    summand = load_residual(residual_ptr, row, column, m, n, ROWS, COLUMNS, OUT_LAYOUT)
+                target = (out_desc, out_ptr, row, expert_rows[3], column, n)
+                store_tile(acc, target, staging, scales, epilogue, x_scale, summand, weight_row, INDEX, GATE, DIGITS)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["m"])
+@gluon.jit(do_not_specialize=["m", "whole", "slices"])
 def large_gemm_kernel(
     # TMA descriptors
     x_desc,  # [m, k], or [operand_rows(m), k], copies of [block_m, BLOCK_K]
@@ -230,6 +276,8 @@ def large_gemm_kernel(
     m,
     n,
     k,
+    whole,  # the number of tiles that are not divided, with split-K
+    slices,  # of each later tile
     # Constants
     TILE: gl.constexpr,  # LargeGemmTile
     GATE: gl.constexpr,  # an activation or None
@@ -242,7 +290,7 @@ def large_gemm_kernel(
     BLOCK_K: gl.constexpr = x_desc.block_shape[1]
     CONSUMERS: gl.constexpr = TILE.block_m // CONSUMER_ROWS
     COPIES: gl.constexpr = TILE.block_m // x_desc.block_shape[0]
-    x_stages = gl.allocate_shared_memory(x_desc.dtype, [COPIES * STAGES, x_desc.block_shape[0], BLOCK_K], x_desc.layout)
+    x_stages = gl.allocate_shared_memory(x_desc.dtype, [COPIES * STAGES, x_desc.block_shape[0], BLOCK_K], x_desc.layout)  # by copies
     x_parts = reinterpret(x_stages, x_desc.dtype, [CONSUMERS * STAGES, CONSUMER_ROWS, BLOCK_K], x_desc.layout)
     weight_stages = gl.allocate_shared_memory(weight_desc.dtype, [2 * STAGES, TILE.block_n // 2, BLOCK_K], weight_desc.layout)
     staging = gl.allocate_shared_memory(out_desc.dtype, [2 * CONSUMERS, out_desc.block_shape[0], TILE.block_n // 4], out_desc.layout)
@@ -252,17 +300,27 @@ def large_gemm_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=CONSUMERS)
-    pdl_wait_and_launch_dependents(gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])), USE_PDL)
+    operands = (x_desc, weight_desc, x_stages, weight_stages, full, empty)
     shared = (x_parts, weight_stages, staging, scales, full, empty)
     epilogue = (x_scale_ptr, weight_scale_ptr, bias_ptr, residual_ptr)
-    split_k = (partial_ptr, finished_ptr)
+    scratch = (partial_ptr, finished_ptr)
     experts = (offsets_ptr, out_ptr)
-    if CONSUMERS == 2:
+    split = (whole, slices)
+    if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (consume, (out_desc, shared, epilogue, split_k, experts, m, n, k, 0, TILE, GATE, EXPERTS)),
-                (consume, (out_desc, shared, epilogue, split_k, experts, m, n, k, 1, TILE, GATE, EXPERTS)),
-                (produce, (x_desc, weight_desc, x_stages, weight_stages, full, empty, offsets_ptr, m, n, k, TILE, GATED, EXPERTS)),
+                (consume, (out_desc, shared, epilogue, scratch, experts, m, n, k, split, 0, TILE, GATE, EXPERTS, USE_PDL)),
+                (produce, (operands, offsets_ptr, m, n, k, split, TILE, GATED, EXPERTS, USE_PDL)),
+            ],
+            [1],
+            [24],
+        )
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (out_desc, shared, epilogue, scratch, experts, m, n, k, split, 0, TILE, GATE, EXPERTS, USE_PDL)),
+                (consume, (out_desc, shared, epilogue, scratch, experts, m, n, k, split, 1, TILE, GATE, EXPERTS, USE_PDL)),
+                (produce, (operands, offsets_ptr, m, n, k, split, TILE, GATED, EXPERTS, USE_PDL)),
             ],
             [4, 1],
             [240, 24],
@@ -271,10 +329,10 @@ def large_gemm_kernel(
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize(
             [
-                (consume, (out_desc, shared, epilogue, split_k, experts, m, n, k, 0, TILE, GATE, EXPERTS)),
-                (consume, (out_desc, shared, epilogue, split_k, experts, m, n, k, 1, TILE, GATE, EXPERTS)),
-                (consume, (out_desc, shared, epilogue, split_k, experts, m, n, k, 2, TILE, GATE, EXPERTS)),
-                (produce, (x_desc, weight_desc, x_stages, weight_stages, full, empty, offsets_ptr, m, n, k, TILE, GATED, EXPERTS)),
+                (consume, (out_desc, shared, epilogue, scratch, experts, m, n, k, split, 0, TILE, GATE, EXPERTS, USE_PDL)),
+                (consume, (out_desc, shared, epilogue, scratch, experts, m, n, k, split, 1, TILE, GATE, EXPERTS, USE_PDL)),
+                (consume, (out_desc, shared, epilogue, scratch, experts, m, n, k, split, 2, TILE, GATE, EXPERTS, USE_PDL)),
+                (produce, (operands, offsets_ptr, m, n, k, split, TILE, GATED, EXPERTS, USE_PDL)),
             ],
             [4, 4, 1],
             [160, 160, 24],

@@ -21,6 +21,7 @@ from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import quant_fp8 as reference
 from stoker.kernels.triton.device import num_sms, supports
 from stoker.kernels.triton.gemm.large import launch as large
+from stoker.kernels.triton.gemm.large.tiles import MEDIUM_ROWS, medium_tile
 from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
 from stoker.kernels.triton.gemm.quantized.fp8_gemv import fp8_gemv, gemv_tile
 from stoker.kernels.triton.gemm.quantized.launch import (
@@ -72,11 +73,11 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
 
 def gates_output(x: Tensor, weight: PackedWeight) -> bool:
     """Whether `gemm.large` gates the output of the linear in its epilogue (`ops.gates_output`)."""
-    if x.shape[0] not in large.MEDIUM_ROWS or not supports(x, "large_gemm") or not _library_supports(x, weight):
+    if x.shape[0] not in MEDIUM_ROWS or not supports(x, "large_gemm") or not _library_supports(x, weight):
         return False
     if weight.group_size or weight.activations == "none" or one_round_linear_tile(x, weight, "fp8", PLAIN) is not None:
         return False
-    return large.medium_tile(x.shape[0], weight.out_features // 2, weight.in_features, "silu", num_sms(x.device)) is not None
+    return medium_tile(x.shape[0], weight.out_features // 2, weight.in_features, "silu", num_sms(x.device)) is not None
 
 
 def large_fp8_linear(x: Tensor, weight: PackedWeight, fusion: Fusion) -> Tensor:
