@@ -50,7 +50,7 @@ READ_BYTES_PER_US, OPERATIONS_PER_US = 4.42e6, 989.4e6  # of an H200: measured; 
 EPS = 1e-5
 CHECKED_ROWS = 128
 SLICES = (1, 2, 4, 8)  # largest numbers of slices that are measured
-FEW_ROWS_TILES = [SMALL_TILE, SMALL_GATED_TILE]
+SMALL_TILES = [SMALL_TILE, SMALL_GATED_TILE]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Case:
     def tiles(self, rows: int) -> dict[str, LargeGemmTile]:
         """The tiles that are measured, by name. Each number of slices of the last round is listed once."""
         if rows <= dense.MAX_ROWS:
-            shapes = FEW_ROWS_TILES
+            shapes = SMALL_TILES
         else:
             shapes = [NARROW_TILE, TILE] if rows <= 128 or self.gate else [NARROW_TILE, TILE, TALL_TILE]
         found: dict[str, LargeGemmTile] = {}
@@ -149,7 +149,7 @@ def _call(linear: Callable[..., Tensor], x: Tensor, bias: Tensor | None, fusion:
 def precompile(cases: list[Case], workers: int) -> None:
     """Compile the kernels of all tiles into Triton's cache, in parallel processes."""
     kinds = {(case.parts.replace("n", "")): case for case in cases}  # sizes do not specialize a kernel
-    shapes = [*FEW_ROWS_TILES, NARROW_TILE, TILE, TALL_TILE]
+    shapes = [*SMALL_TILES, NARROW_TILE, TILE, TALL_TILE]
     jobs = [
         (case, shape._replace(max_slices=limit))
         for case, shape, limit in itertools.product(kinds.values(), shapes, (1, 2))
