@@ -5,8 +5,8 @@
 Shapes are those of gpt-oss-20b and Qwen3-30B-A3B, formats MXFP4, FP8 with a scale per row, and bfloat16, for up to 896 rows of a decode
 step. Kernels are compiled in a pool of processes, while those that are ready are measured. A time is the median of replays of a CUDA graph
 of four calls with different routings, which read two copies of the weights in turn. Each result is compared with the float64 product of the
-dequantized weights. 2,048 rows are those of a prompt, for which others use the GEMM for many rows. `rule` is what the launcher chooses.
-The script ends after `--seconds`, with what it has; each projection has the same share of this time.
+dequantized weights. Up projections have gates. 2,048 rows are those of a prompt, for which others use the GEMM for many rows. `rule` is
+what the launcher chooses. The script ends after `--seconds`, with what it has; each projection has the same share of this time.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ from stoker.kernels.triton.gemm.quantized.int4 import prepare_weight
 from stoker.kernels.triton.moe import launch as moe
 from stoker.kernels.triton.moe import router
 from stoker.kernels.tuning.tiles import QuantTile
+from stoker.kernels.types import ClippedGate
 from stoker.profiling.tile_tuning import time_graph
 
 ROWS = {"fp4": (1, 8, 16, 64, 128, 256, 448, 2048), "fp8": (64, 128, 256, 448, 896), "bf16": (64, 128, 256, 448, 896)}
+GATES = {"gpt-oss-20b": ClippedGate(7.0, 1.702), "qwen3-30b-a3b": "silu"}
 SMALL_ROWS = 8  # up to which split-K is measured
 MAX_PADDING = 1.03  # features that are multiplied, per feature of the weight
 BEST = 5  # tiles that are printed
@@ -88,7 +90,9 @@ class Projection:
 
     def project(self, x: Tensor, weight: PackedWeight, routing: Routing, tokens: int | None, tile: QuantTile | None) -> Tensor:
         """The projection of x by the launcher, which chooses `tokens` or `tile` where they are None."""
-        return (moe.expert_down if self.is_down else moe.expert_up)(x, weight, routing, tile=tile, tokens=tokens)
+        if self.is_down:
+            return moe.expert_down(x, weight, routing, tile=tile, tokens=tokens)
+        return moe.expert_up(x, weight, routing, GATES[self.model], tile, tokens)
 
     def weight(self, device: str) -> tuple[PackedWeight, Tensor | None]:
         """(the weight as the kernel reads it, its values in float64 unless the device is meta)."""
@@ -147,9 +151,11 @@ def measure(projection: Projection, compiled: dict[Future[str | None], tuple[int
     for rows in projection.rows:
         routings = [router.route(torch.randn(rows, experts, device="cuda"), None, RoutingParams(top_k)) for _ in range(4)]
         x = torch.randn(rows * (top_k if projection.is_down else 1), projection.shape[2], device="cuda").bfloat16()
-        exact = (reference.expert_down if projection.is_down else reference.expert_up)(
-            x.double(), PackedWeight("dense", exact_weight), routings[0]
-        )
+        exact_experts = PackedWeight("dense", exact_weight)
+        if projection.is_down:
+            exact = reference.expert_down(x.double(), exact_experts, routings[0])
+        else:
+            exact = reference.expert_up(x.double(), exact_experts, routings[0], GATES[projection.model])
         used = sum(int((r.offsets.diff() > 0).sum()) for r in routings) / 4
         cases[rows] = routings, x, exact, used * weight.num_bytes / experts / READ_RATE
     del exact_weight

@@ -13,6 +13,7 @@ from stoker.core.packed_weight import PackedWeight
 from stoker.core.specs import LinearSpec
 from stoker.kernels import ops
 from stoker.kernels.routing import Routing, RoutingParams
+from stoker.kernels.types import ClippedGate, Gate
 from stoker.quant.format import Format
 from stoker.quant.formats.block_fp8 import BlockFp8
 from stoker.quant.formats.fp4 import Fp4
@@ -96,6 +97,22 @@ def test_a_graph_is_replayed_for_another_routing(name: str, rows: int) -> None:
         expected = step(weight_format, stored, "cpu", *(t.float() for t in fresh))()
         for result, reference in zip((up, down), expected, strict=True):
             assert relative_error(result.cpu(), reference) < 1.5e-2
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", ClippedGate(0.5, 1.702)], ids=str)
+@pytest.mark.parametrize("rows", [1, 7, 48, 200, 600, 1200])
+def test_gates_of_fp4(rows: int, gate: Gate) -> None:
+    """In tiles of 8 to 128 tokens, whole ones, halves and quarters, because experts have different numbers of rows. Expert 3 has none."""
+    torch.manual_seed(rows)
+    spec = LinearSpec(name="experts", in_features=IN, parts=(OUT // 2, OUT // 2), num_experts=EXPERTS)
+    stored = Fp4().quantize(torch.randn(EXPERTS, OUT, IN) / IN**0.5, spec)
+    x, logits = torch.randn(rows, IN).bfloat16(), torch.randn(rows, EXPERTS) + torch.arange(EXPERTS) / 3
+    logits[:, 3] = -100.0
+    results = []
+    for device, tokens in (("cuda", x.cuda()), ("cpu", x.float())):
+        experts = Fp4().load({suffix: t.to(device) for suffix, t in stored.items()}, None)
+        results.append(experts.up(tokens, ops.route(logits.to(device), None, RoutingParams(2)), gate).cpu())
+    assert results[0].shape == (2 * rows, OUT // 2) and relative_error(*results) < 1.5e-2
 
 
 @pytest.mark.parametrize("rows", [5, 700, 1300])

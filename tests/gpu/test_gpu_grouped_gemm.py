@@ -135,6 +135,6 @@ def test_a_captured_step_with_another_routing(tokens: int, skew: float) -> None:
         assert all(torch.equal(captured, eager) for captured, eager in zip(outputs, run(), strict=True))
         routing = ops.route(logits + shift, None, RoutingParams(2))
         assert grouped_gemm.is_supported(x, up_weight, routing)
-        assert relative_error(outputs[0], moe.expert_up(x, up_weight, routing, tile)) < 5e-3
+        assert relative_error(outputs[0], moe.expert_up(x, up_weight, routing, tile=tile)) < 5e-3
         tiled = moe.expert_down(outputs[0], down_weight, routing, x, "silu", tile=tile)
         assert relative_error(outputs[1], tiled) < 5e-3

@@ -22,6 +22,7 @@ from stoker.kernels.triton.gemm.large.tiles import NARROW_TILE, TALL_TILE, TILE
 from stoker.kernels.triton.moe import grouped_gemm, router
 from stoker.kernels.triton.moe import launch as moe
 from stoker.kernels.tuning.tiles import QuantTile
+from stoker.kernels.types import ClippedGate
 
 
 def expected_by_choice(x: Tensor, up: Tensor, up_bias: Tensor | None, routing: Routing, experts: range) -> Tensor:
@@ -50,7 +51,7 @@ def test_projections(tokens: int, experts: int, top_k: int, splits: int, ranks: 
     tile = QuantTile(16, 32, splits) if splits else None
     by_choice = expected_by_choice(x.repeat_interleave(top_k, 0), weight, bias, routing, local)
     packed = PackedWeight("dense", weight, bias=bias)
-    up = moe.expert_up(x, packed, routing, tile)
+    up = moe.expert_up(x, packed, routing, tile=tile)
     assert relative_error(up, by_choice[routing.order.long()]) < TOLERANCE[dtype]
     assert relative_error(reference.expert_up(x, packed, routing), by_choice[routing.order.long()]) < TOLERANCE[dtype]
     down = (torch.randn(len(local), k, n) * n**-0.5).to(dtype)
@@ -79,8 +80,8 @@ def test_the_experts_of_one_token_are_not_searched(dtype: torch.dtype, splits: i
     searched, tile = replace(routing, experts=None), QuantTile(16, 32, splits) if splits else None
     x, up, down = (torch.randn(*shape).to(dtype) for shape in ((1, 70), (9, 40, 70), (9, 70, 40)))
     weights = PackedWeight("dense", up, bias=torch.randn(9, 40).to(dtype)), PackedWeight("dense", down)
-    inner = moe.expert_up(x, weights[0], routing, tile)
-    assert torch.equal(inner, moe.expert_up(x, weights[0], searched, tile))
+    inner = moe.expert_up(x, weights[0], routing, tile=tile)
+    assert torch.equal(inner, moe.expert_up(x, weights[0], searched, tile=tile))
     assert torch.equal(moe.expert_down(inner, weights[1], routing, tile=tile), moe.expert_down(inner, weights[1], searched, tile=tile))
 
 
@@ -176,8 +177,11 @@ def test_experts_of_ranks_without_inboxes() -> None:
 
 
 def test_clipped_gate() -> None:
-    x = torch.randn(5, 96) * 8
-    assert relative_error(moe.clipped_gate(x, 7.0, 1.702), reference.clipped_gate(x.double(), 7.0, 1.702)) < 1e-6
+    x, gate = torch.randn(5, 96) * 8, ClippedGate(7.0, 1.702)
+    left, right = x.double()[:, :48].clamp(max=7.0), x.double()[:, 48:].clamp(-7.0, 7.0)
+    want = (right + 1) * left / (1 + torch.exp(-1.702 * left))
+    assert relative_error(activation.gated(x, gate), want) < 1e-6
+    assert relative_error(activation_reference.gated(x, gate), want) < 1e-6
 
 
 def test_no_tokens() -> None:
@@ -229,7 +233,7 @@ def test_grouped_gemm_for_many_rows_per_expert(activations: str | None, gate: st
     up, down = pack(n, k), pack(k, n)
     assert grouped_gemm.is_supported(x, up, routing)
     got = moe.expert_up(x, up, routing)
-    assert relative_error(got, moe.expert_up(x, up, routing, QuantTile(16, 32))) < 1e-2
+    assert relative_error(got, moe.expert_up(x, up, routing, tile=QuantTile(16, 32))) < 1e-2
     inner, residual = torch.randn(2 * tokens, 2 * n if gate else n).bfloat16(), torch.randn(tokens, k).bfloat16()
     tiled = moe.expert_down(inner, down, routing, residual, gate, tile=QuantTile(16, 32))
     assert relative_error(moe.expert_down(inner, down, routing, residual, gate), tiled) < 1e-2

@@ -61,6 +61,7 @@ from stoker.kernels.types import (
     DrawParams,
     FusedLayer,
     Fusion,
+    Gate,
     Mamba2Params,
     Rotary,
     RowTokens,
@@ -200,12 +201,9 @@ def check_inboxes(group: Group) -> None:
         all_reduce.check_inboxes(group)
 
 
-def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """act(gate) × up [..., size]. gate_up [..., 2 × size] holds gate, then up.
-
-    `activation` is a key of `reference.activation.ACTIVATIONS`.
-    """
-    return _pick(gate_up, activation_ref).gated(gate_up, activation)
+def gated(gate_up: Tensor, gate: Gate) -> Tensor:
+    """act(gate) × up [..., size], or the gate of gpt-oss. gate_up [..., 2 × size] holds gate, then up."""
+    return _pick(gate_up, activation_ref).gated(gate_up, gate)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
@@ -492,13 +490,14 @@ def route_tokens(
     return x, route(linear(x.float(), weight, bias), correction, params)
 
 
-def expert_up(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
+def expert_up(x: Tensor, weight: PackedWeight, routing: Routing, gate: Gate | None = None) -> Tensor:
     """Apply the linear of each chosen expert to its tokens: the first projection of a mixture of experts.
 
     x [T, K]; weight [E, N, K] and bias [E, N] of E experts. Returns [T × k, N], one row per token and expert, in the order of
-    `routing.order`, which is sorted by expert.
+    `routing.order`, which is sorted by expert. With `gate`, the weight has the rows of gates, then those of ups, and `gated` of both is
+    returned, [T × k, N / 2].
     """
-    return _pick(x, moe_ref).expert_up(x, weight, routing)
+    return _pick(x, moe_ref).expert_up(x, weight, routing, gate)
 
 
 def expert_down(
@@ -516,14 +515,6 @@ def expert_down(
     `routing.weights` and rounded to the dtype of x, summed over the ranks of `group` (`all_reduce`), + `residual` [T, N].
     """
     return _pick(x, moe_ref).expert_down(x, weight, routing, residual, input_gate, group)
-
-
-def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
-    """(up + 1) × gate × sigmoid(alpha × gate), with gate clamped to at most `limit`, and up to ± limit (gpt-oss).
-
-    gate_up [..., 2 × size], gate first → [..., size].
-    """
-    return _pick(gate_up, moe_ref).clipped_gate(gate_up, limit, alpha)
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, batch: ForwardBatch, activation: str) -> Tensor:

@@ -39,6 +39,16 @@ class Rotary(NamedTuple):
     norms: HeadNorms | None = None  # of queries and keys before they are rotated
 
 
+class ClippedGate(NamedTuple):
+    """The gate of gpt-oss: (up + 1) × gate × sigmoid(alpha × gate), with gate clamped to at most `limit`, and up to ± limit."""
+
+    limit: float
+    alpha: float
+
+
+Gate = str | ClippedGate  # act(gate) × up with an activation of `reference.activation.ACTIVATIONS`, or the gate of gpt-oss
+
+
 class TokenScores(NamedTuple):
     """How well the logits of some positions predict their next tokens: see `ops.score_tokens`."""
 

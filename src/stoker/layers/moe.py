@@ -12,7 +12,7 @@ from stoker.core.specs import LinearSpec, Spec, TensorSpec
 from stoker.distributed.group import SINGLE, Group
 from stoker.kernels import ops
 from stoker.kernels.routing import Routing, RoutingParams
-from stoker.kernels.types import PLAIN
+from stoker.kernels.types import PLAIN, ClippedGate, Gate
 from stoker.layers.loader import Loader
 from stoker.layers.mlp import MLP
 from stoker.layers.norm import Norm
@@ -34,6 +34,7 @@ class MoE:
         self.shared_gate = weights.get("shared_gate")
         self.group, self.dispatch = loader.group, loader.dispatch
         self._offset_indices = self._local_offset_indices(loader)
+        self.gate = self._gate(config)
         self.params = RoutingParams(
             top_k=config.top_k,
             score=config.score,
@@ -98,14 +99,15 @@ class MoE:
         if self._offset_indices is not None:
             # Choices of other ranks' experts stay in the order; their rows are zeros on this rank.
             routing = Routing(routing.weights, routing.order, routing.offsets.index_select(0, self._offset_indices), is_whole=False)
-        wide = self.up.up(x, routing)
-        if self.config.scale_input:  # the projection has no bias, so that its result can be scaled instead of its input
-            wide = wide * routing.weights.flatten()[routing.order.long(), None].to(wide.dtype)
+        scales_input, activation = self.config.scale_input, self.config.expert.activation
+        gates_input = self.gate == activation and (scales_input or self.down.quantizes_input)
+        y = self.up.up(x, routing, None if gates_input else self.gate)
+        if scales_input:  # the projection has no bias, so that its result can be scaled instead of its input
+            y = y * routing.weights.flatten()[routing.order.long(), None].to(y.dtype)
             routing = replace(routing, weights=torch.ones_like(routing.weights))
-        config = self.config
-        if config.glu_clip is None and config.expert.gated:
-            return self.down.down(wide, routing, addend, config.expert.activation, group)
-        return self.down.down(self._activate(wide), routing, addend, group=group)
+        if gates_input:
+            return self.down.down(y, routing, addend, activation, group)
+        return self.down.down(y if self.gate else ops.activate(y, activation), routing, addend, group=group)
 
     def _shared(self, x: Tensor) -> Tensor | None:
         """This rank's summand of the shared expert of x [T, hidden]; None: there is no shared expert."""
@@ -113,6 +115,13 @@ class MoE:
             return None
         shared = self.shared.partial(x)
         return shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(x))
+
+    @staticmethod
+    def _gate(config: MoEConfig) -> Gate | None:
+        """The gate of the experts, if they have one."""
+        if config.glu_clip is not None:
+            return ClippedGate(config.glu_clip, config.glu_alpha)
+        return config.expert.activation if config.expert.gated else None
 
     def _local_offset_indices(self, loader: Loader) -> Tensor | None:
         """Indices into `Routing.offsets`: the start of each of this rank's experts, and the end of the last.
@@ -125,10 +134,3 @@ class MoE:
         per_rank = -(-count // sharding.num_expert_ranks)
         start = (loader.group if loader.dispatch is None else loader.dispatch.group).rank * per_rank
         return torch.arange(start, start + per_rank + 1, device=loader.device).clamp(max=count)
-
-    def _activate(self, wide: Tensor) -> Tensor:
-        """The activation function of the up projections `wide` [T × k, size], or [T × k, 2 × size] with the gate of gpt-oss."""
-        config = self.config
-        if config.glu_clip is not None:
-            return ops.clipped_gate(wide, config.glu_clip, config.glu_alpha)
-        return ops.activate(wide, config.expert.activation)

@@ -13,7 +13,7 @@ from stoker.core.packed_weight import PackedWeight
 from stoker.distributed.group import SINGLE, Group
 from stoker.kernels import ops
 from stoker.kernels.routing import Routing
-from stoker.kernels.types import PLAIN, Fusion
+from stoker.kernels.types import PLAIN, Fusion, Gate
 
 
 class LinearOp(ABC):
@@ -59,9 +59,17 @@ class ExpertsOp(ABC):
 
     __slots__ = ()
 
+    @property
+    def quantizes_input(self) -> bool:
+        """Whether `down` quantizes its input, row by row, and applies an input gate at the same time."""
+        return False
+
     @abstractmethod
-    def up(self, x: Tensor, routing: Routing) -> Tensor:
-        """The first projection of each token by its experts: x [T, in_features] → [T × k, out_features], ordered by routing.order."""
+    def up(self, x: Tensor, routing: Routing, gate: Gate | None = None) -> Tensor:
+        """The first projection of each token by its experts: x [T, in_features] → [T × k, out_features], ordered by routing.order.
+
+        With `gate`, the experts have gates, then ups, and the result is [T × k, out_features / 2] (`ops.gated`).
+        """
 
     @abstractmethod
     def down(
@@ -112,9 +120,13 @@ class PackedExperts(ExpertsOp):
     def __init__(self, weight: PackedWeight) -> None:
         self.weight = weight
 
-    def up(self, x: Tensor, routing: Routing) -> Tensor:
+    @property
+    def quantizes_input(self) -> bool:
+        return self.weight.activations in ("token", "static")
+
+    def up(self, x: Tensor, routing: Routing, gate: Gate | None = None) -> Tensor:
         """The first projection of each token's experts, by `ops.expert_up`."""
-        return ops.expert_up(x, self.weight, routing)
+        return ops.expert_up(x, self.weight, routing, gate)
 
     def down(
         self, x: Tensor, routing: Routing, residual: Tensor | None = None, input_gate: str | None = None, group: Group = SINGLE
@@ -132,9 +144,10 @@ class SequentialExperts(ExpertsOp):
         self.experts = experts
         self.out_features = experts[0].weight.out_features
 
-    def up(self, x: Tensor, routing: Routing) -> Tensor:
+    def up(self, x: Tensor, routing: Routing, gate: Gate | None = None) -> Tensor:
         """Sort the tokens by expert, and apply each expert to its tokens."""
-        return self._apply_sorted(x.index_select(0, routing.tokens), routing)
+        y = self._apply_sorted(x.index_select(0, routing.tokens), routing)
+        return y if gate is None else ops.gated(y, gate)
 
     def down(
         self, x: Tensor, routing: Routing, residual: Tensor | None = None, input_gate: str | None = None, group: Group = SINGLE

@@ -46,6 +46,7 @@ from stoker.kernels.triton.recurrent import causal_conv, delta_rule, gated_norm,
 from stoker.kernels.types import (
     PLAIN,
     AttentionParams,
+    ClippedGate,
     DeltaParams,
     DrawParams,
     FusedLayer,
@@ -242,6 +243,9 @@ def int4_experts(rows: int, group: int, zero: str, count: int = 8, top_k: int = 
     weight = PackedWeight("int4", meta(count, n, k // 2, dtype=torch.uint8), grid, zeros, group, column_order=order, is_fp4=is_fp4)
     weight = quant_int4.prepare_weight(weight)
     moe.expert_up(meta(rows, k), weight, routing)
+    if is_fp4:
+        moe.expert_up(meta(rows, k), weight, routing, "silu")
+        moe.expert_up(meta(rows, k), weight, routing, ClippedGate(7.0, 1.702))
     moe.expert_down(meta(rows * top_k, k), weight, routing)
 
 
@@ -613,7 +617,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "route 8 tokens": lambda: router.route(meta(8, 128, dtype=FP32), None, RoutingParams(8)),
     "route 64 tokens": lambda: router.route(meta(64, 32, dtype=FP32), None, RoutingParams(4, "softmax_topk")),
     "route by SparseMixer": lambda: router.route(meta(64, 16, dtype=FP32), None, SPARSEMIXER_ROUTING),
-    "clipped gate": lambda: moe.clipped_gate(meta(64, 5760), 7.0, 1.702),
+    "clipped gate": lambda: activation.gated(meta(64, 5760), ClippedGate(7.0, 1.702)),
 }
 
 

@@ -41,7 +41,7 @@ from stoker.kernels.triton.moe import launch as moe
 from stoker.kernels.triton.moe import router
 from stoker.kernels.tuning.devices import tuning_for
 from stoker.kernels.tuning.tiles import QuantTile
-from stoker.kernels.types import FusedLayer, Fusion
+from stoker.kernels.types import ClippedGate, FusedLayer, Fusion
 
 Results = tuple[torch.Tensor, torch.Tensor | None]
 # Features of the heads, of the residual stream, of the MLP, and of q, k and v: some end inside an iteration, some CTAs have no tile, and
@@ -371,7 +371,7 @@ def project_experts() -> None:
     """FP4 experts in the layout `quads`, with all values and scales of powers of two between 2 ** -9 and 2, and rows of other ranks."""
     top_k, counts = 2, [0, 21, 0, 5]
     order = torch.randperm(sum(counts) + 4).int()
-    routing = Routing(torch.rand(len(order) // top_k, top_k), order, torch.tensor([0, *counts]).cumsum(0).int() + 1)
+    routing = Routing(torch.rand(len(order) // top_k, top_k), order, torch.tensor([0, *counts]).cumsum(0).int() + 1, is_whole=False)
     for tokens, tile, dtype, group, n, k in EXPERT_CASES:
         shape = (len(counts), n, -(-k // group))
         stored = PackedWeight(
@@ -388,10 +388,18 @@ def project_experts() -> None:
         assert weight.layout == "quads"
         x, choices = torch.randn(len(order) // top_k, k).to(dtype), torch.randn(len(order), k).to(dtype)
         with emulating(len(x), num_ctas=5, edit_ptx=fence_copies):
-            up, down = moe.expert_up(x, weight, routing, tile, tokens), moe.expert_down(choices, weight, routing, tile=tile, tokens=tokens)
+            up = moe.expert_up(x, weight, routing, tile=tile, tokens=tokens)
+            gated = [moe.expert_up(x, weight, routing, gate, tile, tokens) for gate in ("silu", ClippedGate(7.0, 1.702))]
+            down = moe.expert_down(choices, weight, routing, tile=tile, tokens=tokens)
         dense = PackedWeight("dense", dequantize_int4(stored, torch.float64), bias=stored.bias.double())
         assert relative_error(up, moe_reference.expert_up(x.double(), dense, routing)) < TOLERANCE[dtype], tile
         assert relative_error(down, moe_reference.expert_down(choices.double(), dense, routing)) < TOLERANCE[dtype], tile
+        gate, values = moe_reference.expert_up(x.double(), dense, routing).chunk(2, -1)
+        clipped = gate.clamp(max=7.0)
+        assert relative_error(gated[0], gate / (1 + torch.exp(-gate)) * values) < TOLERANCE[dtype], tile
+        assert relative_error(gated[1], (values.clamp(-7.0, 7.0) + 1) * clipped / (1 + torch.exp(-1.702 * clipped))) < TOLERANCE[dtype], (
+            tile
+        )
     for scale in FP4_SCALES:
         stored, real = fp4_expert_of_every_scale(scale)
         x, routing = torch.eye(64).bfloat16(), Routing(torch.ones(64, 1), torch.arange(64).int(), torch.tensor([0, 64]).int())

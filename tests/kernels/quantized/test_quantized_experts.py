@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import moe as reference
+from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.reference.quant_fp8 import round_groups, widen_blocks
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.routing import Routing
@@ -20,6 +21,7 @@ from stoker.kernels.triton.gemm.quantized import launch as quant_linear
 from stoker.kernels.triton.moe import launch as moe
 from stoker.kernels.triton.moe import operands as moe_operands
 from stoker.kernels.tuning.tiles import QuantTile
+from stoker.kernels.types import ClippedGate, Gate
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +39,7 @@ def random_routing(counts: list[int], before: int, after: int, top_k: int = 2) -
     """Choices in random order: which token a choice belongs to does not depend on its expert."""
     total = sum(counts) + before + after
     offsets = torch.tensor([0, *counts]).cumsum(0).int() + before
-    return Routing(torch.rand(total // top_k, top_k), torch.randperm(total).int(), offsets)
+    return Routing(torch.rand(total // top_k, top_k), torch.randperm(total).int(), offsets, is_whole=not before and not after)
 
 
 def int4(n: int, k: int, group: int, zero: str, ordered: bool = False) -> tuple[PackedWeight, Tensor]:
@@ -99,7 +101,7 @@ def check(
     weight = replace(weight, bias=bias)
     tokens = torch.randn(routing.weights.shape[0], k + 8).to(dtype)[:, :k]
     want = expected_rows(rounded(tokens)[routing.order.long() // routing.top_k], real, bias, routing)  # type: ignore[operator]
-    assert relative_error(moe.expert_up(tokens, weight, routing, tile), want) <= bound
+    assert relative_error(moe.expert_up(tokens, weight, routing, tile=tile), want) <= bound
     choices = torch.randn(routing.order.shape[0], k).to(dtype)
     want = combined(expected_rows(rounded(choices), real, bias, routing), routing)  # type: ignore[operator]
     assert relative_error(moe.expert_down(choices, weight, routing, tile=tile), want) <= bound
@@ -156,6 +158,64 @@ def test_fp4_in_quads(routed: str, tile: QuantTile, dtype: torch.dtype, group: i
     weight, real = int4(40, k, group, "e2m1")
     assert weight.layout == "quads"
     check(weight, real, random_routing(*ROUTINGS[routed]), dtype, TOLERANCE[dtype], tile)
+
+
+GATES: list[Gate] = [*ACTIVATIONS, ClippedGate(0.5, 1.702)]
+
+
+@pytest.mark.parametrize("gate", GATES, ids=str)
+@pytest.mark.parametrize(
+    ("routed", "tile"), [("one", QuantTile(64, 64, 3)), ("all", QuantTile(32, 128, 1)), ("rank", QuantTile(128, 64, 1))]
+)
+@pytest.mark.parametrize("group", [16, 32])
+def test_fp4_gates(routed: str, tile: QuantTile, gate: Gate, group: int) -> None:
+    """Values around the limits of the gate of gpt-oss. Groups of 16 have a factor per row."""
+    weight, real = int4(88, 192, group, "e2m1")
+    routing, bias, x = random_routing(*ROUTINGS[routed]), torch.randn(EXPERTS, 88).bfloat16(), torch.randn(12, 192).bfloat16()
+    x = x[: routing.weights.shape[0]]
+    wide = expected_rows(x[routing.order.long() // routing.top_k], real, bias, routing)
+    if isinstance(gate, str):
+        want = ACTIVATIONS[gate](wide[:, :44]) * wide[:, 44:]
+    else:
+        left, right = wide[:, :44].clamp(max=0.5), wide[:, 44:].clamp(-0.5, 0.5)
+        want = (right + 1) * left / (1 + torch.exp(-1.702 * left))
+        assert (wide[:, :44] > 0.5).any() and (wide[:, 44:].abs() > 0.5).any()
+    found = moe.expert_up(x, replace(weight, bias=bias), routing, gate, tile=tile)
+    assert found.shape == want.shape and relative_error(found, want) < TOLERANCE[torch.bfloat16]
+    assert not quant_linear.split_counters(x.device).any()
+
+
+@pytest.mark.parametrize("tokens", [32, 64])
+@pytest.mark.parametrize("rows", [(17, 0, 70, 33, 16), (0, 0, 0, 0, 64), (65, 1, 32, 0, 0)])
+def test_whole_halves_and_quarters_of_tiles(rows: tuple[int, ...], tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bits of whole tiles, whether the first tiles of experts are searched or not."""
+    weight, _ = int4(40, 128, 32, "e2m1")
+    routing = random_routing(list(rows), 0, 0)
+    x, choices = torch.randn(len(routing.weights), 128).bfloat16(), torch.randn(len(routing.order), 128).bfloat16()
+    results = []
+    for is_whole, parts in ((True, moe._PARTS), (False, moe._PARTS), (False, {})):
+        monkeypatch.setattr(moe, "_PARTS", parts)
+        choice = replace(routing, is_whole=is_whole)
+        results.append((moe.expert_up(x, weight, choice, "silu", tokens=tokens), moe.expert_down(choices, weight, choice, tokens=tokens)))
+    for up, down in results[1:]:
+        assert torch.equal(up, results[0][0]) and torch.equal(down, results[0][1])
+
+
+@pytest.mark.parametrize("gate", ["silu", ClippedGate(0.5, 1.702)], ids=str)
+@pytest.mark.parametrize("kind", ["int4", "int8", "blocks"])
+def test_gates_after_other_formats(kind: str, gate: Gate) -> None:
+    weight = {
+        "int4": lambda: int4(24, 64, 32, "int"),
+        "int8": lambda: int8_groups(24, 64, 32, True),
+        "blocks": lambda: blocks(24, 64, (16, 32)),
+    }[kind]()[0]
+    x, routing = torch.randn(12, 64), random_routing(*ROUTINGS["rank"])
+    wide = moe.expert_up(x, weight, routing).double()
+    want = wide[:, :12] / (1 + torch.exp(-wide[:, :12])) * wide[:, 12:]
+    if gate != "silu":
+        left, right = wide[:, :12].clamp(max=0.5), wide[:, 12:].clamp(-0.5, 0.5)
+        want = (right + 1) * left / (1 + torch.exp(-1.702 * left))
+    assert relative_error(moe.expert_up(x, weight, routing, gate), want) < 1e-5
 
 
 def test_parts_of_experts_become_the_same_quads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stoker.kernels.types import Gate
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -23,10 +25,13 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation](x)
 
 
-def gated(gate_up: Tensor, activation: str) -> Tensor:
+def gated(gate_up: Tensor, kind: Gate) -> Tensor:
     """act(gate) × up, of the two halves of gate_up (`ops.gated`)."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return ACTIVATIONS[activation](gate).mul_(up)
+    if isinstance(kind, str):
+        return ACTIVATIONS[kind](gate).mul_(up)
+    gate = gate.clamp(max=kind.limit)
+    return (up.clamp(-kind.limit, kind.limit) + 1) * gate * torch.sigmoid(kind.alpha * gate)
 
 
 def xielu(x: Tensor, parameters: Tensor) -> Tensor:

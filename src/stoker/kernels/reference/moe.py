@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
@@ -14,11 +13,13 @@ from stoker.kernels.reference.activation import gated
 from stoker.kernels.reference.all_reduce import all_reduce
 from stoker.kernels.reference.linear import format_reference
 from stoker.kernels.routing import Routing
+from stoker.kernels.types import Gate
 
 
-def expert_up(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
+def expert_up(x: Tensor, weight: PackedWeight, routing: Routing, gate: Gate | None = None) -> Tensor:
     """The first projection of each token by each of its experts (`ops.expert_up`)."""
-    return _grouped(x.index_select(0, routing.tokens), weight, routing)
+    y = _grouped(x.index_select(0, routing.tokens), weight, routing)
+    return y if gate is None else gated(y, gate)
 
 
 def expert_down(
@@ -48,22 +49,19 @@ def _grouped(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
     """
     out = x.new_zeros(x.shape[0], weight.out_features)
     for expert, (start, stop) in enumerate(pairwise(routing.offsets.tolist())):
-        if start < stop:
+        if start == stop:
+            continue
+        if weight.format != "dense":
             out[start:stop] = _product(x[start:stop], weight.expert(expert))
+            continue
+        torch.mm(x[start:stop], weight.values[expert].t(), out=out[start:stop])  # so that the memory does not depend on the routing
+        if weight.bias is not None:
+            out[start:stop] += weight.bias[expert]
     return out
 
 
 def _product(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x × weightᵀ + bias with the weight of one expert."""
-    if weight.format == "dense":
-        return F.linear(x, weight.values, weight.bias)
+    """x × weightᵀ + bias with the quantized weight of one expert."""
     if weight.column_order is not None:
         x = x.index_select(1, weight.column_order)
     return format_reference(weight.format).packed_linear(x, weight)
-
-
-def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
-    """The gate of gpt-oss (`ops.clipped_gate`)."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    gate = gate.clamp(max=limit)
-    return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)

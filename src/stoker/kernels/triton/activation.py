@@ -2,7 +2,8 @@
 
     activate    out [..., size] = act(x [..., size])
     xielu       the same with an activation that has learned parameters
-    gated       out [..., size] = act(x[..., :size]) × x[..., size:]          x [..., 2 × size]: gate and up projection of an MLP
+    gated       out [..., size] = act(x[..., :size]) × x[..., size:]          x [..., 2 × size]: gate and up projection of an MLP;
+                                  or the gate of gpt-oss (`types.ClippedGate`)
 
 Grid: rows × blocks of BLOCK results. Theoretical floor: one read and one write of each element at the speed of memory. Not measured by
 itself: in a decode step linears apply their gate.
@@ -18,6 +19,7 @@ from torch import Tensor
 from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.triton.integers import cdiv
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
+from stoker.kernels.types import Gate
 
 BLOCK = 1024  # eight elements per thread of four warps: one 16-byte access per operand in bfloat16
 
@@ -29,12 +31,17 @@ def tanh(x):
 
 
 @triton.jit
+def swish(x, ALPHA: tl.constexpr):
+    """x × sigmoid(ALPHA × x), as the square of 1 / sqrt(1 + e⁻ˣ): six instructions. A division takes twice as many."""
+    root = tl.rsqrt(1.0 + tl.exp2(x * (ALPHA * -1.4426950408889634)))
+    return x * root * root
+
+
+@triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
     """The activation function ACTIVATION applied to float32 x. Names are the keys of `reference.activation.ACTIVATIONS`."""
     if ACTIVATION == "silu":
-        # The square of 1 / sqrt(1 + e⁻ˣ): six instructions. A division takes twice as many.
-        root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
-        return x * root * root
+        return swish(x, 1.0)
     elif ACTIVATION == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
@@ -49,13 +56,32 @@ def activated(x, ACTIVATION: tl.constexpr):
         return positive * positive
 
 
+@triton.constexpr_function
+def _is_clipped(gate):
+    """Whether `gate` is a ClippedGate, which has become a plain tuple of constants or kept its type."""
+    return not isinstance(gate, str)
+
+
+@triton.jit
+def gated_value(gate, up, GATE: tl.constexpr):
+    """act(gate) × up of float32 values, or the gate of gpt-oss. GATE: `types.Gate`."""
+    if _is_clipped(GATE):
+        LIMIT: tl.constexpr = GATE.limit
+        ALPHA: tl.constexpr = GATE.alpha
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL), LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        return (up + 1.0) * swish(gate, ALPHA)
+    else:
+        return activated(gate, GATE) * up
+
+
 @triton.jit
 def activation_kernel(
     x_ptr,  # [rows, SIZE], or [rows, 2 × SIZE] with GATED: gates, then the values that they multiply
     out_ptr,  # [rows, SIZE]
     SIZE: tl.constexpr,
     GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # with GATED `types.Gate`
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -66,9 +92,11 @@ def activation_kernel(
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
     source = x_ptr + row * (2 * SIZE if GATED else SIZE) + cols
-    result = activated(tl.load(source, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
+    result = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     if GATED:
-        result = result * tl.load(source + SIZE, mask=inside, other=0.0).to(tl.float32)
+        result = gated_value(result, tl.load(source + SIZE, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
+    else:
+        result = activated(result, ACTIVATION)
     tl.store(out_ptr + row * SIZE + cols, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -112,14 +140,14 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return _launch(x, x.shape[-1], False, activation)
 
 
-def gated(gate_up: Tensor, activation: str) -> Tensor:
+def gated(gate_up: Tensor, gate: Gate) -> Tensor:
     """act(gate) × up, of the two halves of gate_up (`ops.gated`). Raises ValueError for an unknown activation."""
-    return _launch(gate_up, gate_up.shape[-1] // 2, True, activation)
+    return _launch(gate_up, gate_up.shape[-1] // 2, True, gate)
 
 
-def _launch(x: Tensor, size: int, is_gated: bool, activation: str) -> Tensor:
+def _launch(x: Tensor, size: int, is_gated: bool, activation: Gate) -> Tensor:
     """Launch the kernel over all rows of x and return [..., size] in x's dtype."""
-    if activation not in ACTIVATIONS:
+    if isinstance(activation, str) and activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is none of {', '.join(ACTIVATIONS)}")
     x = x.contiguous()
     out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)

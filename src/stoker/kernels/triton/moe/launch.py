@@ -1,6 +1,6 @@
 """Projections by experts on the GPU. The chosen experts and their rows are computed on the device (`router`) and never read by the host.
 
-    expert_up       x [T, k], a row per token -> [T × top_k, n], a row per sorted choice
+    expert_up       x [T, k], a row per token -> [T × top_k, n], a row per sorted choice, gated if it has a gate
     expert_down     [T × top_k, k], a row per sorted choice -> [T, n], the weighted sum of each token's choices and over ranks, + residual
 
 A projection is one launch of `moe.kernel` over the tiles of all experts. A small step reads the weights of the chosen experts once, at the
@@ -10,6 +10,7 @@ speed of memory; a large one is a grouped matrix product, for which `grouped_gem
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from stoker.core.packed_weight import PackedWeight
 from stoker.distributed.group import SINGLE, Group
 from stoker.kernels.routing import Routing
+from stoker.kernels.triton.activation import gated
 from stoker.kernels.triton.all_reduce import all_reduce, all_reduce_choices
 from stoker.kernels.triton.all_reduce_kernel import Choices
 from stoker.kernels.triton.device import num_sms
@@ -34,35 +36,55 @@ from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.moe import grouped_gemm
 from stoker.kernels.triton.moe.kernel import ExpertOptions, expert_linear_kernel
 from stoker.kernels.triton.moe.operands import ExpertOperands, expert_operands
-from stoker.kernels.triton.moe.routing_kernels import (
-    clipped_gate_kernel,
-    combine_kernel,
-    invert_order_kernel,
-)
+from stoker.kernels.triton.moe.routing_kernels import combine_kernel, invert_order_kernel
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.tuning.tiles import QuantTile
+from stoker.kernels.types import Gate
 
 _BLOCK = 1024
-# Tiles of FP4 experts in the layout `quads` by the largest number of tokens: weight rows, input features, warps and stages. Of up to 84
-# that were measured with 1 to 2,048 rows of gpt-oss-20b and Qwen3-30B-A3B, these have the smallest times together. The best tile of a
-# single case is up to 13 % faster (8 rows, Qwen3's down projection: 18.7 instead of 21.5 µs).
+
+
+class QuadTile(NamedTuple):
+    """How FP4 experts in the layout `quads` are multiplied in tiles of some number of tokens."""
+
+    tile: QuantTile
+    max_registers: int | None = None  # per thread, so that an SM has more CTAs
+
+
+# By the largest number of tokens of a tile. Of what was measured with 64 to 8,192 tokens of gpt-oss-20b and Qwen3-30B-A3B, with different
+# numbers of rows per expert, these have the smallest times of both projections together. 16 tokens are slower than 32 with halves.
 _QUAD_TILES = {
-    8: QuantTile(128, 128, 1, 4, 4),
-    16: QuantTile(128, 128, 1, 4, 4),
-    32: QuantTile(128, 128, 1, 4, 3),
-    64: QuantTile(128, 64, 1, 4, 3),
-    128: QuantTile(128, 64, 1, 4, 3),
+    8: QuadTile(QuantTile(128, 128, 1, 4, 4)),
+    32: QuadTile(QuantTile(128, 128, 1, 4, 3), 128),
+    64: QuadTile(QuantTile(128, 128, 1, 4, 3), 168),
+    128: QuadTile(QuantTile(128, 64, 1, 4, 3)),
 }
+# (rows per expert up to which tiles have a number of tokens, this number)
+_QUAD_TOKENS = ((7, 8), (16, 32), (192, 64))
+# Tokens of the halves and quarters of these tiles. Those of 128 tokens have none: rows are many, and times equal.
+_PARTS = {32: (16, None), 64: (32, 16)}
 
 
-def expert_up(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile | None = None, tokens: int | None = None) -> Tensor:
+def expert_up(
+    x: Tensor,
+    weight: PackedWeight,
+    routing: Routing,
+    gate: Gate | None = None,
+    tile: QuantTile | None = None,
+    tokens: int | None = None,
+) -> Tensor:
     """The first projection of each token by each of its experts (`ops.expert_up`).
 
+    The projection of FP4 in the layout `quads`, whose tiles have rows of both halves, applies the gate; after others it is a launch.
     `tile` and `tokens`, the number of tokens of a tile, override the choices by rule.
     """
+    if weight.layout == "quads":
+        return _project(x, weight, routing, tile, tokens, gate=gate, is_sorted=False)
     if tile is None and grouped_gemm.is_supported(x, weight, routing):
-        return grouped_gemm.expert_linear(x, weight, routing, is_sorted=False)
-    return _project(x, weight, routing, tile, tokens, is_sorted=False)
+        y = grouped_gemm.expert_linear(x, weight, routing, is_sorted=False)
+    else:
+        y = _project(x, weight, routing, tile, tokens, is_sorted=False)
+    return y if gate is None else gated(y, gate)
 
 
 def expert_down(
@@ -100,17 +122,6 @@ def inverse_order(routing: Routing) -> Tensor:
     return places
 
 
-def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
-    """The gate of gpt-oss (`ops.clipped_gate`)."""
-    gate_up = gate_up.contiguous()
-    size = gate_up.shape[-1] // 2
-    out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
-    if out.numel():
-        grid = (out.numel() // size, cdiv(size, _BLOCK))
-        clipped_gate_kernel[grid](gate_up, out, size, limit, alpha, BLOCK=_BLOCK, num_warps=4, **pdl_launch_options(gate_up))
-    return out
-
-
 def _project(
     x: Tensor,
     weight: PackedWeight,
@@ -118,16 +129,17 @@ def _project(
     tile: QuantTile | None,
     tokens: int | None,
     input_gate: str | None = None,
+    gate: Gate | None = None,
     *,
     is_sorted: bool,
 ) -> Tensor:
-    """[T × k, n]: each row times the weight of its expert. With `input_gate`, a row has gates and ups.
+    """[T × k, n]: each row times the weight of its expert. With `input_gate`, a row has gates and ups; with `gate`, the weight has.
 
     With `is_sorted`, x has a row per sorted choice and results are in the order of the choices. Without it, x has a row per token and
     results are in the order of routing.order.
     """
     dtype = x.dtype
-    tokens = tokens or tile_tokens(routing.order.shape[0], routing.offsets.shape[0] - 1, weight.is_fp4)
+    tokens = tokens or tile_tokens(routing.order.shape[0], routing.offsets.shape[0] - 1, weight.layout == "quads")
     operands = expert_operands(x, weight, routing, tokens, is_sorted, input_gate)
     values, weight = operands.x.values_ptr, operands.weight
     if not weight.values.is_contiguous() or values.stride(-1) != 1:
@@ -136,20 +148,29 @@ def _project(
             "contiguous, and the last stride of activations must be 1"
         )
     m, experts = routing.order.shape[0], weight.num_experts
-    n, k = weight.out_features, weight.in_features
+    n, k = weight.out_features // (1 if gate is None else 2), weight.in_features
     out = torch.empty((m, n), dtype=dtype, device=values.device)
     if m == 0:
         return out
     weight_format = quantized_weight_format(values, weight)
-    m_tiles = max_token_tiles(m, experts + 2, tokens)
-    tile = tile or _tile(m, tokens, operands, weight_format)
+    max_registers = None
+    if tile is None and _is_quads(weight_format, values):
+        tile, max_registers = _quad_tile(m, tokens, weight, values.device)
+    elif tile is None:
+        tile = _tile(m, tokens, operands, weight_format)
+    half, quarter = _PARTS.get(tokens, (None, None)) if weight_format.form == "fp4" and tile.splits == 1 else (None, None)
+    # With more tiles than experts, the weight of a second tile would be read from memory again.
+    first_tiles = half is not None and routing.is_whole and routing.experts is None and experts <= m <= experts * tokens
+    m_tiles = experts + (m - 1) // tokens if first_tiles else max_token_tiles(m, experts + 2, tokens)
+    if gate is not None:  # half of the rows are gates
+        tile = replace(tile, block_n=tile.block_n // 2)
     num_tiles = m_tiles * cdiv(n, tile.block_n)
     tile_shape = gemm_tile(weight_format, tile, tokens, num_tiles)
     expert_linear_kernel[(num_tiles, tile_shape.splits)](
         operands.x,
         weight_pointers(weight, weight_format),
         OutputPointers(weight.bias, None, out),
-        split_k_pointers(num_tiles, tile_shape, False, values.device),
+        split_k_pointers(num_tiles, tile_shape, gate is not None, values.device),
         routing.order,
         routing.offsets,
         routing.experts,
@@ -164,9 +185,13 @@ def _project(
         FORMAT=weight_format,
         TILE=tile_shape,
         PRODUCT=product_format(values, weight_format, k, tile_shape, operands.digits),
-        EXPERTS=ExpertOptions(experts, next_power_of_2(experts + 2), 0 if operands.is_sorted else routing.top_k, is_sorted),
+        EXPERTS=ExpertOptions(experts, next_power_of_2(experts + 2), 0 if operands.is_sorted else routing.top_k, is_sorted, first_tiles),
+        HALF_TILE=half and tile_shape._replace(tokens=half),
+        QUARTER_TILE=quarter and tile_shape._replace(tokens=quarter),
+        GATE=gate,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        maxnreg=max_registers,
         **pdl_launch_options(values),
     )
     return out
@@ -181,22 +206,32 @@ def max_token_tiles(rows: int, segments: int, tokens: int) -> int:
     return used + (rows - used) // tokens
 
 
-def tile_tokens(rows: int, experts: int, is_fp4: bool = False) -> int:
-    """The number of tokens of a tile: twice the rows of an expert when choices are spread evenly; of FP4 one eighth more than these rows.
+def tile_tokens(rows: int, experts: int, is_quads: bool = False) -> int:
+    """The number of tokens of a tile, by the rows of an expert when choices are spread evenly.
 
-    With smaller tiles, more experts read their weights twice, and with larger ones, more rows of a product are empty. Measured for FP4 with
-    random routing, up projection of gpt-oss-20b: 56 rows of an expert take 199, 162 and 239 µs in tiles of 32, 64 and 128 tokens, 16 rows
-    119, 97 and 133 in tiles of 16, 32 and 64. Other formats were not measured.
+    In the layout `quads` it is that of _QUAD_TOKENS, otherwise twice the rows. With smaller tiles, more experts read their weights twice,
+    and with larger ones, more rows of a product are empty.
     """
-    return min(128, max(8, next_power_of_2(cdiv(9 * rows, 8 * experts) if is_fp4 else 2 * cdiv(rows, experts))))
+    if is_quads:
+        return next((tokens for rows_per_expert, tokens in _QUAD_TOKENS if rows <= rows_per_expert * experts), 128)
+    return min(128, max(8, next_power_of_2(2 * cdiv(rows, experts))))
+
+
+def _is_quads(weight_format: QuantizedWeightFormat, values: Tensor) -> bool:
+    """Whether experts in the layout `quads` are multiplied by 16-bit activations `values`."""
+    return weight_format.form == "fp4" and values.element_size() == 2
+
+
+def _quad_tile(rows: int, tokens: int, weight: PackedWeight, device: torch.device) -> QuadTile:
+    """The tile of `weight` in the layout `quads` for `rows` rows in tiles of `tokens` tokens, with its split-K slices."""
+    found = next(_QUAD_TILES[size] for size in _QUAD_TILES if tokens <= size)
+    return found._replace(tile=_split(found.tile, rows, weight, num_sms(device)))
 
 
 def _tile(rows: int, tokens: int, operands: ExpertOperands, weight_format: QuantizedWeightFormat) -> QuantTile:
     """The tile for `rows` rows in tiles of `tokens` tokens, by a rule."""
     values, weight = operands.x.values_ptr, operands.weight
     item, form, group = values.element_size(), weight_format.form, weight_format.group
-    if form == "fp4" and item == 2:
-        return _split(_QUAD_TILES[min(tokens, max(_QUAD_TILES))], rows, weight, num_sms(values.device))
     if item == 4:
         return QuantTile(32, _block_k(weight, form, 32), 1, 8 if form in ("int4", "fp4") else 4, 2)
     if tokens > 64 and form in ("block_fp8", "grouped_int8"):

@@ -4,7 +4,6 @@
     sort_choices_kernel      choices -> sorted by expert (a counting sort: stable, so that an expert's choices are in the order of tokens)
     invert_order_kernel      order -> for each choice, its place in the order
     combine_kernel           results of the choices -> Σ weight × result for each token, + residual
-    clipped_gate_kernel      (clip(up) + 1) × clip(gate) × sigmoid(alpha × clip(gate))
 
     choice t × TOP_K + i: the i-th expert of token t             e.g. TOP_K = 2, experts 0-2
     ids       [tokens, TOP_K]     2 0 | 0 1 | 2 1
@@ -376,26 +375,3 @@ def combine_kernel(
         total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
         total += tl.load(residual_ptr + token * size + cols, mask=cols < size, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * size + cols, total.to(out_ptr.dtype.element_ty), mask=cols < size)
-
-
-@triton.jit
-def clipped_gate_kernel(
-    gate_up_ptr,  # [rows, 2 × size]: gates, then ups
-    out_ptr,  # [rows, size]
-    size,
-    limit,
-    alpha,
-    BLOCK: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
-    """One CTA: BLOCK results of one row. Gates are clipped from above only, the other half on both sides."""
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    pdl_wait(USE_PDL)
-    pdl_launch_dependents(USE_PDL)
-    gate = tl.load(gate_up_ptr + row * 2 * size + cols, mask=cols < size, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * 2 * size + size + cols, mask=cols < size, other=0.0).to(tl.float32)
-    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
-    up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
-    result = (up + 1.0) * gate * tl.sigmoid(alpha * gate)
-    tl.store(out_ptr + row * size + cols, result.to(out_ptr.dtype.element_ty), mask=cols < size)

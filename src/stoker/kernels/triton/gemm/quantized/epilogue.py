@@ -1,6 +1,6 @@
 """What follows the main loop of the quantized GEMM kernels: scales, bias, gate and residual, and the combination of split-K slices.
 
-    y = act(gate) × up + residual        gate, up = (sums × x scale × weight scale + bias) of a gated weight
+    y = gate(gate, up) + residual        gate, up = (sums × x scale × weight scale + bias) of a gated weight; see `activation.gated_value`
     y = sums × x scale × weight scale + bias + residual                                          without a gate
 
 Split-K: every CTA of a tile stores its sums in `partial`, then increments the tile's counter. The CTA that finds the counter at
@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stoker.kernels.triton.activation import activated
+from stoker.kernels.triton.activation import gated_value
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def store_or_combine(
     TILE: tl.constexpr,  # GemmTile
     HAS_ROW_SCALE: tl.constexpr,
     GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # `types.Gate`
 ):
     """Store the result of a tile. With split-K, store this slice's sums instead, and the last CTA of the tile combines them.
 
@@ -93,7 +93,7 @@ def store_outputs(
         if GATED:
             up += tl.load(output.bias_ptr + sizes.n + rows.row, mask=rows.inside, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        y = activated(y, ACTIVATION) * up
+        y = gated_value(y, up, ACTIVATION)
     offset = tokens.out_row.to(tl.int64)[None, :] * sizes.stride_out + rows.row[:, None]
     inside = rows.inside[:, None] & tokens.inside[None, :]
     if output.residual_ptr is not None:

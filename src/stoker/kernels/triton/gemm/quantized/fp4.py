@@ -1,11 +1,12 @@
 """Stacked experts in FP4: the layout `quads` of `PackedWeight`, whose values become bfloat16 in 13 instructions per eight values.
 
-An expert [n, k] is stored in chunks of 64 features. Two rows of a chunk have 128 values, four in each of 32 words of 16 bits:
+An expert [n, k] is stored in chunks of 64 features. The rows r and r + n / 2, a gate and the up that it gates if there are gates, are the
+pair r. They have 128 values of a chunk, four in each of 32 words of 16 bits:
 
     values    [k / 64 chunks, n / 2 pairs of rows, 4 t, 2 steps, 2 halves, 2 j]     stored as int16 [n, k / 4]
 
     slot of a word          0                     1                     2                     3
-    row of the pair         0                     1                     0                     1
+    row                     r                     r + n / 2             r                     r + n / 2
     feature of the chunk    f                     f                     f + 32                f + 32        f = 16 step + 8 half + 2 t + j
 
 A thread of a matrix instruction has, of a row, the features 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of each 16, where t is its number modulo
@@ -82,8 +83,8 @@ def _quad_words(values: Tensor, chunks: int) -> Tensor:
         codes = unpack(part).int()
         codes = F.pad(codes, (0, chunks * CHUNK - codes.shape[-1]))
         fields = ((codes & 8) << 12) | ((codes & 7) << 6)  # bits 15, 8, 7 and 6
-        # Axes: experts, pairs of rows, row, chunk, half of the chunk, step, half of a step, t, j
-        split = fields.view(-1, n // 2, 2, chunks, 2, 2, 2, 4, 2).permute(2, 4, 0, 3, 1, 7, 5, 6, 8).reshape(2, 2, -1)
+        # Axes: experts, row of a pair, pairs, chunk, half of the chunk, step, half of a step, t, j
+        split = fields.view(-1, 2, n // 2, chunks, 2, 2, 2, 4, 2).permute(1, 4, 0, 3, 2, 7, 5, 6, 8).reshape(2, 2, -1)
         target.view(-1).copy_(_word(split[0, 0], split[1, 0], split[0, 1], split[1, 1]))
     return words
 
@@ -101,6 +102,6 @@ def _scale_words(scales: Tensor, chunks: int, group: int) -> Tensor:
     experts, n, _ = scales.shape
     steps = 32 // group
     scales = F.pad(scales, (0, chunks * CHUNK // group - scales.shape[2]))
-    # Axes: experts, pairs of rows, row, chunk, half of the chunk, step -> the row is in the lowest bits of a slot's number
-    split = scales.view(experts, n // 2, 2, chunks, 2, steps).permute(0, 3, 5, 1, 4, 2)
+    # Axes: experts, row of a pair, pairs, chunk, half of the chunk, step -> the row is in the lowest bits of a slot's number
+    split = scales.view(experts, 2, n // 2, chunks, 2, steps).permute(0, 3, 5, 2, 4, 1)
     return split.reshape(experts, chunks * steps, n // 2 * 4).view(torch.int64)

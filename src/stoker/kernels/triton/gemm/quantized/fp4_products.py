@@ -1,58 +1,96 @@
 """The main loop of the quantized GEMM kernels for FP4 experts in the layout `quads` (see `fp4`). See `products` for the tiles.
 
-An iteration multiplies chunks of 64 features of BLOCK_N / 2 pairs of rows. A word has values of both rows of a pair, and of both halves of
-a chunk, so that it becomes elements of four matrix operands with the same shape, without moving values between threads:
+An iteration multiplies chunks of 64 features of PAIRS pairs of rows. A word has values of both rows of a pair, and of both halves of a
+chunk, so that it becomes elements of four matrix operands with the same shape, without moving values between threads:
 
-                                        x tile, features 0 … 31    x tile, features 32 … 63   of each chunk
-    sums of the rows 0, 2, 4, … +=      slot 0                  +  slot 2
-    sums of the rows 1, 3, 5, … +=      slot 1                  +  slot 3
+                                     x tile, features 0 … 31    x tile, features 32 … 63   of each chunk
+    sums of the rows r          +=   slot 0                  +  slot 2
+    sums of the rows r + n / 2  +=   slot 1                  +  slot 3
 
-Per value, two x tiles for both sums take half of the instructions that address them. The scales are one word for the four slots, which
-copies to shared memory can load ahead; copies have at least 32 bits.
+With a gate, these are the gates and the ups of the same features: a thread applies the gate to its own sums. Per value, two x tiles for
+both sums take half of the instructions that address them. The scales are one word for the four slots, which copies to shared memory can
+load ahead; copies have at least 32 bits.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import current_target
 
+from stoker.kernels.triton.gemm.quantized.arguments import WeightRows
 from stoker.kernels.triton.gemm.quantized.operand_tiles import load_x_tile, x_columns
 from stoker.kernels.triton.ptx.unpack import unpack_quads
 
 
 @triton.jit
+def paired_rows(n_tile, n, TILE: tl.constexpr):
+    """The rows of tile number `n_tile` of a weight [n, k] without a gate, as `WeightRows`: BLOCK_N / 2 rows, and those n / 2 after them."""
+    PAIRS: tl.constexpr = TILE.block_n // 2
+    index = tl.arange(0, TILE.block_n)
+    pair = n_tile * PAIRS + index % PAIRS
+    inside = pair < n // 2
+    row = pair + index // PAIRS * (n // 2)
+    return WeightRows(row, inside, tl.where(inside, row, 0).to(tl.int64), n_tile * PAIRS)
+
+
+@triton.jit
 def multiply_fp4(
-    x, weight, tokens, rows, begin, end, sizes, FORMAT: tl.constexpr, TILE: tl.constexpr, PRODUCT: tl.constexpr
-):  # fmt: skip
-    """Compute `products.multiply` for FP4 experts in the layout `quads`."""
-    BLOCK_N: tl.constexpr = TILE.block_n
+    x,
+    weight,
+    tokens,
+    rows,
+    begin,
+    end,
+    sizes,
+    FORMAT: tl.constexpr,
+    TILE: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Compute `products.multiply` for FP4 experts in the layout `quads`. Without a gate, `rows` are those of `paired_rows`."""
+    PAIRS: tl.constexpr = TILE.block_n if GATED else TILE.block_n // 2
     TOKENS: tl.constexpr = TILE.tokens
     CHUNKS: tl.constexpr = _power_of_2_factor(TILE.groups)  # that are loaded together: shapes are powers of two
     UNITS: tl.constexpr = TILE.groups // CHUNKS
-    even = tl.zeros([BLOCK_N // 2, TOKENS], tl.float32)  # sums of the even rows
-    odd = even
+    num_pairs = sizes.n if GATED else sizes.n // 2
+    left = tl.zeros([PAIRS, TOKENS], tl.float32)  # sums of the rows r
+    right = left  # of the rows r + n / 2
     x_cols_ptr = x_columns(x, tokens, sizes)
-    pair = tl.minimum(rows.first // 2 + tl.arange(0, BLOCK_N // 2), sizes.n // 2 - 1)  # [BLOCK_N / 2]
+    pair = tl.minimum(rows.first + tl.arange(0, PAIRS), num_pairs - 1)  # [PAIRS]
     for start in range(begin, end, TILE.block_k):
         for unit in tl.static_range(UNITS):
             first = start + unit * (CHUNKS * 64)
-            even, odd = add_chunks(even, odd, x_cols_ptr, weight, tokens, pair, first, sizes, FORMAT, CHUNKS, PRODUCT)
-    acc = tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), (BLOCK_N, TOKENS))
-    return acc, acc
+            left, right = add_chunks(left, right, x_cols_ptr, weight, tokens, pair, num_pairs, first, sizes, FORMAT, CHUNKS, PRODUCT)
+    if GATED:
+        return left, right
+    else:
+        acc = tl.reshape(tl.permute(tl.join(left, right), (2, 0, 1)), (2 * PAIRS, TOKENS))
+        return acc, acc
 
 
 @triton.jit
 def add_chunks(
-    even, odd, x_cols_ptr, weight, tokens, pair, first, sizes, FORMAT: tl.constexpr, CHUNKS: tl.constexpr, PRODUCT: tl.constexpr
-):  # fmt: skip
-    """(even, odd) + the products of CHUNKS chunks from input feature `first` on. `pair` [BLOCK_N / 2]: pairs of rows.
+    left,
+    right,
+    x_cols_ptr,
+    weight,
+    tokens,
+    pair,
+    num_pairs,
+    first,
+    sizes,
+    FORMAT: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PRODUCT: tl.constexpr,
+):
+    """(left, right) + the products of CHUNKS chunks from input feature `first` on. `pair` [PAIRS]: pairs of rows.
 
     Chunks beyond the last one, of a block_k that does not divide k, repeat it: x is zero there.
     """
-    PAIRS: tl.constexpr = even.shape[0]
+    PAIRS: tl.constexpr = pair.shape[0]
     STEPS: tl.constexpr = 32 // FORMAT.group
     DTYPE: tl.constexpr = x_cols_ptr.dtype.element_ty
-    num_pairs = sizes.n // 2
     # Chunks before pairs, as in memory: a warp reads whole lines of shared memory, and not the same banks for each second pair.
     chunk = (first >> 6) + tl.arange(0, CHUNKS * PAIRS) // PAIRS
     scale_row = (first >> 6) * STEPS + tl.arange(0, CHUNKS * STEPS)
@@ -69,12 +107,13 @@ def add_chunks(
     words = tl.reshape(words, (CHUNKS, PAIRS, 4, 2, 2, 2))
     scales = tl.permute(tl.reshape(scales, (PAIRS, CHUNKS, 1, STEPS, 1, 1)), (1, 0, 2, 3, 4, 5))
     scales = tl.broadcast_to(scales, (CHUNKS, PAIRS, 1, 2, 1, 1))
-    low_even, low_odd, high_even, high_odd = unpack_quads(words, scales, DTYPE, PRODUCT.packed)
-    even = tl.dot(_operand(low_even, PRODUCT.packed), low_x, even, input_precision="ieee")
-    even = tl.dot(_operand(high_even, PRODUCT.packed), high_x, even, input_precision="ieee")
-    odd = tl.dot(_operand(low_odd, PRODUCT.packed), low_x, odd, input_precision="ieee")
-    odd = tl.dot(_operand(high_odd, PRODUCT.packed), high_x, odd, input_precision="ieee")
-    return _finished(even, PRODUCT.packed), _finished(odd, PRODUCT.packed)
+    low_left, low_right, high_left, high_right = unpack_quads(words, scales, DTYPE, PRODUCT.packed)
+    left = tl.dot(_operand(low_left, PRODUCT.packed), low_x, left, input_precision="ieee")
+    left = tl.dot(_operand(high_left, PRODUCT.packed), high_x, left, input_precision="ieee")
+    right = tl.dot(_operand(low_right, PRODUCT.packed), low_x, right, input_precision="ieee")
+    right = tl.dot(_operand(high_right, PRODUCT.packed), high_x, right, input_precision="ieee")
+    _wait_for_products(PRODUCT.packed)
+    return left, right
 
 
 @triton.jit
@@ -91,16 +130,22 @@ def _operand(values, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _finished(sums, PACKED: tl.constexpr):
-    """The sums, for which the matrix instructions are waited here, not in the next iteration.
+def _wait_for_products(PACKED: tl.constexpr):
+    """On sm_90: wait for the last product of an iteration here, not in the next one. Triton waits for the others.
 
-    Sums of which some are still computed at the end of an iteration make ptxas wait for every matrix instruction (C7515): 373 instead of
-    343 instructions of 128 rows × 128 features × 64 tokens, and no conversion beside a product.
+    An iteration that begins while a matrix instruction reads its operand writes the registers of this operand, so that ptxas would wait
+    for every matrix instruction (C7515): 361 instead of 332 instructions of 128 rows × 128 features × 32 tokens, and no conversion beside
+    a product.
     """
-    if PACKED:
-        return tl.inline_asm_elementwise("", "=f,0", [sums], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        return sums
+    if PACKED and _has_wgmma():
+        tl.inline_asm_elementwise("wgmma.wait_group.sync.aligned 0; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.constexpr_function
+def _has_wgmma():
+    """Whether the compilation target has the asynchronous matrix instructions of sm_90."""
+    target = current_target()
+    return target is not None and int(target.arch) == 90
 
 
 @triton.constexpr_function

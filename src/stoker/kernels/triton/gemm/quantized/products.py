@@ -49,8 +49,7 @@ def multiply(
     if FORM == "int4":
         return multiply_int4(x, weight, tokens, rows, begin, end, sizes, FORMAT, TILE, PRODUCT, GATED)
     elif FORM == "fp4":
-        tl.static_assert(not GATED)
-        return multiply_fp4(x, weight, tokens, rows, begin, end, sizes, FORMAT, TILE, PRODUCT)
+        return multiply_fp4(x, weight, tokens, rows, begin, end, sizes, FORMAT, TILE, PRODUCT, GATED)
     elif FORM == "grouped_int8":
         tl.static_assert(not GATED)
         return multiply_grouped_int8(x, weight, tokens, rows, begin, end, sizes, FORMAT, TILE, PRODUCT)
