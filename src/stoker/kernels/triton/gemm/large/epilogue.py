@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from stoker.kernels.triton.activation import activated
 from stoker.kernels.triton.gemm.large.digits import combine_digits
-from stoker.kernels.triton.gemm.large.gluon_names import async_store
+from stoker.kernels.triton.ptx.gluon_names import async_store
 from stoker.kernels.triton.ptx.sync import cta_barrier
 
 

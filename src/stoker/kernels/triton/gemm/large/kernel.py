@@ -44,8 +44,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from stoker.kernels.triton.gemm.large.digits import count_digits, load_row_scale, operand_rows
 from stoker.kernels.triton.gemm.large.epilogue import load_residual, narrower, rows_of_weight, store_tile
 from stoker.kernels.triton.gemm.large.experts import count_row_tiles, find_expert, first_expert
-from stoker.kernels.triton.gemm.large.gluon_names import async_load, reinterpret
 from stoker.kernels.triton.gemm.large.split_k import combine_slices, count_slices, finish_slice, unit_slice
+from stoker.kernels.triton.ptx.gluon_names import async_load, reinterpret
 from stoker.kernels.triton.ptx.sync import pdl_wait_and_launch_dependents
 
 EARLY_STAGES = gl.constexpr(2)  # whose weights are loaded before the wait. With all stages, x would arrive after the weights of all
