@@ -17,6 +17,7 @@ from stoker.kernels.triton.attention import launch as kernels
 from stoker.kernels.triton.attention import tiles
 from stoker.kernels.triton.attention.arguments import SplitScratch
 from stoker.kernels.triton.attention.tiles import AttentionTile, Splits, choose_splits
+from stoker.kernels.triton.attention.warp_specialized.launch import has_tensor_map
 from stoker.kernels.tuning.devices import tuning_for
 from stoker.kernels.types import LONG_SPLIT, AttentionParams
 
@@ -380,6 +381,19 @@ def test_scratch_memory_of_splits_is_bounded(tokens: int, heads: int, kv_heads: 
     kernels.attention(q, KVCache(pages, pages), batch, AttentionParams(0.1))
     assert sizes[0] <= kernels.MAX_SCRATCH_BYTES
     assert sizes[0] > 0 or by_flags[0] or tokens * heads > 1 << 19, "too few CTAs for a long row"
+
+
+@pytest.mark.parametrize(
+    ("pages", "has_map"),
+    [
+        (torch.empty(4, 2, 16, 64, dtype=torch.bfloat16), True),
+        (torch.empty(4, 3, 16, 64, dtype=torch.bfloat16)[1:, 1:], True),  # keys beside values
+        (torch.empty(4, 2 * 16 * 64 + 32, dtype=torch.bfloat16)[:, 32:].view(4, 2, 16, 64), False),  # blocks do not begin at whole rows
+        (torch.empty(4 * 2 * 16 * 64 + 1, dtype=torch.bfloat16)[1:].view(4, 2, 16, 64), False),  # no multiple of 16 bytes
+    ],
+)
+def test_one_tensor_map_has_all_rows_of_a_cache(pages: torch.Tensor, has_map: bool) -> None:
+    assert has_tensor_map(pages) == has_map
 
 
 @pytest.mark.parametrize(

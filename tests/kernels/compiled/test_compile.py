@@ -45,9 +45,10 @@ BOUNDS = {
     "decode int8": (144, 0), "decode 64 wide": (FOUR_CTAS, 0), "decode 256 wide": (FOUR_CTAS, 0),
     "decode latent": (192, 32),
     "tree of 64, latent": (255, 256),
-    "prefill 64 wide": (168, 24),  # of the producer
-    "prefill fp8": (168, 32),  # once per query tile, outside the loops over keys
-    "prefill fp8, captured": (168, 32), "prefill fp8, window": (168, 24), "prefill fp8, 64 wide": (168, 24),
+    "prefill 64 wide": (168, 0), "prefill 128 wide, window and sinks": (168, 32),
+    "prefill block 16": (168, 128),  # of the producer, which has the ids of 16 blocks in 40 registers
+    "prefill fp8": (168, 16),  # once per query tile, outside the loops over keys
+    "prefill fp8, captured": (168, 16), "prefill fp8, window": (168, 32), "prefill fp8, 64 wide": (168, 16),
     "quant fp8 rows of 14336, gated": (80, 0),  # three CTAs of eight warps per SM
     "quant fp8 rows of 28672, gated": (64, 16),  # two CTAs of 16 warps
     "quant fp8 rows of 4096, normed": (32, 0),  # eight CTAs of eight warps

@@ -1,5 +1,5 @@
-"""Run kernels on an emulated device. Cases: `fused_layer FORM`, `attention`, `prompts`, `outliers`, `rotation`, `large_gemm`,
-`grouped_gemm`, `digits`, `fp4_experts`, `router`.
+"""Run kernels on an emulated device. Cases: `fused_layer FORM`, `attention`, `prompts`, `prompt_blocks`, `outliers`, `rotation`,
+`large_gemm`, `grouped_gemm`, `digits`, `fp4_experts`, `router`.
 
 A process without TRITON_INTERPRET.
 """
@@ -178,19 +178,31 @@ def attend_prompts() -> None:
             Case([(1, 12), (70, 200)], heads=2, kv_heads=1, size=128, dtype=torch.float16, block_size=64, sinks=True),
         )
     ):
-        q, cache, batch, params = case.build()
-        out = torch.full((len(q), case.heads, case.size), float("nan"), dtype=case.dtype)
-        with emulating(seed, num_ctas=3):
-            prompts.warp_specialized_prefill(q, cache, batch, params, out)
-        assert not prompts.tile_counter(q.device).any()
-        assert out[: batch.num_decodes].isnan().all()
-        got, want = out[batch.num_decodes :].flatten(1), expected_attention(q, cache, batch, params)[batch.num_decodes :]
-        assert relative_error(got, want) < TOLERANCE[case.dtype], case
-        found = torch.full_like(out, float("nan"))
-        with emulating(seed, num_ctas=3):
-            prompts.warp_specialized_prefill(q, cache, padded(batch, 5), params, found)
-        assert not prompts.tile_counter(q.device).any()
-        assert torch.equal(found.nan_to_num(9.0), out.nan_to_num(9.0)), case
+        attend_prompts_of(case, seed)
+
+
+def attend_blocks() -> None:
+    """Prompts by the warp-specialized kernel over blocks of one and of eight bulk copies per key tile, whose last slots are NaN."""
+    windowed = {"heads": 2, "kv_heads": 1, "size": 128, "dtype": torch.bfloat16, "window": 100}
+    attend_prompts_of(Case([(1, 12), (20, 150)], block_size=128, **windowed), 0)  # type: ignore[arg-type]
+    attend_prompts_of(Case([(1, 12), (40, 300), (9, 40)], heads=3, kv_heads=1, size=128, dtype=torch.bfloat16), 1)
+
+
+def attend_prompts_of(case: Case, seed: int) -> None:
+    """A step, and the same step with padding, whose numbers of rows are on the device."""
+    q, cache, batch, params = case.build()
+    out = torch.full((len(q), case.heads, case.size), float("nan"), dtype=case.dtype)
+    with emulating(seed, num_ctas=3):
+        prompts.warp_specialized_prefill(q, cache, batch, params, out)
+    assert not prompts.tile_counter(q.device).any()
+    assert out[: batch.num_decodes].isnan().all()
+    got, want = out[batch.num_decodes :].flatten(1), expected_attention(q, cache, batch, params)[batch.num_decodes :]
+    assert relative_error(got, want) < TOLERANCE[case.dtype], case
+    found = torch.full_like(out, float("nan"))
+    with emulating(seed, num_ctas=3):
+        prompts.warp_specialized_prefill(q, cache, padded(batch, 5), params, found)
+    assert not prompts.tile_counter(q.device).any()
+    assert torch.equal(found.nan_to_num(9.0), out.nan_to_num(9.0)), case
 
 
 def attend_outliers() -> None:
@@ -443,7 +455,8 @@ def experts_of_choices(routing: Routing) -> torch.Tensor:
 if __name__ == "__main__":
     torch.manual_seed(0)
     {
-        "attention": attend, "prompts": attend_prompts, "outliers": attend_outliers, "rotation": rotate, "large_gemm": multiply,
-        "grouped_gemm": multiply_experts, "digits": multiply_digits, "fp4_experts": project_experts, "router": route_many_tokens,
+        "attention": attend, "prompts": attend_prompts, "prompt_blocks": attend_blocks, "outliers": attend_outliers, "rotation": rotate,
+        "large_gemm": multiply, "grouped_gemm": multiply_experts, "digits": multiply_digits, "fp4_experts": project_experts,
+        "router": route_many_tokens,
         "fused_layer": lambda: fused_layer(sys.argv[2]),
     }[sys.argv[1]]()  # fmt: skip

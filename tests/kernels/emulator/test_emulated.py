@@ -11,7 +11,8 @@ pytestmark = pytest.mark.slow
 
 FORMS = ["dense", "fp8", "bytes", "int4 int", "int4 float 64", "int4 none 32"]
 OTHERS = [
-    ["attention"], ["prompts"], ["outliers"], ["rotation"], ["large_gemm"], ["grouped_gemm"], ["digits"], ["fp4_experts"], ["router"],
+    ["attention"], ["prompts"], ["prompt_blocks"], ["outliers"], ["rotation"], ["large_gemm"],
+    ["grouped_gemm"], ["digits"], ["fp4_experts"], ["router"],
 ]  # fmt: skip
 
 

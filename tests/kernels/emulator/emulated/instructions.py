@@ -29,6 +29,7 @@ ARITHMETIC_MODIFIERS = {
     "approx",
     "full",
     "NaN",
+    "relu",
 }  # approximate results are exact here; none is flushed
 UNSUPPORTED_ROUNDING = {"rz", "rm", "rp", "rna", "sat", "relu"}  # of conversions; only nearest even and the nearest integer are implemented
 
@@ -101,6 +102,8 @@ def _arithmetic(instruction: Instruction, parts: list[str]) -> Step | None:
         return elementwise(target, map(read, sources, kinds), lambda *values: formula(*(v.astype(wide) for v in values)))
     if parts[0] in ("shl", "shr"):
         return elementwise(target, (read(sources[0], kind), read(sources[1], "u32")), formula)
+    if "relu" in parts:
+        return elementwise(target, (read(s, kind) for s in sources), lambda *values: np.maximum(formula(*values), 0))
     if "NaN" in parts:
         exact = {"min": np.minimum, "max": np.maximum}[parts[0]]
         return elementwise(target, (read(s, kind) for s in sources), exact)

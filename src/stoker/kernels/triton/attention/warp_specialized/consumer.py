@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from stoker.kernels.triton.attention.query_tile import LOG2E, LOWEST
 from stoker.kernels.triton.attention.warp_specialized.pipeline import (
     BLOCK_N,
+    K_STAGES,
     NUM_FIELDS,
     TERMS,
     V_STAGES,
@@ -62,11 +63,12 @@ def softmax(scores, start, positions, mean_score, highest, total, factor, CONFIG
     if CONFIG.has_mean and FIRST:
         scores = gl.where((cols == 0)[None, :] & (start == 0), scores - mean_score[:, None], scores)
     if MASKED:
-        key = start + cols
-        seen = key[None, :] <= positions[:, None]
+        # +∞ or −∞ from the sign of a difference. Predicates would be computed before the scores arrive, and packed into bits: 2 % slower.
+        room = (positions - start)[:, None] - cols[None, :]
+        scores = gl.minimum(scores, ((room & -0x80000000) | 0x7F800000).to(gl.float32, bitcast=True))
         if CONFIG.window is not None:
-            seen = seen & (key[None, :] > positions[:, None] - CONFIG.window)
-        scores = gl.where(seen, scores, float("-inf"))
+            room = cols[None, :] - (positions - start - CONFIG.window + 1)[:, None]
+            scores = gl.minimum(scores, ((room & -0x80000000) | 0x7F800000).to(gl.float32, bitcast=True))
     row_factor = factor
     if CONFIG.key_bits == 8:
         row_factor = factor[:, None]
@@ -121,12 +123,11 @@ def attend_tiles(
     acc, weights, mean_score, highest, total = state
     for i in range(last - first + 1):
         tile = last - i
-        stage = used % CONFIG.k_stages
+        stage = used % K_STAGES
         before = (used - 1) % V_STAGES
         wait_for_turn(CONSUMER)
         scores = issue_scores(q, k.index(stage), CONFIG)
         mbarrier.wait(v_full.index(before), (used - 1) // V_STAGES & 1)
-        fence_async_shared()
         acc = warpgroup_mma(weights, v.index(before), acc, is_async=True)
         end_turn(CONSUMER)
         if CONFIG.has_mean:  # noqa: SIM102 - the outer condition is a constant, the inner one is not
@@ -140,8 +141,7 @@ def attend_tiles(
         fresh = fresh.to(v.dtype)
         # Waiting for the next keys here keeps the assembler from moving the wait for the product before the softmax.
         used += 1
-        mbarrier.wait(k_full.index(used % CONFIG.k_stages), used // CONFIG.k_stages & 1, pred=tile > begin)
-        fence_async_shared()
+        mbarrier.wait(k_full.index(used % K_STAGES), used // K_STAGES & 1, pred=tile > begin)
         acc, weights, fresh = warpgroup_mma_wait(0, deps=[acc, weights, fresh])
         mbarrier.arrive(v_empty.index(before), count=1)
         acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, output_layout(CONFIG.size)))[:, None]
@@ -220,9 +220,9 @@ def consume(outputs, scale, queries, buffers, CONSUMER: gl.constexpr, CONFIG: gl
             mean_score = mean_scores(read_queries(q_tile, CONFIG), mean, CONFIG)
 
         # The last key tile has no tile before it whose values could be multiplied.
-        key_stage = used % CONFIG.k_stages
-        mbarrier.wait(k_full.index(key_stage), used // CONFIG.k_stages & 1)
-        fence_async_shared()
+        key_stage = used % K_STAGES
+        mbarrier.wait(k_full.index(key_stage), used // K_STAGES & 1)
+        fence_async_shared()  # the queries were copied with cp.async
         wait_for_turn(CONSUMER)
         scores = issue_scores(q_tile, k.index(key_stage), CONFIG)
         end_turn(CONSUMER)
@@ -231,8 +231,7 @@ def consume(outputs, scale, queries, buffers, CONSUMER: gl.constexpr, CONFIG: gl
         weights, highest, total, _ = softmax(scores, last * BLOCK_N, positions, mean_score, highest, total, factor, CONFIG, True, True)
         weights = gl.convert_layout(weights.to(v.dtype), weights_layout(SIZE))
         used += 1
-        mbarrier.wait(k_full.index(used % CONFIG.k_stages), used // CONFIG.k_stages & 1, pred=last > begin)
-        fence_async_shared()
+        mbarrier.wait(k_full.index(used % K_STAGES), used // K_STAGES & 1, pred=last > begin)
 
         state = (gl.zeros([64, SIZE], gl.float32, output_layout(SIZE)), weights, mean_score, highest, total)
         masked = gl.maximum(begin, gl.minimum(end_unmasked, last))  # the diagonal: key tiles from it on
@@ -249,7 +248,6 @@ def consume(outputs, scale, queries, buffers, CONSUMER: gl.constexpr, CONFIG: gl
         acc, weights, _, highest, total = state
         before = (used - 1) % V_STAGES
         mbarrier.wait(v_full.index(before), (used - 1) // V_STAGES & 1)
-        fence_async_shared()
         acc = warpgroup_mma(weights, v.index(before), acc, is_async=True)
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
         mbarrier.arrive(v_empty.index(before), count=1)

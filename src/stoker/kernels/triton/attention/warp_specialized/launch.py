@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from stoker.kernels.triton.attention.warp_specialized.kernel import warp_specialized_prefill_kernel
-from stoker.kernels.triton.attention.warp_specialized.pipeline import PrefillConfig
+from stoker.kernels.triton.attention.warp_specialized.pipeline import BLOCK_N, PrefillConfig
 from stoker.kernels.triton.device import num_sms, supports
 from stoker.kernels.triton.integers import cdiv
 from stoker.kernels.triton.kv_pages import kv_pages
@@ -28,8 +30,8 @@ MIN_KEYS = 2048  # of the longest row, where there are fewer tiles than that
 def supports_warp_specialized_prefill(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> bool:
     """Whether the prefill rows of `batch` can be computed by this kernel, and fill the device.
 
-    Heads have 64 or 128 features; the cache has the dtype of the queries (bfloat16 or float16), or e4m3. There are no draft trees, prefix
-    LMs, soft caps, chunks or ALiBi.
+    Heads have 64 or 128 features; the cache has the dtype of the queries (bfloat16 or float16), or e4m3, and one tensor map describes all
+    its rows. There are no draft trees, prefix LMs, soft caps, chunks or ALiBi.
     """
     size = q.shape[2]
     is_16_bit = q.dtype in (torch.bfloat16, torch.float16)
@@ -38,6 +40,8 @@ def supports_warp_specialized_prefill(q: Tensor, cache: KVCache, batch: ForwardB
     if not (supports(q, "wgmma") and is_16_bit and size in (64, 128) and has_plain_scores and has_plain_rows):
         return False
     if cache.values is None or cache.values.shape[3] != size or cache.block_size < 16:
+        return False
+    if not (has_tensor_map(cache.keys) and has_tensor_map(cache.values)):
         return False
     if cache.keys.dtype not in (q.dtype, torch.float8_e4m3fn):
         return False
@@ -70,7 +74,6 @@ def warp_specialized_prefill(q: Tensor, cache: KVCache, batch: ForwardBatch, par
         window=params.window,
         has_mean=cache.key_mean is not None,
         q_stages=2,
-        k_stages=3 if is_narrow else 2,
         raw_stages=2 if is_narrow else 0,
         key_bits=8 * cache.keys.dtype.itemsize,
     )
@@ -85,6 +88,8 @@ def warp_specialized_prefill(q: Tensor, cache: KVCache, batch: ForwardBatch, par
         params.sinks,
         tile_counter(q.device),
         kv_pages(cache),
+        _rows_of(cache.keys),
+        _rows_of(cache.values),
         params.scale,
         batch.num_decodes,
         batch.num_rows,
@@ -105,6 +110,26 @@ def _num_tiles(q: Tensor, cache: KVCache, batch: ForwardBatch) -> int:
     heads = min(group, BLOCK_M)
     row_tiles = (q.shape[0] - batch.num_decodes) // (BLOCK_M // heads) + batch.num_rows - batch.num_decodes
     return row_tiles * kv_heads * cdiv(group, heads)
+
+
+def has_tensor_map(pages: Tensor) -> bool:
+    """Whether blocks and heads of `pages` [blocks, heads, block size, size] begin at whole rows, and the first one where TMA can copy."""
+    size = pages.shape[3]
+    return pages.stride(0) % size == 0 and pages.stride(1) % size == 0 and pages.data_ptr() % 16 == 0
+
+
+def _rows_of(pages: Tensor) -> TensorDescriptor:
+    """A tensor map of all rows of keys or values [blocks, heads, block size, size], for copies of one block and 128 bytes of its rows."""
+    blocks, heads, block_size, size = pages.shape
+    rows = ((blocks - 1) * pages.stride(0) + (heads - 1) * pages.stride(1)) // size + block_size
+    box = [min(BLOCK_N.value, block_size), min(size, 128 // pages.itemsize)]
+    return TensorDescriptor(pages, [rows, size], [size, 1], box, _box_layout(size, 8 * pages.itemsize))
+
+
+@cached
+def _box_layout(size: int, bits: int) -> gl.NVMMASharedLayout:
+    """`pipeline.swizzled_layout`."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, size * bits // 8), element_bitwidth=bits, rank=2)
 
 
 @cached
