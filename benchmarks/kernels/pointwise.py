@@ -121,20 +121,28 @@ def dequantized(tokens: int) -> Launch:
     return Launch(run, 3 * tokens * HIDDEN, lambda: difference(run(), weight.double() * scale.double()[:, None]))
 
 
-def rotated(tokens: int, dtype: torch.dtype = torch.bfloat16, is_spread: bool = False, is_normed: bool = False) -> Launch:
+def rotated(
+    tokens: int,
+    dtype: torch.dtype = torch.bfloat16,
+    is_spread: bool = False,
+    is_normed: bool = False,
+    heads: int = HEADS,
+    kv_heads: int = KV_HEADS,
+) -> Launch:
     """Rotation and cache write.
 
     is_spread: heads are balanced and transformed, and keys are stored less means, as with `FP8_KV`. is_normed: queries and keys are
     normalized before, as in Qwen3.
     """
-    fused = values(tokens, (HEADS + 2 * KV_HEADS) * SIZE)
-    q, k, v = (part.unflatten(1, (-1, SIZE)) for part in fused.split([HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE], 1))
-    scale = None if dtype == torch.bfloat16 else torch.rand(KV_HEADS, device="cuda") + 0.1
-    pages = (-(-tokens // BLOCK) + 1, KV_HEADS, BLOCK, SIZE)
+    widths = [heads * SIZE, kv_heads * SIZE, kv_heads * SIZE]
+    fused = values(tokens, sum(widths))
+    q, k, v = (part.unflatten(1, (-1, SIZE)) for part in fused.split(widths, 1))
+    scale = None if dtype == torch.bfloat16 else torch.rand(kv_heads, device="cuda") + 0.1
+    pages = (-(-tokens // BLOCK) + 1, kv_heads, BLOCK, SIZE)
     cache = KVCache(*(torch.zeros(pages, device="cuda").to(dtype) for _ in range(2)), scale, scale)
     if is_spread:
-        cache.key_balance = torch.rand(KV_HEADS, 2, SIZE, device="cuda") + 0.5
-        cache.key_mean = torch.randn(KV_HEADS, 8192 // MEAN_TOKENS, SIZE, device="cuda")
+        cache.key_balance = torch.rand(kv_heads, 2, SIZE, device="cuda") + 0.5
+        cache.key_mean = torch.randn(kv_heads, 8192 // MEAN_TOKENS, SIZE, device="cuda")
     slots = torch.randperm(pages[0] * BLOCK, device="cuda")[:tokens].int()
     positions = torch.randint(0, 8192, (tokens,), dtype=torch.int32, device="cuda")
     angles = torch.arange(8192, device="cuda")[:, None] / 500_000 ** (torch.arange(0, SIZE, 2, device="cuda") / SIZE)
@@ -144,7 +152,7 @@ def rotated(tokens: int, dtype: torch.dtype = torch.bfloat16, is_spread: bool = 
 
     def error() -> float:
         before = fused.cpu()
-        parts = (p.unflatten(1, (-1, SIZE)) for p in before.split([HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE], 1))
+        parts = (p.unflatten(1, (-1, SIZE)) for p in before.split(widths, 1))
         zeros = (torch.zeros_like(cache.keys, device="cpu"), torch.zeros_like(cache.values, device="cpu"))
         others = (cache.key_scale, cache.value_scale, cache.key_balance, cache.key_mean)
         expected = KVCache(*zeros, *(None if t is None else t.cpu() for t in others))
@@ -169,6 +177,8 @@ KERNELS: dict[str, Callable[[int], Launch]] = {
     "rope + store fp8, spread, normed": lambda tokens: rotated(tokens, torch.float8_e4m3fn, True, True),
     "rope + store fp8": lambda tokens: rotated(tokens, torch.float8_e4m3fn),
     "rope + store fp8, spread": lambda tokens: rotated(tokens, torch.float8_e4m3fn, True),
+    "rope + store fp8, spread, 32 / 4 heads": lambda tokens: rotated(tokens, torch.float8_e4m3fn, True, kv_heads=4),
+    "rope + store fp8, spread, 16 / 4 heads": lambda tokens: rotated(tokens, torch.float8_e4m3fn, True, heads=16, kv_heads=4),
     "greedy 128256": lambda tokens: greedy(tokens, 128256),
     "greedy 201088": lambda tokens: greedy(tokens, 201088),
     "dequantize int8 4096": dequantized,
@@ -184,7 +194,7 @@ KERNELS: dict[str, Callable[[int], Launch]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="the beginning of the names of kernels to measure")
-    parser.add_argument("--tokens", default="1,64,256,2048,8192")
+    parser.add_argument("--tokens", default="1,64,256,768,2048,8192")
     parser.add_argument("--json", help="write the results to this file")
     chosen = parser.parse_args()
     torch.manual_seed(0)

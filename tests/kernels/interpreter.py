@@ -156,6 +156,12 @@ def _splat(scalar: tl.tensor, like: tl.block_type) -> tl.tensor:
     return tl.tensor(TensorHandle(data, scalar.dtype), like.with_element_ty(scalar.dtype))
 
 
+def _sum(self: interpreter.ReduceOps, x: tl.tensor) -> tl.tensor:
+    """Integers wrap: NumPy's sum of int32 is int64."""
+    data = x.handle.data
+    return self.to_tensor(np.sum(data, axis=self.axis, keepdims=self.keep_dims, dtype=data.dtype), x.dtype)
+
+
 def _patch_attr(obj: Any, name: str, member: Any, builder: InterpreterBuilder, scope: Any) -> None:
     """Replace a function of the language by one that has the interpreter's semantics, without the check that it has some."""
     semantic, function = TritonSemantic(builder), getattr(member, "__wrapped__", member)
@@ -182,6 +188,7 @@ def install() -> None:
     tl.block_type.__init__ = _block_type_init
     tl.block_type.with_element_ty = _with_element_ty
     tl.tensor.__init__ = _tensor_init
+    interpreter.ReduceOps.sum = _sum
     interpreter.InterpretedFunction.__call__ = _call_device_function
     # The assertion that an integer does not overflow is computed in int64 and then discarded, because `debug` is off.
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)

@@ -15,6 +15,7 @@ from stoker.core.forward_batch import KVCache
 from stoker.kernels.reference import rope as reference
 from stoker.kernels.triton import rope as kernels
 from stoker.kernels.types import HeadNorms, Rotary
+from stoker.runtime.worker.aot_trace import EAGER_TOKENS
 
 POSITIONS = 40
 
@@ -275,6 +276,64 @@ def test_subtracts_the_mean_of_the_position_from_all_keys_but_the_first(
     want = (((keys * of_keys) @ matrix) / scale[:, None] - missing)[stored]
     error = (read_slots(cache.keys, slots[stored]).double() - want).abs()
     assert (error <= want.abs() / 15.99 + 2**-10).all()
+
+
+# 9 and 3 heads and 13 tokens are no multiples of those of a tile or a CTA.
+TILES = [
+    kernels.Tile(4, 1, 1, 1, True, None),
+    kernels.Tile(8, 1, 4, 2, False, None),
+    kernels.Tile(8, 2, 2, 4, False, 64),
+    kernels.Tile(4, 4, 1, 4, False, 64),
+    kernels.Tile(2, 8, 4, 4, False, 64),
+]
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("transformed", "normed"), [(False, False), (False, True), (True, False), (True, True)])
+def test_every_tile_computes_the_same(tile: kernels.Tile, transformed: bool, normed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    q, k, v = fused(13, 9, 3, 32, 32, torch.float32)
+    before = q.clone(), k.clone()
+    positions, cos_sin = torch.randint(0, 2049, (13,), dtype=torch.int32), torch.randn(2049, 16)
+    positions[4] = 0
+    slots = torch.randperm(7 * 16)[:13].int()
+    slots[[3, 12]] = -1
+    weights, scale = [torch.rand(32) + 0.5 for _ in range(2)], torch.tensor([0.25, 2.0, 0.5])
+    balance, means = (torch.rand(3, 2, 32) + 0.5, torch.randn(3, 3, 32) * 9) if transformed else (None, None)
+    cache = KVCache(*(pages(3, 16, 32, torch.float8_e4m3fn) for _ in range(2)), scale, scale, balance, means)
+    monkeypatch.setattr(kernels, "_tile", lambda *shape: tile)
+    out = kernels.rope_store(q, k, v, Rotary(positions, cos_sin, False, HeadNorms(*weights, 1e-6) if normed else None), cache, slots)
+    if normed:
+        before = tuple(expected_norm(x, weight, 1e-6) for x, weight in zip(before, weights, strict=True))
+    queries, keys = (expected_rotation(x, positions, cos_sin, False) for x in before)
+    missing = torch.zeros(13, 3, 32, dtype=torch.float64)
+    if transformed:
+        matrix, (of_keys, of_queries) = transform_matrix(32, 16, False), balance.double().unbind(1)
+        queries, keys = (queries * of_queries.repeat_interleave(3, 0)) @ matrix, (keys * of_keys) @ matrix
+        missing = means.double()[:, positions // 1024].transpose(0, 1) * (positions > 0)[:, None, None]
+    assert relative_error(out, queries) < TOLERANCE[torch.float32]
+    stored = slots >= 0
+    for part, x in ((cache.keys, keys / scale[:, None] - missing), (cache.values, v.double() / scale[:, None])):
+        want = x[stored].clamp(-448, 448)
+        assert ((read_slots(part, slots[stored]).double() - want).abs() <= want.abs() / 15.99 + 2**-10).all()
+        assert (untouched(part.view(torch.int8), slots) == 99).all()
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("transformed", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (32, 4), (16, 4), (64, 8), (28, 4), (32, 32), (9, 3), (8, 1)])
+@pytest.mark.parametrize("size", [64, 96, 128, 256, 576])
+def test_tiles_by_rule(size: int, heads: int, kv_heads: int, transformed: bool, normed: bool) -> None:
+    counts, traced = (*range(1, 2000), *range(2000, 8193, 8)), {1, 3, *EAGER_TOKENS, 8191, 8192}
+    tiles = {tokens: kernels._tile(tokens, heads, kv_heads, size, transformed, normed) for tokens in counts}
+    assert set(tiles.values()) == {tile for tokens, tile in tiles.items() if tokens in traced}  # no step compiles another kernel
+    for tile in tiles.values():
+        rows = tile.heads * tile.tokens
+        assert rows.bit_count() == 1
+        assert not tile.early or tile.tokens * tile.steps == 1  # the wait is in the loop over tokens
+    last = tiles[8192]
+    if transformed and (heads, kv_heads, size) == (32, 8, 128):
+        assert 8192 // (last.tokens * last.steps) * 6 < 10_000  # an H200 starts 10,000 CTAs in 12 µs
 
 
 def test_a_mean_without_a_balance_is_refused() -> None:

@@ -27,10 +27,13 @@ BOUNDS = {
     "xielu": (SMALL, 0), "rotate heads": (SMALL, 0),
     "sum of two copied summands, 8192 features": (SMALL, 0), "sum of two copied summands, 72 features": (SMALL, 0),
     "rope decode": (SMALL, 0), "rope prefill": (SMALL, 0),
-    "rope decode, normed": (SMALL, 0), "rope prefill, normed": (SMALL, 0),
+    "rope decode, normed": (SMALL, 0),
     "rope interleaved, partial, normed": (SMALL, 0),
-    "rope fp8, normed": (80, 0), "rope int8, normed": (80, 0),
-    "rope fp8": (72, 0), "rope int8": (72, 0),  # with the Hadamard transform of keys and queries
+    "rope prefill, normed": (64, 0),
+    # With the Hadamard transform of keys and queries. 64 registers: eight CTAs of four warps.
+    "rope fp8, normed": (64, 16), "rope int8, normed": (80, 0),
+    "rope fp8": (64, 0), "rope fp8 of 768 tokens": (64, 0), "rope fp8 of 512 tokens": (64, 0), "rope int8": (72, 0),
+    "rope int8 of 300 tokens, interleaved, partial": (64, 0),
     "decode and rotate 1": (144, 0), "decode and rotate 64": (FOUR_CTAS, 0),
     "decode and rotate 1, normed": (144, 0), "decode and rotate 64, normed": (FOUR_CTAS, 0),
     "decode and rotate 64, normed, split by lengths": (FOUR_CTAS, 0),

@@ -13,12 +13,12 @@ slot block × block_size + place of the cache (`kv_pages`): as they are, or in a
 With `key_balance`, heads are multiplied by factors per feature and go through a Hadamard transform (`hadamard`), after which no feature
 stands out (QuaRot, arXiv 2404.00456); products of queries and keys stay the same. With `key_mean`, keys are stored less a mean.
 
-Grid: axis 0 has the tokens, axis 1 tiles of HEADS heads: first those of q, then of k, then of v.
+Grid: axis 0 has groups of tokens, axis 1 tiles of HEADS heads: first those of q, then of k, then of v. Rows of a tile are heads of tokens.
 
     tile    | q heads 0..7 | q heads 8..15 | ... | k heads 0..7 | v heads 0..7 |
 
 Theoretical floor: reading q, k, v and writing as much, at the speed of memory. For few tokens the launch itself, about 1.2 µs.
-With the write to a balanced FP8 cache, Llama-3.1-8B's 768 tokens take 12.3 µs on an H200 (floor 4.0), and 64 tokens 2.4.
+With the write to a balanced FP8 cache, Llama-3.1-8B's 8,192 tokens take 55 µs on an H200 (floor 43), 768 take 7.7 (4.0), and 64 1.8.
 """
 
 from __future__ import annotations
@@ -59,6 +59,17 @@ class QKV(NamedTuple):
     k_norm_ptr: Tensor | None
 
 
+class Tile(NamedTuple):
+    """The heads and tokens that a CTA computes at a time, and how."""
+
+    heads: int
+    tokens: int
+    steps: int  # so many tiles of tokens one after another
+    num_warps: int
+    early: bool  # what no kernel of a step writes is loaded before `pdl_wait`
+    max_registers: int | None  # of a thread
+
+
 class HeadFeatures(NamedTuple):
     """Constants: the features of a head. The first 2 × half rotate; the rest is copied, or transformed by itself."""
 
@@ -79,18 +90,19 @@ def quantize(x, scale, DTYPE: tl.constexpr):
     """x ÷ scale rounded to the nearest value of int8 (ties to even) or float8_e4m3fn, clamped to its range.
 
     The quotient is a product with 1 ÷ scale, computed once per head, plus the product of its remainder, which rounds it as a division
-    does: 5 instructions instead of 12 and a call for unusual exponents. The first clamp keeps the remainder finite.
+    does: 3 instructions instead of 12 and a call for unusual exponents. x is clamped before, so that the remainder is finite.
     """
     x = x.to(tl.float32)
     inverse = 1.0 / scale
-    units = tl.minimum(tl.maximum(x * inverse, -448.0), 448.0)
+    largest = scale * (127.0 if DTYPE == tl.int8 else 448.0)  # noqa: SIM300
+    x = tl.minimum(tl.maximum(x, -largest), largest)
+    units = x * inverse
     units = tl.fma(tl.fma(units, -scale, x), inverse, units)
     if DTYPE == tl.int8:  # noqa: SIM300
-        units = tl.minimum(tl.maximum(units, -127.0), 127.0)
         # Adding 1.5 × 2^23 leaves no fraction bits: the sum is rounded to an integer, to even on a tie.
         return ((units + 12582912.0) - 12582912.0).to(tl.int8)
     else:
-        return tl.minimum(tl.maximum(units, -448.0), 448.0).to(DTYPE)
+        return units.to(DTYPE)
 
 
 @triton.jit
@@ -112,8 +124,8 @@ def head_scale(scale_ptr, heads, inside):
 
 
 @triton.jit
-def load_pairs(source_ptr, offsets, inside, FEATURES: tl.constexpr):
-    """(first, second), each float32 [heads, block_half]: the pairs of features that are rotated together.
+def load_pairs(source_ptr, offsets, inside, FEATURES: tl.constexpr, EARLY: tl.constexpr = False):
+    """(first, second), each [heads, block_half] in the dtype of the source: the pairs of features that are rotated together.
 
     `offsets` and `inside` are [heads, 1].
     """
@@ -121,12 +133,12 @@ def load_pairs(source_ptr, offsets, inside, FEATURES: tl.constexpr):
     if FEATURES.interleaved:
         WIDTH: tl.constexpr = FEATURES.block_half
         cols = tl.arange(0, 2 * WIDTH)[None, :]
-        x = tl.load(source_ptr + offsets + cols, mask=inside & (cols < 2 * HALF), other=0.0).to(tl.float32)
+        x = tl.load(source_ptr + offsets + cols, mask=inside & (cols < 2 * HALF), other=0.0, volatile=EARLY)
         return tl.split(tl.reshape(x, (x.shape[0], WIDTH, 2)))
     else:
         pair = tl.arange(0, FEATURES.block_half)[None, :]
-        first = tl.load(source_ptr + offsets + pair, mask=inside & (pair < HALF), other=0.0).to(tl.float32)
-        second = tl.load(source_ptr + offsets + HALF + pair, mask=inside & (pair < HALF), other=0.0).to(tl.float32)
+        first = tl.load(source_ptr + offsets + pair, mask=inside & (pair < HALF), other=0.0, volatile=EARLY)
+        second = tl.load(source_ptr + offsets + HALF + pair, mask=inside & (pair < HALF), other=0.0, volatile=EARLY)
         return first, second
 
 
@@ -146,14 +158,16 @@ def store_pairs(target_ptr, offsets, first, second, scale, inside, FEATURES: tl.
 
 
 @triton.jit
-def load_features(source_ptr, offsets, inside, BEGIN: tl.constexpr, END: tl.constexpr, WIDTH: tl.constexpr):
+def load_features(
+    source_ptr, offsets, inside, BEGIN: tl.constexpr, END: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr = False
+):  # fmt: skip
     """Load features BEGIN : END of several heads, as [heads, WIDTH] in the dtype of the source, with zeros from END on.
 
     `offsets` [heads, 1] is where each head begins. Heads outside of the mask `inside` [heads, 1] are zeros. For features that are not
     rotated, and for factors and means; `load_pairs` loads the rotated features.
     """
     cols = BEGIN + tl.arange(0, WIDTH)[None, :]
-    return tl.load(source_ptr + offsets + cols, mask=inside & (cols < END), other=0.0)
+    return tl.load(source_ptr + offsets + cols, mask=inside & (cols < END), other=0.0, volatile=EARLY)
 
 
 @triton.jit
@@ -164,41 +178,56 @@ def store_features(target_ptr, offsets, x, scale, inside, BEGIN: tl.constexpr, E
 
 
 @triton.jit
-def normalized(x, factor, weight, DTYPE: tl.constexpr):
-    """x × factor × weight (None: 1) in float32, rounded to the dtype of the heads as the result of a norm of its own is."""
-    x = x * factor
-    if weight is not None:
-        x = x * weight
-    return x.to(DTYPE).to(tl.float32)
-
-
-@triton.jit
-def load_head(source_ptr, offsets, norm_ptr, inside, FEATURES: tl.constexpr):
-    """(first, second, rest) of several heads, float32, after their norm if FEATURES has one.
+def load_parts(source_ptr, offsets, inside, FEATURES: tl.constexpr, EARLY: tl.constexpr = False):
+    """(first, second, rest) of several heads, in the dtype of the source.
 
     `first` and `second` are pairs of features (`load_pairs`), `rest` the features that are not rotated. A part without features is another
-    name of one that has some. `norm_ptr` [size]: the weight of the norm, or None. `offsets` and `inside` are [heads, 1].
+    name of one that has some. `offsets` and `inside` are [heads, 1].
     """
     HALF: tl.constexpr = FEATURES.half
     SIZE: tl.constexpr = FEATURES.size
-    REST: tl.constexpr = FEATURES.block_rest
     if HALF > 0:
-        first, second = load_pairs(source_ptr, offsets, inside, FEATURES)
+        first, second = load_pairs(source_ptr, offsets, inside, FEATURES, EARLY)
     if SIZE > 2 * HALF:
-        rest = load_features(source_ptr, offsets, inside, 2 * HALF, SIZE, REST).to(tl.float32)
+        rest = load_features(source_ptr, offsets, inside, 2 * HALF, SIZE, FEATURES.block_rest, EARLY)
     if HALF == 0:
         first, second = rest, rest
     if SIZE == 2 * HALF:
         rest = first
+    return first, second, rest
+
+
+@triton.jit
+def store_parts(target_ptr, offsets, parts, scale, inside, FEATURES: tl.constexpr):
+    """The inverse of `load_parts`: store the parts in the dtype of the target, quantized by `scale` for an 8-bit cache."""
+    HALF: tl.constexpr = FEATURES.half
+    SIZE: tl.constexpr = FEATURES.size
+    if HALF > 0:
+        store_pairs(target_ptr, offsets, parts[0], parts[1], scale, inside, FEATURES)
+    if SIZE > 2 * HALF:
+        store_features(target_ptr, offsets, parts[2], scale, inside, 2 * HALF, SIZE, FEATURES.block_rest)
+
+
+@triton.jit
+def load_norm(norm_ptr, head, inside, FEATURES: tl.constexpr, EARLY: tl.constexpr):
+    """The parts of the weight of a norm, for each row. Three times 1 without a weight or a norm."""
+    if norm_ptr is None or FEATURES.norm_eps is None:
+        return 1.0, 1.0, 1.0
+    else:
+        return load_parts(norm_ptr, head * 0, inside, FEATURES, EARLY)
+
+
+@triton.jit
+def normalized(parts, weights, FEATURES: tl.constexpr):
+    """The parts in float32, after the norm of FEATURES if it has one.
+
+    A normed feature is rounded to the dtype of the heads, as the result of a norm of its own is.
+    """
+    HALF: tl.constexpr = FEATURES.half
+    SIZE: tl.constexpr = FEATURES.size
+    DTYPE: tl.constexpr = parts[0].dtype
+    first, second, rest = parts[0].to(tl.float32), parts[1].to(tl.float32), parts[2].to(tl.float32)
     if FEATURES.norm_eps is not None:
-        DTYPE: tl.constexpr = source_ptr.dtype.element_ty
-        row = tl.full([1, 1], True, tl.int1)
-        first_weight, second_weight, rest_weight = None, None, None
-        if norm_ptr is not None:
-            if HALF > 0:
-                first_weight, second_weight = load_pairs(norm_ptr, tl.zeros([1, 1], tl.int32), row, FEATURES)
-            if SIZE > 2 * HALF:
-                rest_weight = load_features(norm_ptr, tl.zeros([1, 1], tl.int32), row, 2 * HALF, SIZE, REST).to(tl.float32)
         if HALF == 0:
             squares = tl.sum(rest * rest, axis=1)
         else:
@@ -206,101 +235,81 @@ def load_head(source_ptr, offsets, norm_ptr, inside, FEATURES: tl.constexpr):
             if SIZE > 2 * HALF:
                 squares += tl.sum(rest * rest, axis=1)
         factor = (1.0 / tl.sqrt(squares / SIZE + FEATURES.norm_eps))[:, None]
-        if HALF > 0:
-            first, second = normalized(first, factor, first_weight, DTYPE), normalized(second, factor, second_weight, DTYPE)
-        if SIZE > 2 * HALF:
-            rest = normalized(rest, factor, rest_weight, DTYPE)
+        first = (first * factor * weights[0]).to(DTYPE).to(tl.float32)
+        second = (second * factor * weights[1]).to(DTYPE).to(tl.float32)
+        rest = (rest * factor * weights[2]).to(DTYPE).to(tl.float32)
     return first, second, rest
 
 
 @triton.jit
-def load_angles(cos_sin_row_ptr, FEATURES: tl.constexpr):
-    """(cosines, sines) of one token, each float32 [1, block_half]. `cos_sin_row_ptr` points to `half` cosines, then `half` sines."""
-    pair = tl.arange(0, FEATURES.block_half)[None, :]
-    cos = tl.load(cos_sin_row_ptr + pair, mask=pair < FEATURES.half, other=0.0)
-    sin = tl.load(cos_sin_row_ptr + FEATURES.half + pair, mask=pair < FEATURES.half, other=0.0)
-    return cos, sin
+def load_of_token(ptr, token, row, num_tokens, EARLY: tl.constexpr):
+    """[rows, 1]: the integer of each row's token, `token` [rows, 1] or one token for all rows. Rows past the last token have that one's.
 
-
-@triton.jit
-def rotate_and_store(
-    source_ptr,
-    source_offsets,  # [heads, 1]
-    target_ptr,
-    target_offsets,  # [heads, 1]
-    scale,  # the real value of a stored unit, [heads, 1] or 1
-    norm_ptr,  # the weight of the norm, or None
-    cos_sin_row_ptr,
-    inside,  # [heads, 1]
-    FEATURES: tl.constexpr,  # HeadFeatures
-    IN_PLACE: tl.constexpr,  # source and target are the same
-):
-    """Load several heads, normalize them if FEATURES has a norm, rotate them, and store them divided by `scale`."""
-    HALF: tl.constexpr = FEATURES.half
-    SIZE: tl.constexpr = FEATURES.size
-    DTYPE: tl.constexpr = source_ptr.dtype.element_ty
-    if HALF > 0:
-        cos, sin = load_angles(cos_sin_row_ptr, FEATURES)
-    first, second, rest = load_head(source_ptr, source_offsets, norm_ptr, inside, FEATURES)
-    if HALF > 0:
-        turned = (first * cos - second * sin).to(DTYPE), (second * cos + first * sin).to(DTYPE)
-        store_pairs(target_ptr, target_offsets, turned[0], turned[1], scale, inside, FEATURES)
-    if SIZE > 2 * HALF and (not IN_PLACE or FEATURES.norm_eps is not None):
-        store_features(target_ptr, target_offsets, rest.to(DTYPE), scale, inside, 2 * HALF, SIZE, FEATURES.block_rest)
-
-
-@triton.jit
-def transform_heads(
-    source_ptr,
-    source_offsets,  # [heads, 1]
-    target_ptr,
-    target_offsets,  # [heads, 1]
-    scale,  # the real value of a stored unit, [heads, 1] or 1
-    balance_ptr,  # factors [size] of each head, pointers [heads, 1]
-    mean_ptr,  # means [size] of each head in units of the scale, pointers [heads, 1]; or None
-    has_mean,  # [heads, 1]: whose mean is subtracted
-    norm_ptr,  # the weight of the norm, or None
-    cos_sin_row_ptr,
-    inside,  # [heads, 1]
-    FEATURES: tl.constexpr,  # HeadFeatures
-):
-    """`rotate_and_store` with another transform before the store, in which heads are multiplied by `balance_ptr` and lose their mean.
-
-    The transform (`reference.rope.hadamard_transform`) applies a Hadamard transform to each of three vectors: the sums of all pairs, the
-    differences of all pairs, and the features that are not rotated.
+    With EARLY, this and what follows from it are loaded before `pdl_wait`, while the kernel before still computes q, k and v: it does not
+    write positions, slots, angles, weights and means. Such loads are volatile, because the assembler moves others behind the wait. Volatile
+    loads do not use the L1 cache, so that many tokens load later.
     """
-    HALF: tl.constexpr = FEATURES.half
-    SIZE: tl.constexpr = FEATURES.size
-    REST: tl.constexpr = FEATURES.block_rest
-    # All loads come before the first use of a value, so that the latency of memory is paid once.
-    if HALF > 0:
-        first_factor, second_factor = load_pairs(balance_ptr, 0, inside, FEATURES)
-        if mean_ptr is not None:
-            first_mean, second_mean = load_pairs(mean_ptr, 0, has_mean, FEATURES)
-        cos, sin = load_angles(cos_sin_row_ptr, FEATURES)
-    if SIZE > 2 * HALF:
-        factor = load_features(balance_ptr, 0, inside, 2 * HALF, SIZE, REST)
-        if mean_ptr is not None:
-            rest_mean = load_features(mean_ptr, 0, has_mean, 2 * HALF, SIZE, REST)
-    first, second, rest = load_head(source_ptr, source_offsets, norm_ptr, inside, FEATURES)
-    if HALF > 0:
-        first, second = first * cos - second * sin, second * cos + first * sin
-        first, second = first * first_factor * 0.5**0.5, second * second_factor * 0.5**0.5
-        plus, minus = hadamard_blocks(first + second, FEATURES.hadamard_half), hadamard_blocks(first - second, FEATURES.hadamard_half)
-        if mean_ptr is not None:
-            plus, minus = plus - first_mean * scale, minus - second_mean * scale
-    if SIZE > 2 * HALF:
-        rest = hadamard_blocks(rest * factor, FEATURES.hadamard_rest)
-        if mean_ptr is not None:
-            rest -= rest_mean * scale
-    tl.debug_barrier()  # source and target may be the same: every thread has loaded its features
-    if HALF > 0:
-        store_pairs(target_ptr, target_offsets, plus, minus, scale, inside, FEATURES)
-    if SIZE > 2 * HALF:
-        store_features(target_ptr, target_offsets, rest, scale, inside, 2 * HALF, SIZE, REST)
+    return tl.load(ptr + tl.minimum(token, num_tokens - 1), volatile=EARLY) + row * 0
 
 
-@triton.jit(do_not_specialize=["q_tiles"])
+@triton.jit
+def load_angles(cos_sin_ptr, position, FEATURES: tl.constexpr, EARLY: tl.constexpr = False):
+    """(cosines, sines) of positions [rows, 1], each float32 [rows, block_half]. 1 and 1 if no feature rotates."""
+    if FEATURES.half == 0:
+        return 1.0, 1.0
+    else:
+        pair = tl.arange(0, FEATURES.block_half)[None, :]
+        row_ptr = cos_sin_ptr + position.to(tl.int64) * (2 * FEATURES.half)
+        cos = tl.load(row_ptr + pair, mask=pair < FEATURES.half, other=0.0, volatile=EARLY)
+        sin = tl.load(row_ptr + FEATURES.half + pair, mask=pair < FEATURES.half, other=0.0, volatile=EARLY)
+        return cos, sin
+
+
+@triton.jit
+def rotated(parts, angles, FEATURES: tl.constexpr):
+    """The parts (float32) with the pairs of features rotated."""
+    if FEATURES.half == 0:
+        return parts
+    else:
+        first, second = parts[0] * angles[0] - parts[1] * angles[1], parts[1] * angles[0] + parts[0] * angles[1]
+        return first, second, parts[2]
+
+
+@triton.jit
+def load_factors(balance_ptr, offsets, inside, FEATURES: tl.constexpr, EARLY: tl.constexpr):
+    """The parts of the factors of `key_balance`, times the factors that make the transform orthonormal."""
+    first, second, rest = load_parts(balance_ptr, offsets, inside, FEATURES, EARLY)
+    OF_PAIRS: tl.constexpr = (0.5 / FEATURES.hadamard_half) ** 0.5
+    OF_REST: tl.constexpr = (1.0 / FEATURES.hadamard_rest) ** 0.5
+    return first * OF_PAIRS, second * OF_PAIRS, rest * OF_REST
+
+
+@triton.jit
+def transformed(parts, factors, FEATURES: tl.constexpr):
+    """The parts (float32) times their factors, after the transform `reference.rope.hadamard_transform`.
+
+    It applies a Hadamard transform to each of three vectors: the sums of all pairs, their differences, and the features that do not rotate.
+    """
+    if FEATURES.half > 0:
+        first, second = parts[0] * factors[0], parts[1] * factors[1]
+        plus = hadamard_blocks(first + second, FEATURES.hadamard_half)
+        minus = hadamard_blocks(first - second, FEATURES.hadamard_half)
+    if FEATURES.size > 2 * FEATURES.half:
+        rest = hadamard_blocks(parts[2] * factors[2], FEATURES.hadamard_rest)
+    if FEATURES.half == 0:
+        plus, minus = rest, rest
+    if FEATURES.size == 2 * FEATURES.half:
+        rest = plus
+    return plus, minus, rest
+
+
+@triton.jit
+def page_offset(slot, BLOCK_SIZE: tl.constexpr, stride_block, SIZE: tl.constexpr):
+    """int64: where the page of head 0 holds `slot`, in elements from the begin of the cache."""
+    return (slot // BLOCK_SIZE).to(tl.int64) * stride_block + slot % BLOCK_SIZE * SIZE
+
+
+@triton.jit(do_not_specialize=["num_tokens", "q_tiles"])
 def rope_store_kernel(
     # Groups of pointers, sizes and strides
     qkv,  # QKV
@@ -311,73 +320,105 @@ def rope_store_kernel(
     cos_sin_ptr,  # float32 [max_positions, 2 × half]: cosines, then sines; or None
     slots_ptr,  # int32 [T]: block × block_size + place; -1 stores nowhere
     # Sizes
+    num_tokens,  # T
     q_tiles,  # tiles of q along axis 1; 0: q stays as it is
     kv_tiles,  # tiles of k, and of v
     # Constants
     FEATURES: tl.constexpr,  # HeadFeatures
+    Q_FEATURES: tl.constexpr,  # of q, without those that stay as they are
+    GROUP: tl.constexpr,  # heads of q for each of k
     BLOCK_SIZE: tl.constexpr,  # tokens of a block
     HEADS: tl.constexpr,  # heads of a tile
+    TOKENS: tl.constexpr,  # tokens of a tile
+    STEPS: tl.constexpr,  # tiles of tokens that a CTA computes
+    EARLY: tl.constexpr,  # see `load_of_token`
     USE_PDL: tl.constexpr,
 ):
-    """Rotate HEADS heads of q of one token in place, or store HEADS heads of its k, rotated, or v in the cache. The work of one CTA.
+    """Rotate HEADS heads of q of TOKENS × STEPS tokens in place, or store HEADS heads of their k, rotated, or v in the cache: one CTA.
 
     With a norm in FEATURES, q and k are normalized before. With `key_balance_ptr`, they are also multiplied by its factors and transformed
-    (`transform_heads`), and k is stored less its mean if the cache has means. Both let an 8-bit cache round keys less, and q · k stays the
+    (`transformed`), and k is stored less its mean if the cache has means. Both let an 8-bit cache round keys less, and q · k stays the
     same.
     """
     SIZE: tl.constexpr = FEATURES.size
-    HALF: tl.constexpr = FEATURES.half
-    token = tl.program_id(0).to(tl.int64)
+    DTYPE: tl.constexpr = qkv.q_ptr.dtype.element_ty
     tile = tl.program_id(1)
-    pdl_wait(USE_PDL)
-    pdl_launch_dependents(USE_PDL)
-    cos_sin_row_ptr = cos_sin_ptr
-    if HALF > 0:
-        cos_sin_row_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * HALF)
-    lane = tl.arange(0, HEADS)[:, None]
+    row = tl.arange(0, HEADS * TOKENS)[:, None]
+    begin = tl.program_id(0) * (TOKENS * STEPS)
+    end = tl.minimum(begin + TOKENS * STEPS, num_tokens)
+    if not EARLY:
+        pdl_wait(USE_PDL)
+        pdl_launch_dependents(USE_PDL)
     if tile < q_tiles:
-        head = tile * HEADS + lane
-        inside = head < qkv.num_heads
-        offsets = token * qkv.stride_q_token + head * qkv.stride_q_head
+        head = tile * HEADS + row % HEADS
+        has_head = head < qkv.num_heads
         if key_balance_ptr is not None:
-            kv_head = head // (qkv.num_heads // qkv.num_kv_heads)
-            factors_ptr = key_balance_ptr + (kv_head * 2 + 1) * SIZE
-            transform_heads(
-                qkv.q_ptr, offsets, qkv.q_ptr, offsets, 1.0, factors_ptr, None, None, qkv.q_norm_ptr, cos_sin_row_ptr, inside, FEATURES
-            )
-        else:
-            rotate_and_store(qkv.q_ptr, offsets, qkv.q_ptr, offsets, 1.0, qkv.q_norm_ptr, cos_sin_row_ptr, inside, FEATURES, True)
-    else:
-        slot = tl.load(slots_ptr + token).to(tl.int64)
-        block = slot // BLOCK_SIZE
-        place = slot % BLOCK_SIZE
-        head = (tile - q_tiles) % kv_tiles * HEADS + lane
-        inside = (head < qkv.num_kv_heads) & (slot >= 0)
-        if tile < q_tiles + kv_tiles:
-            source = token * qkv.stride_k_token + head * qkv.stride_k_head
-            target = block * cache.stride_key_block + head * cache.stride_key_head + place * SIZE
-            scale = head_scale(cache.key_scale_ptr, head, inside)
+            factors = load_factors(key_balance_ptr, (head // GROUP * 2 + 1) * SIZE, has_head, Q_FEATURES, EARLY)
+        for first in range(begin, end, TOKENS):
+            token = first if TOKENS == 1 else first + row // HEADS
+            inside = (token < num_tokens) & has_head
+            offsets = token.to(tl.int64) * qkv.stride_q_token + head * qkv.stride_q_head
+            position = load_of_token(positions_ptr, token, row, num_tokens, EARLY)
+            angles = load_angles(cos_sin_ptr, position, Q_FEATURES, EARLY)
+            weights = load_norm(qkv.q_norm_ptr, head, has_head, Q_FEATURES, EARLY)
+            if EARLY:
+                pdl_wait(USE_PDL)
+                pdl_launch_dependents(USE_PDL)
+            parts = load_parts(qkv.q_ptr, offsets, inside, Q_FEATURES)
+            parts = normalized(parts, weights, Q_FEATURES)
+            parts = rotated(parts, angles, Q_FEATURES)
             if key_balance_ptr is not None:
-                mean_ptr = cache.key_mean_ptr
-                has_mean = inside
+                parts = transformed(parts, factors, Q_FEATURES)
+            tl.debug_barrier()  # source and target are the same: every thread has loaded its features
+            store_parts(qkv.q_ptr, offsets, parts, 1.0, inside, Q_FEATURES)
+    else:
+        head = (tile - q_tiles) % kv_tiles * HEADS + row % HEADS
+        has_head = head < qkv.num_kv_heads
+        if tile < q_tiles + kv_tiles:
+            scale = head_scale(cache.key_scale_ptr, head, has_head)
+            if key_balance_ptr is not None:
+                factors = load_factors(key_balance_ptr, head * (2 * SIZE), has_head, FEATURES, EARLY)
+            for first in range(begin, end, TOKENS):
+                token = first if TOKENS == 1 else first + row // HEADS
+                inside = (token < num_tokens) & has_head
+                slot = load_of_token(slots_ptr, token, row, num_tokens, EARLY)
+                position = load_of_token(positions_ptr, token, row, num_tokens, EARLY)
+                angles = load_angles(cos_sin_ptr, position, FEATURES, EARLY)
+                weights = load_norm(qkv.k_norm_ptr, head, has_head, FEATURES, EARLY)
+                stored = inside & (slot >= 0)
                 if cache.key_mean_ptr is not None:
-                    position = tl.load(positions_ptr + token)
-                    mean_ptr = cache.key_mean_ptr + head * cache.stride_mean_head + position // mean_tokens() * SIZE
-                    has_mean = inside & (position > 0)
-                factors_ptr = key_balance_ptr + head * (2 * SIZE)
-                transform_heads(
-                    qkv.k_ptr, source, cache.keys_ptr, target, scale, factors_ptr, mean_ptr, has_mean, qkv.k_norm_ptr, cos_sin_row_ptr,
-                    inside, FEATURES,
-                )  # fmt: skip
-            else:
-                rotate_and_store(qkv.k_ptr, source, cache.keys_ptr, target, scale, qkv.k_norm_ptr, cos_sin_row_ptr, inside, FEATURES, False)
+                    mean_row = head * cache.stride_mean_head + position // mean_tokens() * SIZE
+                    mean = load_parts(cache.key_mean_ptr, mean_row, stored & (position > 0), FEATURES, EARLY)
+                if EARLY:
+                    pdl_wait(USE_PDL)
+                    pdl_launch_dependents(USE_PDL)
+                parts = load_parts(qkv.k_ptr, token.to(tl.int64) * qkv.stride_k_token + head * qkv.stride_k_head, inside, FEATURES)
+                parts = normalized(parts, weights, FEATURES)
+                parts = rotated(parts, angles, FEATURES)
+                if key_balance_ptr is not None:
+                    parts = transformed(parts, factors, FEATURES)
+                    if cache.key_mean_ptr is not None:
+                        parts = parts[0] - mean[0] * scale, parts[1] - mean[1] * scale, parts[2] - mean[2] * scale
+                else:
+                    parts = parts[0].to(DTYPE), parts[1].to(DTYPE), parts[2].to(DTYPE)
+                target = page_offset(slot, BLOCK_SIZE, cache.stride_key_block, SIZE) + head * cache.stride_key_head
+                store_parts(cache.keys_ptr, target, parts, scale, stored, FEATURES)
         else:
             if cache.values_ptr is not None:
-                source = token * qkv.stride_v_token + head * qkv.stride_v_head
-                target = block * cache.stride_value_block + head * cache.stride_value_head + place * FEATURES.value_size
-                scale = head_scale(cache.value_scale_ptr, head, inside)
-                x = load_features(qkv.v_ptr, source, inside, 0, FEATURES.value_size, FEATURES.block_value)
-                store_features(cache.values_ptr, target, x, scale, inside, 0, FEATURES.value_size, FEATURES.block_value)
+                VALUE: tl.constexpr = FEATURES.value_size
+                scale = head_scale(cache.value_scale_ptr, head, has_head)
+                for first in range(begin, end, TOKENS):
+                    token = first if TOKENS == 1 else first + row // HEADS
+                    inside = (token < num_tokens) & has_head
+                    slot = load_of_token(slots_ptr, token, row, num_tokens, EARLY)
+                    stored = inside & (slot >= 0)
+                    if EARLY:
+                        pdl_wait(USE_PDL)
+                        pdl_launch_dependents(USE_PDL)
+                    source = token.to(tl.int64) * qkv.stride_v_token + head * qkv.stride_v_head
+                    x = load_features(qkv.v_ptr, source, inside, 0, VALUE, FEATURES.block_value)
+                    target = page_offset(slot, BLOCK_SIZE, cache.stride_value_block, VALUE) + head * cache.stride_value_head
+                    store_features(cache.values_ptr, target, x, scale, stored, 0, VALUE, FEATURES.block_value)
 
 
 def rope_store(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, slots: Tensor) -> Tensor:
@@ -391,30 +432,70 @@ def rope_store(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, 
         raise ValueError("keys are stored less their mean in the coordinates of a key_balance, and the cache has none")
     kv_heads, half = k.shape[1], 0 if cos_sin is None else cos_sin.shape[1] // 2
     value_size = 0 if cache.values is None else cache.values.shape[-1]
-    heads, num_warps = (4, 1) if cache.key_balance is not None else (8, 4) if tokens >= 64 else (4, 2)
-    q_tiles = cdiv(num_heads, heads) if half or norms is not None or cache.key_balance is not None else 0
-    kv_tiles = cdiv(kv_heads, heads)
+    changes_all = norms is not None or cache.key_balance is not None
+    tile = _tile(tokens, num_heads, kv_heads, max(size, value_size), cache.key_balance is not None, norms is not None)
+    q_tiles = cdiv(num_heads, tile.heads) if half or changes_all else 0
+    kv_tiles = cdiv(kv_heads, tile.heads)
     if cache.values is None:
         v = k
     q_norm, k_norm, eps = (None, None, None) if norms is None else norms
     strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)
     qkv = QKV(q, k, v, num_heads, kv_heads, *strides, q_norm, k_norm)
-    rope_store_kernel[(tokens, q_tiles + kv_tiles * (1 if cache.values is None else 2))](
+    rope_store_kernel[(cdiv(tokens, tile.tokens * tile.steps), q_tiles + kv_tiles * (1 if cache.values is None else 2))](
         qkv,
         kv_pages(cache),
         cache.key_balance,
         positions,
         cos_sin,
         slots,
+        tokens,
         q_tiles,
         kv_tiles,
         FEATURES=_features(size, value_size, half, interleaved, eps),
+        Q_FEATURES=_features(size if changes_all or not half else 2 * half, value_size, half, interleaved, eps),
+        GROUP=num_heads // kv_heads,
         BLOCK_SIZE=cache.block_size,
-        HEADS=heads,
-        num_warps=num_warps,
+        HEADS=tile.heads,
+        TOKENS=tile.tokens,
+        STEPS=tile.steps,
+        EARLY=tile.early,
+        num_warps=tile.num_warps,
+        maxnreg=tile.max_registers,
         **pdl_launch_options(q),
     )
     return q
+
+
+@cached
+def _tile(tokens: int, num_heads: int, kv_heads: int, size: int, is_transformed: bool, is_normed: bool) -> Tile:
+    """The work of a CTA, as measured (`h200_rotation.json`).
+
+    An H200 starts one CTA each 1.22 ns, whatever CTAs do: with one token and four heads in each, 8,192 tokens of 32 / 8 heads took 120 µs.
+    So many tokens have tiles of 2,048 features, and with the transform several in a CTA, as long as there are CTAs for all SMs. The numbers
+    of CTAs are those of multiples of 64 tokens, of each of which the ahead-of-time trace has a step (`aot_trace.EAGER_TOKENS`).
+    """
+    width = next_power_of_2(size)
+    if is_transformed:
+        heads = _heads(kv_heads)
+        tile_tokens = 1 if tokens <= 256 else max(1, 2048 // (heads * width))
+        rounded = 64 * cdiv(tokens, 64)
+        num_ctas = cdiv(rounded, tile_tokens) * (cdiv(num_heads, heads) + 2 * cdiv(kv_heads, heads))
+        num_warps = min(16, max(1, heads * tile_tokens * width // 512))  # 16 features per thread
+        if tokens <= 256:
+            return Tile(heads, tile_tokens, 1, num_warps, num_ctas <= 192 * heads, None)
+        steps = 1 if num_ctas <= max(1600, rounded) else 2 if num_ctas < 8192 else 4
+        # 64 registers are 32 warps per SM. Wide heads with norms need more.
+        return Tile(heads, tile_tokens, steps, num_warps, False, None if is_normed and width > 128 else 64)
+    if tokens < 64:
+        return Tile(4, 1, 1, 2, False, None)
+    if tokens < (4096 if is_normed else 512) or width > 256:
+        return Tile(8, 1, 1, 4, False, None)
+    return Tile(_heads(kv_heads), max(1, 2048 // (_heads(kv_heads) * width)), 1, 4, False, None)
+
+
+def _heads(kv_heads: int) -> int:
+    """The heads of a tile: eight, if those of keys and values can be divided so."""
+    return 8 if kv_heads % 8 == 0 else 4
 
 
 @triton.jit
@@ -432,11 +513,16 @@ def rotate_heads_kernel(
     """Rotate HEADS heads of one token in place. Grid: tokens × tiles of heads."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    inside = head < num_heads
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
-    row_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * FEATURES.half)
+    position = tl.load(positions_ptr + token)
+    angles = load_angles(cos_sin_ptr, tl.broadcast_to(position, [HEADS, 1]), FEATURES)
     offsets = token * stride_token + head * stride_head
-    rotate_and_store(x_ptr, offsets, x_ptr, offsets, 1.0, None, row_ptr, head < num_heads, FEATURES, True)
+    first, second = load_pairs(x_ptr, offsets, inside, FEATURES)
+    first, second, _ = rotated((first.to(tl.float32), second.to(tl.float32), second), angles, FEATURES)
+    tl.debug_barrier()
+    store_pairs(x_ptr, offsets, first, second, 1.0, inside, FEATURES)
 
 
 def rotate_heads(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
