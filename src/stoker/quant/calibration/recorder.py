@@ -12,7 +12,7 @@ from stoker.core.specs import LinearSpec
 from stoker.distributed.group import SINGLE, Group
 from stoker.kernels import ops
 from stoker.kernels.routing import Routing
-from stoker.kernels.types import PLAIN, Fusion
+from stoker.kernels.types import PLAIN, Fusion, Gate
 from stoker.quant.calibration.input_stats import InputStats
 from stoker.quant.linear_ops import ExpertsOp, LinearOp
 
@@ -32,9 +32,9 @@ class Recorder(LinearOp, ExpertsOp):
 
         return ops.around(x, fusion, product)
 
-    def up(self, x: Tensor, routing: Routing) -> Tensor:
+    def up(self, x: Tensor, routing: Routing, gate: Gate | None = None) -> Tensor:
         self.stats.add(x)
-        return self.inner.up(x, routing)
+        return self.inner.up(x, routing, gate)
 
     def down(
         self, x: Tensor, routing: Routing, residual: Tensor | None = None, input_gate: str | None = None, group: Group = SINGLE

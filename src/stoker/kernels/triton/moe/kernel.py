@@ -53,7 +53,7 @@ class ExpertOptions(NamedTuple):
     first_tiles: bool  # token tile e has the first rows of expert e
 
 
-class Choices(NamedTuple):
+class SortedChoices(NamedTuple):
     """Runtime: the sorted choices."""
 
     order_ptr: Tensor  # int32 [m]
@@ -139,7 +139,7 @@ def expert_scale_offset(expert, n, k, FORMAT: tl.constexpr):
 @triton.jit
 def project_tile(
     tile,  # ExpertTile
-    choices,  # Choices
+    choices,  # SortedChoices
     x,  # ActivationPointers
     weight,  # WeightPointers
     output,  # OutputPointers, without a residual
@@ -281,7 +281,7 @@ def expert_linear_kernel(
         tl.store(output.out_ptr + offset, zeros, mask=rows.inside[:, None] & (choice < end_row)[None, :])
         return
     tile = ExpertTile(tile_idx, tl.program_id(1), expert, first, end_row)
-    choices = Choices(order_ptr, experts_ptr, m)
+    choices = SortedChoices(order_ptr, experts_ptr, m)
     sizes = GemmSizes(n, k, num_features, stride_x, stride_weight, stride_out)
     if HALF_TILE is None:  # noqa: SIM114 - a constant, then a value
         project_tile(tile, choices, x, weight, output, split_k, rows, sizes, FORMAT, TILE, PRODUCT, EXPERTS, GATE)
