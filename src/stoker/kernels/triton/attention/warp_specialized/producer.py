@@ -76,10 +76,10 @@ def clear_rows(x, end, CONFIG: gl.constexpr):
     rows = gl.arange(0, CLEARED_ROWS, gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, CONFIG.size, gl.SliceLayout(0, LAYOUT))
     for part in gl.static_range(BLOCK_N // CLEARED_ROWS):
-        some = x.slice(part * CLEARED_ROWS, CLEARED_ROWS, 0)
+        target = x.slice(part * CLEARED_ROWS, CLEARED_ROWS, 0)
         inside = (part * CLEARED_ROWS + rows < end)[:, None] & (cols >= 0)[None, :]
-        values = some.load(LAYOUT)
-        some.store(gl.where(inside, values, gl.zeros_like(values)))
+        values = target.load(LAYOUT)
+        target.store(gl.where(inside, values, gl.zeros_like(values)))
     fence_async_shared()
 
 
