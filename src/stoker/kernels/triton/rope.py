@@ -64,7 +64,7 @@ class Tile(NamedTuple):
 
     heads: int
     tokens: int
-    steps: int  # so many tiles of tokens one after another
+    steps: int  # the number of tiles of tokens, one after another
     num_warps: int
     early: bool  # what no kernel of a step writes is loaded before `pdl_wait`
     max_registers: int | None  # of a thread
@@ -471,8 +471,9 @@ def _tile(tokens: int, num_heads: int, kv_heads: int, size: int, is_transformed:
     """The work of a CTA, as measured (`h200_rotation.json`).
 
     An H200 starts one CTA each 1.22 ns, whatever CTAs do: with one token and four heads in each, 8,192 tokens of 32 / 8 heads took 120 µs.
-    So many tokens have tiles of 2,048 features, and with the transform several in a CTA, as long as there are CTAs for all SMs. The numbers
-    of CTAs are those of multiples of 64 tokens, of each of which the ahead-of-time trace has a step (`aot_trace.EAGER_TOKENS`).
+    Steps of many tokens therefore have tiles of 2,048 features, and with the transform several in a CTA, as long as there are CTAs for all
+    SMs. The numbers of CTAs are those of multiples of 64 tokens, of each of which the ahead-of-time trace has a step
+    (`aot_trace.EAGER_TOKENS`).
     """
     width = next_power_of_2(size)
     if is_transformed:
