@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,38 @@ def test_layers_share_buffers() -> None:
     other = torch.randn(2, SIZE)
     found = recorded.run(other, batch)
     assert found is not None and torch.equal(found, layers(other, batch, []))
+
+
+@torch.inference_mode()
+def equals_one_thread(threads: int, rows: int, seed: int) -> bool:
+    """Whether replays with `threads` threads, which the calling thread starts, have the bits of one thread."""
+    draw = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(512, 512, generator=draw) / 16 for _ in range(6)]  # large enough for several threads
+
+    def layers(x: Tensor, batch: ForwardBatch, caches: list[KVCache]) -> Tensor:
+        for weight in weights:
+            x = linear.linear(x, weight)
+        return x
+
+    torch.set_num_threads(threads)
+    x, batch = torch.randn(rows, 512, generator=draw), step(*[5] * rows)
+    recorded = recording.record(layers, x, batch, [], 4)
+    assert recorded is not None
+    for _ in range(20):
+        x = torch.randn(rows, 512, generator=draw)
+        found = recorded.run(x, batch)
+        torch.set_num_threads(1)
+        if found is None or not torch.equal(found, layers(x, batch, [])):
+            return False
+        torch.set_num_threads(threads)
+    return True
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, 3])
+def test_replays_of_several_threads_with_teams_of_several(rows: int) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(equals_one_thread, [1, 2, 4, 3, 2, 2], [rows] * 6, range(6)))
 
 
 @needs_compiler

@@ -43,10 +43,37 @@ static void run_alone(void (*function)(void *), void *data, unsigned threads, un
 
 /* Run a region that may have `threads`. Returns how many it has. */
 int64_t run_region(int64_t threads, const struct region *region) {
-    struct stage stage = {work, (void *)region, threads, 0, 0};
+    struct stage stage = {work, (void *)region, threads, 0, 0, NULL};
     forked = region, team = 1;
     run_stages(run_alone, threads, &stage, 1);
     return team;
+}
+
+/* Regions of a crew, and the threads that each of them may have. */
+struct replay {
+    int64_t threads, regions;
+    const struct region *region;
+    int64_t *sizes;
+};
+
+static int run_regions(const void *data) {
+    const struct replay *replay = data;
+    for (int64_t i = 0; i < replay->regions; i++) {
+        struct stage stage = {work, (void *)replay->region, replay->threads, 0, 0, NULL};
+        replay->sizes[i] = team_size(replay->threads);
+        contention.lost += replay->region->after; /* as if it had waited for another thread */
+        spin(replay->region->after);
+        run_stages(run_alone, replay->threads, &stage, 1);
+    }
+    return 0;
+}
+
+/* Run `regions` regions of a crew. Writes the size of each to `sizes`. */
+void run_crew(int64_t threads, int64_t regions, const struct region *region, int64_t *sizes) {
+    static const struct region nothing;
+    struct replay replay = {threads, regions, region, sizes};
+    forked = &nothing;
+    run_with_crew(run_alone, threads, run_regions, &replay);
 }
 
 /* Begin with all threads. */

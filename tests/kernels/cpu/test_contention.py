@@ -112,6 +112,15 @@ def test_teams_that_wait_become_smaller(threads: int, sizes: list[int], wait: st
     assert found[:6] == [threads] * 5 + [sizes[1]]  # 20 ms
 
 
+@pytest.mark.parametrize(("threads", "fewer"), [(2, 1), (4, 3)])
+def test_a_crew_that_waits_becomes_smaller(threads: int, fewer: int, team_clock: ctypes.CDLL) -> None:
+    """Within the replay: next to busy processes, one may take a second."""
+    team_clock.forget_contention()
+    region, sizes = Region(0, 100_000, 0, 3_900_000), (ctypes.c_int64 * 9)()
+    team_clock.run_crew(ctypes.c_int64(threads), ctypes.c_int64(9), ctypes.byref(region), sizes)
+    assert list(sizes) == [threads] * 5 + [fewer] * 4  # 20 ms
+
+
 def test_short_waits_are_no_contention(team_clock: ctypes.CDLL) -> None:
     assert set(Simulation(team_clock).sizes(200, before=0.05, work=0.01, after=0.05)) == {2}
 

@@ -15,6 +15,7 @@
 #define GROUP_QUERIES 4
 #define KEY_TILE 128
 #define MIN_PARALLEL_WORK (64 << 10) /* keys × features from which a second thread is worth its start */
+#define MIN_CREW_WORK (4 << 10)      /* the same while threads are together */
 
 /* `ATTENTION` in library.py. Strides in elements. */
 struct attention {
@@ -223,7 +224,7 @@ int stoker_attention(const struct attention *a) {
         return 1;
     int64_t keys = count_keys(a);
     if (!keys) return 1;
-    int64_t threads = keys * a->kv_heads * a->size < MIN_PARALLEL_WORK ? 1 : a->threads;
+    int64_t threads = keys * a->kv_heads * a->size < (has_crew() ? MIN_CREW_WORK : MIN_PARALLEL_WORK) ? 1 : a->threads;
     struct stage heads = {attend_head, (void *)a, a->rows * a->kv_heads, 0, 0};
     run_stages(a->fork, threads, &heads, 1);
     return 0;

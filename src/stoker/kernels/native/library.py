@@ -53,6 +53,7 @@ GREEDY = struct.Struct("@8q").pack
 VERIFY = struct.Struct("@13q").pack
 THREADS = struct.Struct("@q").pack
 CALL = struct.Struct("@2q").pack  # `struct call` up to its arguments
+REPLAY = struct.Struct("@2q").pack  # `struct replay` up to the calls
 
 Function = Callable[[bytes], int]
 

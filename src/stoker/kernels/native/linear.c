@@ -1,7 +1,8 @@
 /* Linears of up to MAX_ROWS rows of x, one or several that follow one another. Weights are read once, at the speed of memory, widened in
  * registers, and summed in float32.
  *
- * Each linear has two stages: `prepare_row` applies input gate and norm to a row of x, and `compute_share` computes output features:
+ * `prepare_row` applies input gate and norm to a row of x, and `compute_share` computes output features. Several rows are prepared in a stage
+ * of their own. A single row is prepared by each thread, for itself, which takes no longer and saves a wait of all threads.
  *
  *     weight [out, in]    BLOCK rows are finished together: products with all rows of x, then bias, gate and residual
  *       rows  0..15  |  block 0: tiles of WIDTH rows × all features       a work item (share) is several blocks
@@ -20,6 +21,7 @@
 
 #define MAX_LINEARS 4
 #define MIN_PARALLEL_BYTES (128 << 10) /* of a weight, from which a second thread is worth its start */
+#define SHARES 16                      /* of a thread, or more, so that all threads have nearly the same number of blocks */
 
 /* Rows of x of a pass when `rows` are left. Three run as four and so on, with rows of zeros, so that fewer functions are compiled. */
 static INLINE int64_t rows_of_pass(int64_t rows) { return rows <= 2 ? rows : rows <= 4 ? 4 : min_i64(rows <= 6 ? 6 : 8, ROWS_PER_PASS); }
@@ -45,7 +47,7 @@ static void prefetch_first_rows(const struct linear *a) {
     for (int64_t i = 0; i < PREFETCH_BYTES; i += 64) __builtin_prefetch((const char *)a->weight + i);
 }
 
-/* Stage 1 of a linear, work item `row`: the input of the product. */
+/* Work item `row` of the first stage: the input of the product. */
 static void prepare_row(void *data, int64_t row) {
     const struct job *job = data;
     const struct linear *a = job->linear;
@@ -62,6 +64,19 @@ static void prepare_row(void *data, int64_t row) {
     int64_t first = row / ROWS_PER_PASS * ROWS_PER_PASS, rows = rows_of_pass(a->rows - first);
     float *to = job->x + first * job->pitch + (row - first) * LANES;
     for (int64_t k = 0; k < job->pitch; k += LANES) store_up_to(FLOAT32, to, k * rows, load(FLOAT32, x, k), LANES);
+}
+
+/* The job with the copy of x that thread `member` prepares for itself. */
+static struct job own_job(const struct job *job, int64_t member) {
+    struct job own = *job;
+    own.rows += member * job->copy_floats, own.x += member * job->copy_floats;
+    return own;
+}
+
+/* What each thread does before its first share, if x is a single row. */
+static void prepare_copy(void *data, int64_t member) {
+    struct job own = own_job(data, member);
+    prepare_row(&own, 0);
 }
 
 /* sums[r][n] = row r of a pass of x · weight row first + n, for R rows of x and `count` weight rows. Rows that fill no tile are
@@ -138,13 +153,13 @@ static void compute_block(const struct job *job, int64_t first) {
     for (int64_t r = 0; r < a->rows; r++) store_outputs(a, r, first, count, sums[r], ups[r]);
 }
 
-/* Stage 2 of a linear, work item `index`: its share of the blocks. */
+/* Work item `index` of the second stage: its share of the blocks. */
 static void compute_share(void *data, int64_t index) {
-    const struct job *job = data;
-    int64_t blocks = (job->linear->out + BLOCK - 1) / BLOCK;
-    int64_t first = index * job->share_blocks, end = min_i64(first + job->share_blocks, blocks);
-    if (job->next && end == blocks) prefetch_first_rows(job->next);
-    for (int64_t b = first; b < end; b++) compute_block(job, b * BLOCK);
+    const struct job job = own_job(data, team_member());
+    int64_t blocks = (job.linear->out + BLOCK - 1) / BLOCK;
+    int64_t first = index * job.share_blocks, end = min_i64(first + job.share_blocks, blocks);
+    if (job.next && end == blocks) prefetch_first_rows(job.next);
+    for (int64_t b = first; b < end; b++) compute_block(&job, b * BLOCK);
 }
 
 /* How x is stored for a linear. */
@@ -164,7 +179,7 @@ int stoker_linears(const struct linears *a) {
     if (a->count < 1 || a->count > MAX_LINEARS) return 1;
     struct job jobs[MAX_LINEARS];
     struct stage stages[2 * MAX_LINEARS];
-    int64_t floats = 0, most_shares = 0;
+    int64_t floats = 0, most_shares = 0, num_stages = 0, threads = a->threads > 1 ? a->threads : 1;
     for (int64_t i = 0; i < a->count; i++) {
         const struct linear *l = a->first + i;
         if (l->rows > MAX_ROWS || (l->group && l->in > MAX_GROUPS * l->group) || l->in < 1) return 1;
@@ -172,11 +187,21 @@ int stoker_linears(const struct linears *a) {
         jobs[i] = make_job(l);
         jobs[i].next = i + 1 < a->count ? l + 1 : NULL;
         int64_t blocks = (l->out + BLOCK - 1) / BLOCK, bytes = l->in * l->out * size_of(l->weight_dtype);
-        int64_t shares = bytes < MIN_PARALLEL_BYTES ? 1 : min_i64(blocks, a->threads * 4);
-        jobs[i].share_blocks = (blocks + shares - 1) / shares;
-        stages[2 * i] = (struct stage){prepare_row, jobs + i, l->rows, 0, 0};
-        stages[2 * i + 1] = (struct stage){compute_share, jobs + i, (blocks + jobs[i].share_blocks - 1) / jobs[i].share_blocks, 0, 0};
-        floats += padded_rows(jobs + i) * jobs[i].x_pitch + l->rows * jobs[i].pitch;
+        int64_t most = bytes < MIN_PARALLEL_BYTES ? 1 : threads * SHARES, whole = blocks / most;
+        jobs[i].share_blocks = most == 1 ? blocks : whole ? whole : 1;
+        int64_t shares = (blocks + jobs[i].share_blocks - 1) / jobs[i].share_blocks;
+        struct stage compute = {compute_share, jobs + i, shares, 0, 0, NULL};
+        jobs[i].copy_floats = 0;
+        int64_t own = padded_rows(jobs + i) * jobs[i].x_pitch + l->rows * jobs[i].pitch;
+        if (l->rows == 1) {
+            jobs[i].copy_floats = (own + 31) / 32 * 32;
+            own = threads * jobs[i].copy_floats;
+            compute.prepare = prepare_copy;
+        } else {
+            stages[num_stages++] = (struct stage){prepare_row, jobs + i, l->rows, 0, 0, NULL};
+        }
+        stages[num_stages++] = compute;
+        floats += own;
         if (most_shares < shares) most_shares = shares;
     }
     float *x = aligned_alloc(128, (floats + 31) / 32 * 32 * sizeof *x);
@@ -185,13 +210,13 @@ int stoker_linears(const struct linears *a) {
     prefetch_first_rows(a->first);
     for (int64_t i = 0; i < a->count; i++) {
         const struct linear *l = a->first + i;
+        int64_t rows = padded_rows(jobs + i);
         jobs[i].x = next;
-        next += padded_rows(jobs + i) * jobs[i].x_pitch;
-        if (padded_rows(jobs + i) > l->rows) memset(jobs[i].x, 0, padded_rows(jobs + i) * jobs[i].x_pitch * sizeof *x);
-        jobs[i].rows = next;
-        next += l->rows * jobs[i].pitch;
+        jobs[i].rows = next + rows * jobs[i].x_pitch;
+        if (rows > l->rows) memset(jobs[i].x, 0, rows * jobs[i].x_pitch * sizeof *x);
+        next += jobs[i].copy_floats ? threads * jobs[i].copy_floats : rows * jobs[i].x_pitch + l->rows * jobs[i].pitch;
     }
-    run_stages(a->fork, most_shares > 1 ? a->threads : 1, stages, 2 * a->count);
+    run_stages(a->fork, most_shares > 1 ? threads : 1, stages, num_stages);
     free(x);
     return 0;
 }

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.core.forward_batch import ForwardBatch, KVCache
-from stoker.kernels.native.library import CALL, Call, kernels, recorded_calls
+from stoker.kernels.native.library import CALL, REPLAY, Call, kernels, load_kernels, recorded_calls
 from stoker.kernels.reference.attention import step_value
 
 Layers = Callable[[Tensor, ForwardBatch, list[KVCache]], Tensor]
@@ -114,7 +114,10 @@ def record(layers: Layers, x: Tensor, batch: ForwardBatch, caches: list[KVCache]
         result = layers(x, own, caches)
     if not operations.are_recorded:
         return None
-    packed = b"".join(CALL(call.address, len(call.arguments)) + call.arguments for call in calls) + _END
+    library = load_kernels()
+    assert not isinstance(library, str)
+    header = REPLAY(library.fork, torch.get_num_threads())
+    packed = header + b"".join(CALL(call.address, len(call.arguments)) + call.arguments for call in calls) + _END
     return Recording(x, own, result, packed, operations.buffers)
 
 

@@ -1,6 +1,6 @@
 /* Calls of kernels one after the other, whose arguments were recorded before (recording.py). */
 
-#include <stdint.h>
+#include "parallel.h"
 
 /* One call of a `stoker_` function, followed by its packed struct of arguments. `CALL` in library.py. */
 struct call {
@@ -9,11 +9,21 @@ struct call {
     char arguments[];
 };
 
-/* Calls without gaps between them; the last one has no function. Returns 0, or 1 when the function of a call does: later ones do not run. */
-int stoker_replay(const struct call *call) {
+/* `REPLAY` in library.py. Calls without gaps between them; the last one has no function. */
+struct replay {
+    fork_function *fork;
+    int64_t threads;
+    struct call first;
+};
+
+/* Returns 0, or 1 when the function of a call does: later ones do not run. */
+static int run_calls(const void *first) {
+    const struct call *call = first;
     while (call->function) {
         if (call->function(call->arguments)) return 1;
         call = (const struct call *)(call->arguments + call->size);
     }
     return 0;
 }
+
+int stoker_replay(const struct replay *a) { return run_with_crew(a->fork, a->threads, run_calls, &a->first); }

@@ -23,6 +23,7 @@ struct job {
     float *x;      /* the same by passes: each [pitch / LANES, rows of the pass, LANES], with rows of zeros behind the last row; of blocks: digits */
     int64_t pitch;
     int64_t x_pitch; /* floats of a row of `x` */
+    int64_t copy_floats; /* between the copies of `rows` and `x` that threads prepare for themselves; 0: all threads read one */
     int64_t share_blocks; /* blocks of a work item */
     int64_t groups_of_row;
     const struct linear *next; /* the linear after this one, or NULL */
