@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,9 +19,10 @@ import zmq
 from fake_executor import FakeExecutor, info
 
 from stoker.base.errors import ConfigError, RequestError, UnavailableError
-from stoker.base.types import FinishReason, SamplingParams
+from stoker.base.types import AdmissionRecord, FinishReason, SamplingParams
 from stoker.runtime.client import ExecutorClient, Mailbox, Message
-from stoker.runtime.request import TokenRequest
+from stoker.runtime.request import SequenceOutput, TokenRequest
+from stoker.runtime.transport import in_process
 from stoker.runtime.transport.in_process import InProcessClient, InProcessMailbox
 from stoker.runtime.transport.zmq_client import ZmqExecutorClient
 from stoker.runtime.transport.zmq_mailbox import ZmqMailbox
@@ -99,6 +101,72 @@ async def test_many_requests_of_several_clients_with_equal_ids(kind: str) -> Non
         for client in clients:
             await client.close()
         assert executor.cancelled == []
+
+
+class CountedLoop:
+    """The calls that the executor's thread schedules in an event loop."""
+
+    def __init__(self, client: InProcessClient) -> None:
+        self.count, self._loop = 0, client._loop
+        client._loop = self  # type: ignore[assignment]
+
+    def call_soon_threadsafe(self, *args: Any) -> None:
+        self.count += 1
+        self._loop.call_soon_threadsafe(*args)
+
+
+def output(request_id: str, token: int, **values: Any) -> SequenceOutput:
+    return SequenceOutput(request_id, 0, [token], **values)
+
+
+async def test_outputs_of_requests_that_are_not_streamed_are_delivered_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_process, "WHOLE_DELAY_S", 1000.0)
+    mailbox = InProcessMailbox(info())
+    client = InProcessClient(mailbox)
+    counted = CountedLoop(client)
+    client._posted_s = time.monotonic()
+    found = asyncio.create_task(collect(client, msgspec.structs.replace(make_request(), whole=True)))
+    await until(lambda: bool(client._streams))
+    (wire_id,) = client._streams
+    mailbox.send([output(wire_id, 0, admission=AdmissionRecord(0.0, 0.0, 0, 0))])  # the first one is timed
+    assert counted.count == 1
+    for token in range(1, 5):
+        mailbox.send([output(wire_id, token)])
+    assert counted.count == 1
+    mailbox.send([output(wire_id, 5, finish_reason=FinishReason.LENGTH)])
+    assert await found == {0: [0, 1, 2, 3, 4, 5]} and counted.count == 2
+
+
+async def test_outputs_wait_for_a_limited_time_and_not_at_all_if_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for whole, delay_s in ((True, 0.0), (False, 1000.0)):
+        monkeypatch.setattr(in_process, "WHOLE_DELAY_S", delay_s)
+        mailbox = InProcessMailbox(info())
+        client = InProcessClient(mailbox)
+        counted = CountedLoop(client)
+        found = asyncio.create_task(collect(client, msgspec.structs.replace(make_request(), whole=whole)))
+        await until(lambda client=client: bool(client._streams))  # type: ignore[misc]
+        (wire_id,) = client._streams
+        for token in range(4):
+            mailbox.send([output(wire_id, token)])
+            assert counted.count == token + 1
+        mailbox.send([output(wire_id, 4, finish_reason=FinishReason.STOP)])
+        assert await found == {0: [0, 1, 2, 3, 4]}
+
+
+async def test_outputs_before_the_end_of_an_executor_are_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_process, "WHOLE_DELAY_S", 1000.0)
+    mailbox = InProcessMailbox(info())
+    client = InProcessClient(mailbox)
+    client._posted_s = time.monotonic()
+    outputs = client.generate(msgspec.structs.replace(make_request(), whole=True))
+    arrived = asyncio.ensure_future(anext(outputs))
+    await until(lambda: bool(client._streams))
+    (wire_id,) = client._streams
+    mailbox.send([output(wire_id, 7)])
+    mailbox.close("it ended")
+    assert [found.token_ids for found in await arrived] == [[7]]
+    with pytest.raises(UnavailableError, match="it ended"):
+        await anext(outputs)
 
 
 @both

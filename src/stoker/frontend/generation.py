@@ -253,7 +253,7 @@ class GenerationService(Service):
 
         It is equal to the combined `_deltas`, and avoids the cost of that generator.
         """
-        retry = self._retry(task)
+        retry = self._retry(msgspec.structs.replace(task, whole=not task.params.stop))
         while True:
             request, aggregator = ActiveRequest(retry.task, self.tokenizer, self._client, stopwatch), Aggregator(task)
             try:

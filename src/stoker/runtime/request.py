@@ -31,6 +31,7 @@ class TokenRequest(msgspec.Struct, kw_only=True):
     draft_logits: bytes = b""  # float32 [draft_ids, vocab]: the logits from which draft_ids were sampled; empty if unknown
     traced: bool = False  # whether the first outputs report when the prompt was computed
     transfer: Ticket | None = None  # the prompt is computed for another executor, or by one
+    whole: bool = False  # the client does not use outputs between the first and the last of a sequence before the last arrives
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):

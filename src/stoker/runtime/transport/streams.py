@@ -32,6 +32,7 @@ class OutputStream:
     def __init__(self, request: TokenRequest, wire_id: str) -> None:
         self.request_id = request.request_id
         self.wire_id = wire_id
+        self.whole = request.whole
         self.unfinished = request.params.n
         self.last_s = time.monotonic()  # when its last tokens arrived; before the first ones, when it was submitted
         self.has_tokens = False
