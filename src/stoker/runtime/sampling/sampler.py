@@ -194,19 +194,19 @@ class Sampler:
         Without drafts each sequence has one row. The P other rows give the log-probabilities of the tokens of `prompt`. All inputs are
         copied to the device with one copy.
         """
-        plain, others = logits.tensor_split([len(rows)])
+        plain = logits if len(logits) == len(rows) else logits[: len(rows)]
         users = self._features_of(sequences, drafts)
         gathered = [feature.gather(sampled_rows) for feature, sampled_rows in users.items()]
-        sent = iter(self._buffers.send([*chain.from_iterable(gathered), *(chunk.targets for chunk in prompt)]))
+        targets = [chunk.targets for chunk in prompt]
+        sent = iter(self._buffers.send([*chain.from_iterable(gathered), *targets]) if gathered or targets else ())
         inputs = {feature: list(islice(sent, len(arrays))) for feature, arrays in zip(users, gathered, strict=True)}
         draw = self.table.gather(rows, counters, self.table.all_greedy(sequences))
         supplied = supplied_logits(sequences, drafts.ids, logits.shape[1]) if drafts is not None else None
         token_ids, verified = self._sample(plain, draw, inputs, drafts.tensors if drafts is not None else None, supplied)
         num_tops = [seq.params.logprobs for seq in sequences if seq.params.logprobs is not None]
-        parts = others.split([len(chunk.targets) for chunk in prompt])
+        parts = logits[len(rows) :].split([len(ids) for ids in targets]) if targets else ()
         scored = [
-            (chunk, score(part, targets, chunk.seq.params.prompt_logprobs or 0))
-            for chunk, part, targets in zip(prompt, parts, sent, strict=True)
+            (chunk, score(part, ids, chunk.seq.params.prompt_logprobs or 0)) for chunk, part, ids in zip(prompt, parts, sent, strict=True)
         ]
         return Sampled(token_ids, score(plain, token_ids, max(num_tops)) if num_tops else None, scored, verified)
 

@@ -191,6 +191,7 @@ class InputBuilder:
         starts = np.array(plan.starts, dtype=np.int32)
         counts = np.array(plan.num_new, dtype=np.int32)
         seq_lens = starts + counts
+        longest = int(seq_lens.max())
         sampled = list(range(num_rows)) if all(plan.samples) else [i for i in range(num_rows) if plan.samples[i]]
         max_drafts = max(map(len, plan.drafts))
         if is_padded:
@@ -202,12 +203,12 @@ class InputBuilder:
         packed = PackedStep(
             host=_NOTHING,
             shape=shape,
-            width=-(-int(seq_lens.max()) // self.block_size),
+            width=-(-longest // self.block_size),
             num_logits=num_sampled if is_padded else num_sampled + len(extra),
             num_sampled=num_sampled,
             num_decodes=shape.rows if shape.is_decode else 0 if is_padded else plan.num_decodes,
-            max_query_len=int(counts.max()),
-            max_seq_len=int(seq_lens.max()),
+            max_query_len=1 if num_tokens == num_rows else int(counts.max()),
+            max_seq_len=longest,
             is_padded=is_padded,
             sampled=[sequences[i] for i in sampled],
             num_extra=len(extra),

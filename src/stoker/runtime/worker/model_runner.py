@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +40,8 @@ from stoker.runtime.worker.split_length import num_resident_rows
 from stoker.runtime.worker.step_handle import LazyHandle, StepHandle
 
 log = get_logger(__name__)
+
+_NOTHING = contextlib.nullcontext()
 
 
 class StepPublisher(Protocol):
@@ -252,31 +255,34 @@ class ModelRunner:
             drafted,
         )
 
-    @contextlib.contextmanager
-    def _observed(self, *, by_layer: bool = True) -> Iterator[None]:
+    def _observed(self, *, by_layer: bool = True) -> AbstractContextManager[None]:
         """Report the step that the block runs, for transfers, and its layers.
 
         `by_layer=False`: for a graph, whose layers are complete with the step.
         """
-        if self.progress is None:
-            yield
-            return
-        self.progress.begin_step()
-        self.model.after_layer = self.progress.end_layer if by_layer else None
-        yield
-        self.progress.end_step()
+        return _NOTHING if self.progress is None else self._reported(self.progress, by_layer)
 
     @contextlib.contextmanager
-    def _fatal_error(self, is_fatal: bool) -> Iterator[None]:
+    def _reported(self, progress: StepProgress, by_layer: bool) -> Iterator[None]:
+        """`_observed` with progress to report."""
+        progress.begin_step()
+        self.model.after_layer = progress.end_layer if by_layer else None
+        yield
+        progress.end_step()
+
+    def _fatal_error(self, is_fatal: bool) -> AbstractContextManager[None]:
         """Convert errors in the block to RankError if `is_fatal`: if other ranks wait in a collective of the step.
 
         They would otherwise match the collectives of the next step with those of this one, and results would be wrong.
         """
+        return self._rank_error() if is_fatal else _NOTHING
+
+    @contextlib.contextmanager
+    def _rank_error(self) -> Iterator[None]:
+        """Convert errors in the block to RankError."""
         try:
             yield
         except Exception as error:
-            if not is_fatal:
-                raise
             raise RankError(
                 f"rank {self.world.rank} on {self.device} failed within a step ({error!r}), and the other ranks wait for it."
             ) from error
@@ -415,7 +421,7 @@ class ModelRunner:
         """The logits [L, V] of a step whose ids were resolved, with the copies of recurrent states before and after it."""
         if self._num_threads:
             ops.limit_threads(self._num_threads)
-        with contextlib.nullcontext() if self.states is None else self.states.around_step(*inputs.states):
+        with _NOTHING if self.states is None else self.states.around_step(*inputs.states):
             logits = self.model(batch, self.caches)
         return logits if self.all_rows is None or batch.ranks is None else sampled_first(logits, batch.ranks)
 
@@ -432,16 +438,18 @@ class ModelRunner:
         tokens = (inputs.starts[:-1][rows] + accepted[rows]).clamp(max=batch.num_tokens)
         self.states.accept(tokens, inputs.sequence_rows[rows])
 
-    def _resolve(self, inputs: StepInputs) -> ForwardBatch:
-        """The batch with the positions and ids that only the device has.
+    @property
+    def _resolves_ids(self) -> bool:
+        """Whether steps read ids that only the device has. On a CPU, where steps do not overlap, these are the drafts of a drafter."""
+        return self.device.type != "cpu" or self.tracker is not None or self.draft_runner is not None
 
-        On a CPU, where steps do not overlap, these are the drafts of a drafter.
-        """
+    def _resolve(self, inputs: StepInputs) -> ForwardBatch:
+        """The batch with the positions and ids that only the device has."""
         batch = inputs.batch
+        if not self._resolves_ids:
+            return batch
         if self.tracker is not None:
             self.tracker.correct(inputs)
-        elif self.device.type == "cpu" and self.draft_runner is None:
-            return batch
         return dataclasses.replace(batch, token_ids=ops.resolve(batch.token_ids, self.last_ids))
 
     def _store_last_ids(self, inputs: StepInputs, token_ids: Tensor, ranks: RankCounts | None, verified: Verified | None = None) -> None:
@@ -451,6 +459,8 @@ class ModelRunner:
         """
         if self.tracker is not None:
             self.tracker.append(inputs, token_ids, verified)
+        if not self._resolves_ids:
+            return
         if self._broadcasts_ids:
             token_ids = (self.world.tensor if ranks is None else self.world.everyone).broadcast(token_ids)
         if ranks is not None:
