@@ -28,7 +28,6 @@ from torch import Tensor
 
 from stoker.cli.benchmark.results import provenance
 from stoker.kernels.reference import linear as reference
-from stoker.kernels.triton import norm
 from stoker.kernels.triton.aot.offline_target import compiling
 from stoker.kernels.triton.device import num_sms
 from stoker.kernels.triton.gemm.dense import launch as dense
@@ -43,6 +42,7 @@ from stoker.kernels.triton.gemm.large.tiles import (
     count_tiles,
     split_tiles,
 )
+from stoker.kernels.triton.gemm.quantized.launch import apply_input_fusion
 from stoker.kernels.types import Fusion
 
 BF16 = torch.bfloat16
@@ -100,9 +100,7 @@ ROWS = {
 
 def own(weight: Tensor, x: Tensor, tile: LargeGemmTile, fusion: Fusion, bias: Tensor | None) -> Tensor:
     """The linear by a tile of the persistent GEMM, with a kernel for its norm."""
-    if fusion.norm_kind is not None:
-        x = norm.norm(x, fusion.norm_weight, None, fusion.norm_eps, fusion.norm_kind)
-    return large_gemm(x, weight, tile, bias=bias, residual=fusion.residual, gate=fusion.gate)
+    return large_gemm(apply_input_fusion(x, fusion), weight, tile, bias=bias, residual=fusion.residual, gate=fusion.gate)
 
 
 def measure(case: Case, all_rows: list[int], repeats: int, launches: int) -> Iterator[dict[str, object]]:

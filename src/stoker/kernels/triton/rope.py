@@ -475,10 +475,10 @@ def _tile(tokens: int, num_heads: int, kv_heads: int, size: int, is_transformed:
     SMs. The numbers of CTAs are those of multiples of 64 tokens, of each of which the ahead-of-time trace has a step
     (`aot_trace.EAGER_TOKENS`).
     """
-    width = next_power_of_2(size)
+    width, heads = next_power_of_2(size), 8 if kv_heads % 8 == 0 else 4  # eight, if those of keys and values can be divided so
+    full = max(1, 2048 // (heads * width))  # tokens
     if is_transformed:
-        heads = _heads(kv_heads)
-        tile_tokens = 1 if tokens <= 256 else max(1, 2048 // (heads * width))
+        tile_tokens = 1 if tokens <= 256 else full
         rounded = 64 * cdiv(tokens, 64)
         num_ctas = cdiv(rounded, tile_tokens) * (cdiv(num_heads, heads) + 2 * cdiv(kv_heads, heads))
         num_warps = min(16, max(1, heads * tile_tokens * width // 512))  # 16 features per thread
@@ -491,12 +491,7 @@ def _tile(tokens: int, num_heads: int, kv_heads: int, size: int, is_transformed:
         return Tile(4, 1, 1, 2, False, None)
     if tokens < (4096 if is_normed else 512) or width > 256:
         return Tile(8, 1, 1, 4, False, None)
-    return Tile(_heads(kv_heads), max(1, 2048 // (_heads(kv_heads) * width)), 1, 4, False, None)
-
-
-def _heads(kv_heads: int) -> int:
-    """The heads of a tile: eight, if those of keys and values can be divided so."""
-    return 8 if kv_heads % 8 == 0 else 4
+    return Tile(heads, full, 1, 4, False, None)
 
 
 @triton.jit

@@ -139,7 +139,8 @@ def _project(
     results are in the order of routing.order.
     """
     dtype = x.dtype
-    tokens = tokens or tile_tokens(routing.order.shape[0], routing.offsets.shape[0] - 1, weight.layout == "quads")
+    is_quads = weight.layout == "quads"
+    tokens = tokens or tile_tokens(routing.order.shape[0], routing.offsets.shape[0] - 1, is_quads)
     operands = expert_operands(x, weight, routing, tokens, is_sorted, input_gate)
     values, weight = operands.x.values_ptr, operands.weight
     if not weight.values.is_contiguous() or values.stride(-1) != 1:
@@ -154,11 +155,11 @@ def _project(
         return out
     weight_format = quantized_weight_format(values, weight)
     max_registers = None
-    if tile is None and _is_quads(weight_format, values):
+    if tile is None and is_quads and values.element_size() == 2:
         tile, max_registers = _quad_tile(m, tokens, weight, values.device)
     elif tile is None:
         tile = _tile(m, tokens, operands, weight_format)
-    half, quarter = _PARTS.get(tokens, (None, None)) if weight_format.form == "fp4" and tile.splits == 1 else (None, None)
+    half, quarter = _PARTS.get(tokens, (None, None)) if is_quads and tile.splits == 1 else (None, None)
     # With more tiles than experts, the weight of a second tile would be read from memory again.
     first_tiles = half is not None and routing.is_whole and routing.experts is None and experts <= m <= experts * tokens
     m_tiles = experts + (m - 1) // tokens if first_tiles else max_token_tiles(m, experts + 2, tokens)
@@ -215,11 +216,6 @@ def tile_tokens(rows: int, experts: int, is_quads: bool = False) -> int:
     if is_quads:
         return next((tokens for rows_per_expert, tokens in _QUAD_TOKENS if rows <= rows_per_expert * experts), 128)
     return min(128, max(8, next_power_of_2(2 * cdiv(rows, experts))))
-
-
-def _is_quads(weight_format: QuantizedWeightFormat, values: Tensor) -> bool:
-    """Whether experts in the layout `quads` are multiplied by 16-bit activations `values`."""
-    return weight_format.form == "fp4" and values.element_size() == 2
 
 
 def _quad_tile(rows: int, tokens: int, weight: PackedWeight, device: torch.device) -> QuadTile:

@@ -18,12 +18,12 @@ from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton.device import num_sms, supports
 from stoker.kernels.triton.gemm.dense.launch import linear, small_linear
 from stoker.kernels.triton.gemm.dense.tiles import MAX_ROWS
-from stoker.kernels.triton.gemm.quantized.launch import split_counters
+from stoker.kernels.triton.gemm.quantized.launch import apply_input_fusion, split_counters
 from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.moe.router_kernel import router_kernel
 from stoker.kernels.triton.moe.router_product_kernel import router_product_kernel
 from stoker.kernels.triton.moe.routing_kernels import RoutingOptions, choose_experts_kernel, sort_choices_kernel
-from stoker.kernels.triton.norm import norm, norm_warps
+from stoker.kernels.triton.norm import norm_warps
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.types import PLAIN, Fusion
 
@@ -97,16 +97,14 @@ def route_tokens(
     One launch of `router_kernel` if it can, four with `router_product_kernel` for more tokens. Sizes and dtypes that neither supports have
     another product: up to MAX_ROWS tokens are widened to float32 in registers, more are converted.
     """
-    if uses_router_product(x, weight, params):
-        if fusion.norm_kind is not None:
-            x = norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
-        return x, _route(router_product(x.contiguous(), weight, bias), correction, params)
     tokens, features = x.shape
-    tile = router_tile(tokens, len(weight), features, params.num_groups)
+    uses_product = uses_router_product(x, weight, params)
+    tile = None if uses_product else router_tile(tokens, len(weight), features, params.num_groups)
     if tile is not None:
         return _route_by_tiles(x, weight, bias, correction, params, fusion, tile)
-    if fusion.norm_kind is not None:
-        x = norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
+    x = apply_input_fusion(x, fusion)
+    if uses_product:
+        return x, _route(router_product(x.contiguous(), weight, bias), correction, params)
     is_widened = 0 < tokens <= MAX_ROWS
     logits = small_linear(x, weight, bias, PLAIN) if is_widened else linear(x.float(), weight, bias)
     return x, route(logits, correction, params)
