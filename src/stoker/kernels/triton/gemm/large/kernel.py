@@ -98,7 +98,11 @@ def find_unit(
     GATED: gl.constexpr,
     EXPERTS: gl.constexpr,
 ):
-    """(those of the unit's expert, first row of its weight, first row, first output column, tile and slice, first feature, end of them)."""
+    """The operands and the output of work unit number `unit`.
+
+    Returns (`expert_rows` of its expert, first row of the expert's weight, first row of x, first output column, (tile, slice), first
+    feature, end of the features).
+    """
     tile, part, first, end = unit_slice(unit, k, split, BLOCK_K, TILE.max_slices)
     expert, first_tile, first_row, end_row = expert_rows
     expert, first_tile, first_row, end_row = find_expert(

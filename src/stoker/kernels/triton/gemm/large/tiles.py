@@ -155,7 +155,7 @@ def sixteen_bit_tiles(n: int, k: int, gate: str | None, is_added: bool, is_biase
 
 
 def tile_time(m: int, n: int, k: int, tile: LargeGemmTile, gate: str | None, num_sms: int) -> float:
-    """The time of an output [m, n] of k features of 16 bits, in that of a feature in a round of TILE (11 ns)."""
+    """The estimated time of an output [m, n] of k features of 16 bits. The unit is that of one feature in a round of TILE, 11 ns."""
     tiles = count_tiles(m, n, tile, gate)
     whole, slices = split_tiles(tiles, cdiv(k, BLOCK_BYTES // 2), tile, num_sms)
     rounds = cdiv(whole, num_sms) + (1 / slices if tiles > whole else 0)
@@ -163,4 +163,5 @@ def tile_time(m: int, n: int, k: int, tile: LargeGemmTile, gate: str | None, num
 
 
 def _round_time(tile: LargeGemmTile) -> float:
-    return ROUNDS.get(tile._replace(max_slices=1), 1.0)  # of tiles without an alternative, any time
+    """The time of a round of `tile` as a part of that of TILE. 1 for tiles of few rows, which are compared with no other tile."""
+    return ROUNDS.get(tile._replace(max_slices=1), 1.0)
