@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import queue
 import threading
 from collections.abc import Callable
@@ -18,12 +17,10 @@ from torch import Tensor
 from stoker.base.config import Limits, Mapping, RuntimeConfig
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
-from stoker.core.forward_batch import ForwardBatch
 from stoker.distributed.group import Group
 from stoker.distributed.token_dispatch import TokenDispatch
 from stoker.distributed.world import World
 from stoker.engine.reader import Engine
-from stoker.kernels import ops
 from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.client import ExecutorInfo
 from stoker.runtime.executor import Executor
@@ -31,7 +28,7 @@ from stoker.runtime.schedule.data_parallel import DataParallelScheduler
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.worker.cuda_graphs import CapturedStep, Graphs, PlainStep, run_parts
-from stoker.runtime.worker.inputs import BLOCK_TABLES, PackedStep, Shape, StepInputs, split_buffer
+from stoker.runtime.worker.inputs import BLOCK_TABLES, PackedStep, Shape, split_buffer
 from stoker.runtime.worker.model_runner import ModelRunner
 from stoker.runtime.worker.rank import load_rank
 from stoker.runtime.worker_group.channels.channel import HEADER_SIZE
@@ -177,11 +174,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
 
 def as_on_a_gpu(runner: ModelRunner, *, graphs: type[CalledSteps] | None) -> ModelRunner:
     """Resolve and broadcast ids, and run captured shapes."""
-
-    def resolve(inputs: StepInputs) -> ForwardBatch:
-        return dataclasses.replace(inputs.batch, token_ids=ops.resolve(inputs.batch.token_ids, runner.last_ids))
-
-    runner._resolve = resolve  # type: ignore[method-assign]
     runner._broadcasts_ids = True
     runner.graphs = graphs(runner) if graphs is not None else None
     return runner

@@ -441,7 +441,7 @@ class ModelRunner:
     @property
     def _resolves_ids(self) -> bool:
         """Whether steps read ids that only the device has. On a CPU, where steps do not overlap, these are the drafts of a drafter."""
-        return self.device.type != "cpu" or self.tracker is not None or self.draft_runner is not None
+        return self.device.type != "cpu" or self._broadcasts_ids or self.tracker is not None or self.draft_runner is not None
 
     def _resolve(self, inputs: StepInputs) -> ForwardBatch:
         """The batch with the positions and ids that only the device has."""
