@@ -49,10 +49,11 @@ def throughput() -> Drawing:
     """Output tokens per second at full load, with vLLM and TensorRT-LLM's published figures."""
     d = Drawing("Throughput at full load", f"Output tokens per second, {SHAPES}: Stoker, vLLM and TensorRT-LLM.", 980, 330)
     d.heading(f"output tokens/s by prompt and output length; {SHAPES}; higher is better")
-    peers = result("h200_peers")
+    peers, newest = result("h200_peers"), result("h200_new_kernels_in_steps")["parts"]
     prompts = [row for run in result("h200_prompt_kernels")["runs"] if run["quantization"] is None for row in run["throughput"]]
+    bf16 = result("h200_llama8b_bf16")["throughput"] + prompts + result("h200_full_load_bf16")["throughput"] + newest["bf16"]["throughput"]
     two_sides = {
-        "Stoker": _rates(result("h200_llama8b_bf16")["throughput"] + prompts + result("h200_full_load_bf16")["throughput"]),
+        "Stoker": _rates(bf16),
         "vLLM 0.26": _rates(peers["vllm"]["bf16"]["throughput"]),
     }
     runs = [row for row in result("h200x4_engines")["rows"] if row["what"] == "8b fp8 tp1" and "output_tokens_per_s" in row]
@@ -60,6 +61,7 @@ def throughput() -> Drawing:
     runs += result("h200_before_and_after")["engine"]["after"]["throughput"]
     runs += result("h200_full_load_decodes")["throughput"] + result("h200_full_load_prompts")["throughput"]
     runs += result("h200_full_load_fp8_kv")["after"]["throughput"]
+    runs += newest["fp8_kv"]["throughput"] + newest["fp8_kv_more"]["throughput"]
     three_sides = {
         "Stoker": _rates(result("h200_llama8b_fp8")["throughput"] + runs),
         "vLLM 0.26": _rates(peers["vllm"]["fp8"]["throughput"]),

@@ -62,7 +62,7 @@ def _steps() -> list[Bar]:
         _step("Mixtral bfloat16, 1 row", "Mixtral bfloat16", 1, _captured("h200_step_mixtral_bf16", 1)),
         _step("gpt-oss-20b MXFP4, 1 row", "gpt-oss-20b MXFP4", 1, result("h200_moe")["after"]["gpt-oss-20b"]["gap"][0]["step_ms"]),
     ]
-    two, eight = result("h200x2_llama70b_fp8"), result("h200x8_engines")["rows"]
+    two, eight = result("h200_new_kernels_in_steps")["parts"]["70b"]["rows"], result("h200x8_engines")["rows"]
     found += [
         _step("70B FP8_KV, 2 GPUs, 1 row", "70B FP8_KV, two GPUs", 1, _engine_step(two, 1), 9.4),
         _step("70B FP8_KV, 2 GPUs, 64 rows", "70B FP8_KV, two GPUs", 64, _engine_step(two, 64), 14.5),
@@ -72,12 +72,9 @@ def _steps() -> list[Bar]:
 
 
 def _runs() -> list[Bar]:
-    prompts = [row for run in result("h200_prompt_kernels")["runs"] if run["code"] == "now" for row in _with(run)]
-    bf16 = [row for row in prompts if row["quantization"] is None] + result("h200_llama8b_bf16")["throughput"]
-    before_and_after = result("h200_before_and_after")["engine"]["after"]["throughput"]
-    means = next(run for run in result("h200_key_means")["engine"] if run["code"] == "after")["throughput"]
-    now = result("h200_full_load_fp8_kv")
-    fp8_kv = now["after"]["throughput"] + now["before"]["throughput"] + means + before_and_after + result("h200_llama8b_fp8")["throughput"]
+    newest = result("h200_new_kernels_in_steps")["parts"]
+    bf16 = newest["bf16"]["throughput"]
+    fp8_kv = newest["fp8_kv"]["throughput"] + newest["fp8_kv_more"]["throughput"]
     engines = result("h200x4_engines")["rows"]
     one, two, mixtral = (
         [row for row in engines if row["what"].startswith(what)] for what in ("70b fp8 tp1", "70b fp8 tp2", "mixtral fp8 tp2")
@@ -92,7 +89,7 @@ def _runs() -> list[Bar]:
         _run("8B FP8_KV, 2048/2048", "FP8_KV", 2048, 2048, 448, fp8_kv, 14000),
         _run("70B FP8_KV, 1000/1000", "70B FP8_KV", 1000, 1000, 212, one),
         _run("70B FP8_KV, 128/2048", "70B FP8_KV", 128, 2048, 198, one),
-        _run("70B, 2 GPUs, 1000/1000", "70B FP8_KV, two GPUs", 1000, 1000, 384, two, 5900),
+        _run("70B, 2 GPUs, 1000/1000", "70B FP8_KV, two GPUs", 1000, 1000, 384, newest["70b"]["rows"], 5900),
         _run("70B, 2 GPUs, 128/2048", "70B FP8_KV, two GPUs", 128, 2048, 384, two),
         _run("70B, 8 GPUs, 1000/1000", "70B FP8_KV, eight GPUs", 1000, 1000, 768, result("h200x8_engines")["rows"]),
         _run("Mixtral, 2 GPUs, 1000/1000", "Mixtral FP8_KV, two GPUs", 1000, 1000, 768, mixtral[::-1], 0.95 * 18712),
@@ -122,7 +119,3 @@ def _captured(name: str, rows: int) -> float:
 def _engine_step(found: list[dict[str, Any]], rows: int) -> float:
     """The last measured step of `rows` rows through an executor."""
     return [row["step_ms"] for row in found if row.get("batch") == rows and "step_ms" in row][-1]
-
-
-def _with(run: dict[str, Any]) -> list[dict[str, Any]]:
-    return [row | {"quantization": run["quantization"]} for row in run["throughput"]]
