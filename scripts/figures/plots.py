@@ -49,7 +49,7 @@ def throughput() -> Drawing:
     """Output tokens per second at full load, with vLLM and TensorRT-LLM's published figures."""
     d = Drawing("Throughput at full load", f"Output tokens per second, {SHAPES}: Stoker, vLLM and TensorRT-LLM.", 980, 330)
     d.heading(f"output tokens/s by prompt and output length; {SHAPES}; higher is better")
-    peers, newest = result("h200_peers"), result("h200_new_kernels_in_steps")["parts"]
+    peers, newest = result("h200_peers"), result("h200_full_load_and_ranks")["parts"]
     prompts = [row for run in result("h200_prompt_kernels")["runs"] if run["quantization"] is None for row in run["throughput"]]
     bf16 = result("h200_llama8b_bf16")["throughput"] + prompts + result("h200_full_load_bf16")["throughput"] + newest["bf16"]["throughput"]
     two_sides = {

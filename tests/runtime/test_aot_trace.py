@@ -161,3 +161,37 @@ def test_every_tile_of_experts_is_listed(tmp_path: Path, uninterpreted: Callable
     found = {tuple(json.loads(line)) for line in uninterpreted("-c", LARGE_GEMMS, tmp_path, tmp_path / "engine", "FP8").splitlines()}
     tiles = {(128, 128), (192, 128), (128, 256)}
     assert {variant for variant in found if variant[-1]} == {(*tile, 1, None, False, 8) for tile in tiles}
+
+
+# Prints the numbers of decodes beside a prompt whose attention launches a kernel that no build lists.
+UNLISTED_DECODES = """
+import itertools, sys
+import torch
+from stoker.base.config import Limits, RuntimeConfig
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+from stoker.engine.reader import Engine
+from stoker.kernels.triton.aot.compiler import collecting
+from stoker.runtime.worker import aot_trace
+from stoker.runtime.worker.dummy_step import Bounds
+from stoker.runtime.worker.inputs import Shape
+limits = Limits(max_batch_size=400, max_input_len=4000, max_output_len=96, max_num_tokens=1000)
+config = BuildConfig(
+    device="cuda", compute_capability="9.0", dtype="bfloat16", dummy_weights=True, limits=limits, quantization=sys.argv[3] or None,
+)
+engine = Engine.open(build(sys.argv[1], sys.argv[2], config, verify="none").path)
+listed = aot_trace.kernels_of(engine, 90)
+with torch.inference_mode(), collecting(90) as jobs:
+    runner = aot_trace._runner(engine, RuntimeConfig(), 0)
+    for decodes, length in itertools.product(range(1, 400), (1000, 2000, 4000)):
+        runner.run_dummy_step_with_sampling(Shape(decodes + 128, decodes + 1, is_decode=False), Bounds(decodes, 128, length))
+        for folder in jobs.keys() - listed.keys():
+            if "attention" in jobs.pop(folder).name:
+                print(decodes, length)
+"""
+
+
+@pytest.mark.parametrize("kv_heads", [8, 4, 1])
+def test_tiles_of_decodes_beside_a_prompt_are_listed(kv_heads: int, tmp_path: Path, uninterpreted: Callable[..., str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"num_key_value_heads": kv_heads, "max_position_embeddings": 4096}))
+    assert uninterpreted("-c", UNLISTED_DECODES, tmp_path, tmp_path / "engine", "FP8_KV") == ""

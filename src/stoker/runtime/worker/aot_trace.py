@@ -23,6 +23,9 @@ from stoker.engine.reader import Engine
 from stoker.kernels import ops
 from stoker.kernels.triton.all_reduce import check_sums
 from stoker.kernels.triton.aot.compiler import CompileJob, collecting
+from stoker.kernels.triton.attention.tiles import decode_tile_edges
+from stoker.kernels.triton.device import device_tuning, num_sms
+from stoker.kernels.triton.integers import cdiv
 from stoker.layers.decoder import Decoder
 from stoker.layers.loader import Loader
 from stoker.layers.state_cache import StateCache
@@ -183,7 +186,7 @@ def _eager(runner: ModelRunner) -> Iterator[tuple[Shape, Bounds]]:
         if rows < tokens and length >= min(tokens // rows, longest):
             decodes = rows // 2
             yield Shape(tokens, rows, is_decode=False), Bounds(decodes, tokens - rows + 1, length)
-    beside = sorted({d for d in (*EAGER_ROWS, *MANY_DECODES) if d < max_rows})
+    beside = sorted({d for d in (*EAGER_ROWS, *MANY_DECODES, *_decode_edges(runner)) if d < max_rows})
     for decodes, length in itertools.product(beside, lengths):
         new = min(PROMPT_BESIDE_DECODES, length)
         if decodes + new <= max_tokens:
@@ -192,3 +195,12 @@ def _eager(runner: ModelRunner) -> Iterator[tuple[Shape, Bounds]]:
     for new, count, rows, length in itertools.product(SHORT_PROMPTS, counts, sorted({1, min(16, max_rows), max_rows}), lengths):
         if count <= rows and new * count + rows - count <= max_tokens and new <= length:
             yield Shape(new * count + rows - count, rows, is_decode=False), Bounds(rows - count, new, length)
+
+
+def _decode_edges(runner: ModelRunner) -> set[int]:
+    """The numbers of decodes at which attention over one of the runner's caches may use another tile than for one fewer.
+
+    Captured steps have fixed numbers of decodes, but beside a prompt there may be any number.
+    """
+    edges = decode_tile_edges(num_sms(META), device_tuning(META))
+    return {cdiv(edge, cache.keys.shape[1]) for cache in runner.caches for edge in edges}

@@ -62,6 +62,13 @@ def decode_tile(
     return AttentionTile(min(32, max(16, next_power_of_2(heads))), row.block_n, row.num_warps, row.num_stages)
 
 
+def decode_tile_edges(num_sms: int, tuning: TuningTable) -> list[int]:
+    """The numbers of query tiles at which `decode_tile` may return another tile than for one fewer, in ascending order."""
+    rows = [row for row in tuning.attention if row.op == "decode"]
+    above = {row.tiles_above * num_sms + 1 for row in rows if row.tiles_above is not None}
+    return sorted(above | {row.tiles_below * num_sms for row in rows if row.tiles_below is not None})
+
+
 def prefill_tile(
     head_size: int, dtype: torch.dtype, rows: int, num_tiles: int, num_sms: int, tuning: TuningTable, narrow: bool = False
 ) -> AttentionTile:
