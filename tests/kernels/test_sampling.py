@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from types import ModuleType
 
@@ -236,3 +237,21 @@ def test_verification_accepts_the_path_of_a_tree(module: ModuleType, max_drafts:
     assert newest.tolist() == [row[-1] for row in expected]
     assert last.tolist() == [row[-1] for row in rows]
     assert is_yielded.nonzero().flatten().tolist() == [row for path in rows for row in path]
+
+
+@EACH
+@pytest.mark.parametrize(("num_ranks", "vocab"), [(2, 9001), (2, 5), (4, 16384), (4, 5)])
+def test_ranks_with_shards_find_the_greedy_tokens_of_all_logits(module: ModuleType, num_ranks: int, vocab: int) -> None:
+    """Ties within a shard and between shards, rows with NaN and infinities anywhere, and padding with values above all logits."""
+    rng = random.Random(vocab + num_ranks)
+    logits = torch.randint(-4, 4, (7, vocab)).bfloat16()
+    logits[1], logits[2] = float("-inf"), -3.0
+    for row, value in enumerate((float("nan"), float("inf"), float("-inf")), 3):
+        logits[row, rng.randrange(vocab)] = value
+    logits[6] = torch.randn(vocab).bfloat16()
+    size = -(-vocab // num_ranks)
+    shards = torch.nn.functional.pad(logits, (0, num_ranks * size - vocab), value=9.0).split(size, 1)
+    pairs = [module.largest_of_shard(shard, vocab - rank * size, rank, num_ranks) for rank, shard in enumerate(shards)]
+    greedy = module.sample(logits, dataclasses.replace(params(7), all_greedy=True))
+    assert torch.equal(module.largest_over_ranks(torch.stack(pairs).sum(0)), greedy)
+    assert greedy[[1, 3, 4]].tolist() == [-1, -1, -1]

@@ -412,6 +412,17 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
     return _pick(logits, sampling_ref).sample(logits, params)
 
 
+def sample_shards(logits: Tensor, vocab_size: int, group: Group) -> Tensor:
+    """The greedy token id of each row, int32 [L] as by `sample`, on every rank of a group that divides the vocabulary.
+
+    Rank r has the logits [L, n] of token ids r × n and following, of which ids from `vocab_size` on are padding. Ranks exchange their
+    largest logit of each row instead of all logits.
+    """
+    module = _pick(logits, sampling_ref)
+    pairs = module.largest_of_shard(logits, vocab_size - group.rank * logits.shape[1], group.rank, group.size)
+    return module.largest_over_ranks(all_reduce(pairs, group))
+
+
 def verify(
     sampled: Tensor, token_ids: Tensor, logits_idx: Tensor, starts: Tensor, parents: Tensor, masks: Tensor, max_drafts: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

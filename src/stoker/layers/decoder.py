@@ -239,8 +239,16 @@ class Decoder:
     def __call__(self, batch: ForwardBatch, caches: list[KVCache]) -> Tensor:
         """Logits [L, vocab] of the tokens `batch.logits_idx` (None: the last token of each row), in the model's dtype.
 
-        Stages before the last send the residual stream and the states of `forward_states` to the next stage, and return [0, vocab]. Of
-        several data-parallel ranks, the first one returns the logits of all, rank after rank, and the others return [0, vocab].
+        Ranks that compute none (see `hidden_states`) return [0, vocab].
+        """
+        x = self.hidden_states(batch, caches)
+        return torch.empty(0, self.config.vocab_size, dtype=self.dtype, device=self.device) if x is None else self.logits(x)
+
+    def hidden_states(self, batch: ForwardBatch, caches: list[KVCache]) -> Tensor | None:
+        """The states [L, stream_width] after the last layer of the tokens of which the caller computes logits.
+
+        Stages before the last send the residual stream and the states of `forward_states` to the next stage, and return None. Of several
+        data-parallel ranks, the first one returns the states of all, rank after rank, and the others return None.
         """
         stage = self.stage
         shape = (batch.num_tokens, self.config.stream_width)
@@ -271,7 +279,7 @@ class Decoder:
                 self.observe_layers(len(self.layers), x)
         if not stage.is_last:
             self._forwarded.send(x)
-            return x.new_empty(0, self.config.vocab_size)
+            return None
         logits_idx = batch.logits_idx if batch.logits_idx is not None else batch.query_starts[1:] - 1
         if not batch.is_decode:  # in a decode step every token is the last of its row
             x = x.index_select(0, logits_idx)
@@ -279,8 +287,8 @@ class Decoder:
             assert batch.ranks is not None
             x = gather_ragged(self.dispatch.group, x, batch.ranks.logits)
             if self.dispatch.group.rank:
-                return x.new_empty(0, self.config.vocab_size)
-        return self.logits(x)
+                return None
+        return x
 
     def begin(self, batch: ForwardBatch) -> Tensor:
         """The hidden states [T, stream_width] before the first layer: embeddings of tokens and positions."""
@@ -301,6 +309,14 @@ class Decoder:
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits [T, vocab] from the hidden states [T, stream_width] after the last layer."""
+        return self.head.gather(self._local_logits(x))
+
+    def greedy(self, x: Tensor) -> Tensor:
+        """The token ids int32 [T] of the largest `logits(x)`, on all tensor-parallel ranks, which do not exchange their logits."""
+        return self.head.greedy(self._local_logits(x))
+
+    def _local_logits(self, x: Tensor) -> Tensor:
+        """The logits [T, local rows] of this rank's rows of the vocabulary."""
         config = self.config
         logits = self.head(*self._head_input(x))
         if config.logit_scale != 1.0:

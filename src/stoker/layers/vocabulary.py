@@ -44,7 +44,7 @@ class Embedding:
 
 
 class Head:
-    """The output head. Each rank computes the logits of its rows of the vocabulary, and all ranks receive all logits.
+    """The output head. Each rank computes the logits of its rows of the vocabulary. Then all ranks receive all logits, or the largest ones.
 
     `bias` [local rows] is that of a head whose weight is the token embedding, which as a linear has none.
     """
@@ -58,11 +58,17 @@ class Head:
         return _weight_bytes(self.linear)
 
     def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
-        """Logits [T, vocab] on all ranks."""
+        """Logits [T, local rows] of this rank's rows of the vocabulary, those of the last ranks with padding."""
         logits = self.linear(x, fusion)
-        if self.bias is not None:
-            logits = logits + self.bias
+        return logits if self.bias is None else logits + self.bias
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """Logits [T, vocab] on all ranks, from those of each rank's rows."""
         return logits if self.group.size == 1 else self.group.all_gather(logits)[:, : self.vocab_size]
+
+    def greedy(self, logits: Tensor) -> Tensor:
+        """The token ids int32 [T] of the largest logits on all ranks, from those of each rank's rows (`ops.sample_shards`)."""
+        return ops.sample_shards(logits, self.vocab_size, self.group)
 
     def score(self, x: Tensor, targets: Tensor, fusion: Fusion = PLAIN, scale: float = 1.0, softcap: float | None = None) -> TokenScores:
         """How well the logits of x [T, width], which one rank computes alone, predict the tokens `targets` (`ops.score_tokens`)."""

@@ -173,6 +173,10 @@ def sample(rows: int, dtype: torch.dtype, all_greedy: bool) -> None:
     sampling.sample(meta(rows, 128256, dtype=dtype), draw)
 
 
+def sample_shard(rows: int, dtype: torch.dtype) -> None:
+    sampling.largest_over_ranks(sampling.largest_of_shard(meta(rows, 64128, dtype=dtype), 64128, 1, 2))
+
+
 def verify(nodes: int) -> None:
     masks = meta(4 * nodes, dtype=torch.int64)
     sampling.verify(index(4 * nodes), index(4 * nodes), index(4 * nodes), index(5), index(4 * nodes), masks, nodes - 1)
@@ -450,6 +454,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "sample greedy": lambda: sample(256, BF16, True),
     "sample drawn": lambda: sample(256, BF16, False),
     "sample drawn fp32": lambda: sample(1, FP32, False),
+    "sample shard": lambda: sample_shard(256, BF16),
     "rope decode": lambda: rope_store(1, BF16),
     "rope prefill": lambda: rope_store(8192, BF16),
     "rope fp8": lambda: rope_store(8192, FP8),

@@ -8,10 +8,10 @@ from torch import Tensor
 from stoker.kernels.native.library import GREEDY, VERIFY, kernels
 from stoker.kernels.native.linear import ACTIVATION_DTYPES
 from stoker.kernels.reference import sampling as reference
-from stoker.kernels.reference.sampling import logprobs
+from stoker.kernels.reference.sampling import largest_of_shard, largest_over_ranks, logprobs
 from stoker.kernels.types import DrawParams
 
-__all__ = ["logprobs", "sample", "verify"]
+__all__ = ["largest_of_shard", "largest_over_ranks", "logprobs", "sample", "verify"]
 
 
 def sample(logits: Tensor, params: DrawParams) -> Tensor:

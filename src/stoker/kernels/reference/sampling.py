@@ -27,6 +27,23 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
     return torch.where((params.temperature > 0) & (greedy >= 0), drawn, greedy)
 
 
+def largest_of_shard(logits: Tensor, num_ids: int, rank: int, num_ranks: int) -> Tensor:
+    """The largest logits of a rank's shard and their token ids (`ops.sample_shards`): float32 [L, num_ranks, 2], zeros for other ranks."""
+    size = logits.shape[1]
+    best = logits.float().masked_fill(torch.arange(size, device=logits.device) >= num_ids, float("-inf")).max(dim=-1)
+    pairs = best.values.new_zeros(len(logits), num_ranks, 2)
+    pairs[:, rank, 0] = best.values.masked_fill(best.values == float("inf"), float("nan"))
+    pairs[:, rank, 1] = best.indices + rank * size
+    return pairs
+
+
+def largest_over_ranks(pairs: Tensor) -> Tensor:
+    """The token ids of the largest logits of all ranks (`ops.sample_shards`)."""
+    best = pairs[:, :, 0].max(dim=-1)
+    ids = pairs[:, :, 1].gather(1, best.indices.unsqueeze(1)).squeeze(1)
+    return torch.where(best.values.isfinite(), ids, -1).to(torch.int32)
+
+
 def threshold(probs: Tensor, params: DrawParams) -> Tensor:
     """[L]: the smallest probability of each row that is not removed by top-k, then top-p of the rest, and min-p.
 

@@ -11,7 +11,7 @@ For a row of logits z [V], with x = z ÷ temperature:
 
 Draft tokens are accepted by a third kernel, `verify_kernel`, with one CTA per sequence.
 
-Two launches sample:
+Two launches sample on one rank:
 
     partial_argmax_kernel    grid rows × chunks of 8,192 logits      row of logits | chunk 0 | chunk 1 | ... |
                              the largest logit of each chunk                           v         v
@@ -20,6 +20,9 @@ Two launches sample:
 
 A threshold is found by bisection over the 32 bits of an order-preserving integer image of float32 (`ordered_bits`): 32 exact passes over
 a row that stays in L2, without scratch memory. Two passes more give the draw.
+
+Ranks that hold shards of the vocabulary sample greedily without the logits of the others: `shard_pair_kernel` writes the largest logit of a
+row and its token id, `ops.all_reduce` brings the pairs of all ranks together, and `largest_pair_kernel` compares them.
 
 Theoretical floor: one read of the logits (greedy), 46 µs for 768 rows of 128,256 at 4.28 TB/s. Sampling by threshold reads them 34 to 67
 times from L2. Greedy takes 53.8 µs on an H200, and 8.0 for 64 rows (floor 3.8); sampling was not measured by itself.
@@ -46,12 +49,8 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows == 0:
         return out
-    chunks = cdiv(vocab, _CHUNK)
-    best = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
-    best_id = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
-    partial_argmax_kernel[(rows, chunks)](
-        logits, best, best_id, vocab, logits.stride(0), chunks, CHUNK=_CHUNK, num_warps=8, **pdl_launch_options(logits)
-    )
+    best, best_id = _largest_of_chunks(logits)
+    chunks = best.shape[1]
     draw_kernel[(rows,)](
         logits,
         best,
@@ -73,6 +72,51 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
         **pdl_launch_options(logits),
     )
     return out
+
+
+def largest_of_shard(logits: Tensor, num_ids: int, rank: int, num_ranks: int) -> Tensor:
+    """The largest logits of a rank's shard and their token ids (`ops.sample_shards`), by two launches."""
+    rows = logits.shape[0]
+    pairs = torch.empty(rows, num_ranks, 2, dtype=torch.float32, device=logits.device)
+    if rows:
+        best, best_id = _largest_of_chunks(logits, num_ids)
+        chunks = best.shape[1]
+        shard_pair_kernel[(rows,)](
+            best,
+            best_id,
+            pairs,
+            rank,
+            rank * logits.shape[1],
+            chunks,
+            CHUNKS=next_power_of_2(chunks),
+            RANKS=num_ranks,
+            num_warps=1,
+            **pdl_launch_options(logits),
+        )
+    return pairs
+
+
+def largest_over_ranks(pairs: Tensor) -> Tensor:
+    """The token ids of the largest logits of all ranks (`ops.sample_shards`), by one launch."""
+    out = torch.empty(len(pairs), dtype=torch.int32, device=pairs.device)
+    if len(pairs):
+        largest_pair_kernel[(len(pairs),)](pairs, out, RANKS=pairs.shape[1], num_warps=1, **pdl_launch_options(pairs))
+    return out
+
+
+def _largest_of_chunks(logits: Tensor, num_ids: int | None = None) -> tuple[Tensor, Tensor]:
+    """The largest logit of each chunk of a row, float32 [rows, chunks], and its place in the row, int32 [rows, chunks].
+
+    `num_ids`: logits from this place on are padding; None: there is no padding.
+    """
+    rows, vocab = logits.shape
+    chunks = cdiv(vocab, _CHUNK)
+    best = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
+    best_id = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
+    partial_argmax_kernel[(rows, chunks)](
+        logits, best, best_id, vocab, num_ids, logits.stride(0), chunks, CHUNK=_CHUNK, num_warps=8, **pdl_launch_options(logits)
+    )
+    return best, best_id
 
 
 def verify(
@@ -115,12 +159,13 @@ def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, T
     return chosen, best - total[:, None], ids.to(torch.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids"])
 def partial_argmax_kernel(
     logits_ptr,  # [rows, vocab]
     best_ptr,  # float32 [rows, chunks]: the largest logit of each chunk; NaN when one of them is NaN or +inf
     best_id_ptr,  # int32 [rows, chunks]: its token id, the smallest of equals; of a NaN, any number
     vocab,
+    num_ids,  # logits from this place on are padding; None: there is none
     stride_row,
     chunks,
     CHUNK: tl.constexpr,
@@ -134,6 +179,8 @@ def partial_argmax_kernel(
     index = tl.arange(0, CHUNK)
     inside = index < vocab - chunk * CHUNK
     x = tl.load(logits_ptr + row * stride_row + chunk * CHUNK + index, mask=inside, other=float("-inf")).to(tl.float32)
+    if num_ids is not None:
+        x = tl.where(index < num_ids - chunk * CHUNK, x, float("-inf"))
     # Two reductions, of values and then of indices, take a third of the instructions of one over pairs.
     value = tl.reduce(x, 0, maximum_or_nan)
     first = tl.min(tl.where(x == value, index, CHUNK), 0)
@@ -145,6 +192,60 @@ def partial_argmax_kernel(
 def maximum_or_nan(a, b):
     """The larger number, or NaN if one of them is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_of(best, ids):
+    """The largest of `best` [N] and its token id of `ids`, the smallest of equals. NaN and any number if one of `best` is NaN."""
+    top = tl.reduce(best, 0, maximum_or_nan)
+    return top, tl.min(tl.where(best == top, ids, 2147483647), 0)
+
+
+@triton.jit
+def id_of_largest(top, token_id):
+    """`token_id`, or -1 if the largest logit `top` is NaN, or -inf: if every token is banned."""
+    return tl.where((top != top) | (top == float("-inf")), -1, token_id)
+
+
+@triton.jit(do_not_specialize=["rank", "first_id"])
+def shard_pair_kernel(
+    best_ptr,  # float32 [rows, chunks], results of `partial_argmax_kernel`
+    best_id_ptr,  # int32 [rows, chunks]
+    pairs_ptr,  # float32 [rows, RANKS, 2]: (largest logit, its token id) in this rank's place, zeros elsewhere
+    rank,
+    first_id,  # the token id of the first logit
+    chunks,
+    CHUNKS: tl.constexpr,  # chunks, rounded up to a power of two
+    RANKS: tl.constexpr,  # a power of two
+    USE_PDL: tl.constexpr,
+):
+    """One CTA: the pair of one row. The sum of the pairs of all ranks has the pair of each in its place, also if one is NaN or -inf."""
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
+    row = tl.program_id(0)
+    chunk = tl.arange(0, CHUNKS)
+    best = tl.load(best_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
+    ids = tl.load(best_id_ptr + row * chunks + chunk, mask=chunk < chunks, other=0)
+    top, chosen = largest_of(best, ids)
+    place = tl.arange(0, 2 * RANKS)
+    own = tl.where(place % 2 == 0, top, (first_id + chosen).to(tl.float32))
+    tl.store(pairs_ptr + row * 2 * RANKS + place, tl.where(place // 2 == rank, own, 0.0))
+
+
+@triton.jit
+def largest_pair_kernel(
+    pairs_ptr,  # float32 [rows, RANKS, 2]: (largest logit, its token id) of each rank
+    out_ptr,  # int32 [rows]: token ids; -1 for a row whose largest logit is not a number
+    RANKS: tl.constexpr,  # a power of two
+    USE_PDL: tl.constexpr,
+):
+    """One CTA: the token id of one row."""
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
+    row = tl.program_id(0)
+    pair_ptr = pairs_ptr + row * 2 * RANKS + 2 * tl.arange(0, RANKS)
+    top, chosen = largest_of(tl.load(pair_ptr), tl.load(pair_ptr + 1).to(tl.int32))
+    tl.store(out_ptr + row, id_of_largest(top, chosen))
 
 
 @triton.jit
@@ -268,22 +369,18 @@ def draw_kernel(
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     best = tl.load(best_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
-    is_invalid = tl.max((best != best).to(tl.int32), 0)
     ids = tl.load(best_id_ptr + row * chunks + chunk, mask=chunk < chunks, other=0)
-    top = tl.max(best, 0)
-    is_invalid = tl.where(top == float("-inf"), 1, is_invalid)  # every token is banned
-    chosen = tl.min(tl.where(best == top, ids, 2147483647), 0)
-    if GREEDY:
-        tl.store(out_ptr + row, tl.where(is_invalid > 0, -1, chosen))
-    else:
+    top, chosen = largest_of(best, ids)
+    chosen = id_of_largest(top, chosen)
+    if not GREEDY:
         temperature = tl.load(temperature_ptr + row)
-        if (temperature > 0) & (is_invalid == 0):
+        if (temperature > 0) & (chosen >= 0):
             row_ptr = logits_ptr + row * stride_row
             scale = 1.0 / tl.maximum(temperature, 1e-6)
             top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
             u = uniform(tl.load(seed_ptr + row), tl.load(counter_ptr + row))
             chosen = draw_token(row_ptr, vocab, top, scale, top_k, top_p, min_p, u, chosen, BLOCK)
-        tl.store(out_ptr + row, tl.where(is_invalid > 0, -1, chosen))
+    tl.store(out_ptr + row, chosen)
 
 
 @triton.jit

@@ -330,8 +330,9 @@ class ModelRunner:
         )
         ranks = self._set_uniform_counts(step)
         batch = self._resolve(step)
-        logits = self.model(batch, self.caches) if all_layers else self._run_representatives(batch)
-        if not self.world.is_leader:
+        states = self.model.hidden_states(batch, self.caches) if all_layers else self._run_representatives(batch)
+        logits = None if states is None else self.model.logits(states)
+        if logits is None or not self.world.is_leader:
             self._store_last_ids(step, self._unknown_ids(step, ranks), ranks)
             return
         rows, counters = self._rows_to_sample(step, ranks)
@@ -342,12 +343,12 @@ class ModelRunner:
         if self.draft_runner is not None:
             self.draft_runner.run(batch, step, token_ids, None, self.draft_runner.drafter.num_drafts, False)
 
-    def _run_representatives(self, batch: ForwardBatch) -> Tensor:
-        """The logits after the layers that stand for all: the same kernels and as much memory, in less time."""
+    def _run_representatives(self, batch: ForwardBatch) -> Tensor | None:
+        """The states after the layers that stand for all: the same kernels and as much memory, in less time."""
         if self._representatives is None:
-            return self.model(batch, self.caches)
+            return self.model.hidden_states(batch, self.caches)
         with self.model.only_layers(self._representatives):
-            return self.model(batch, [self.caches[i] for i in self._representatives])
+            return self.model.hidden_states(batch, [self.caches[i] for i in self._representatives])
 
     def zero_blocks(self, blocks: list[int]) -> None:
         """Zero blocks that may contain NaN on all ranks, before other sequences use them.
@@ -374,8 +375,8 @@ class ModelRunner:
         """
         ranks = self._set_uniform_counts(inputs)
         batch = self._resolve(inputs)
-        logits = self.model(batch, self.caches)
-        yield from self._after_model(inputs, batch, logits, ranks, max_drafts, all_greedy)
+        states = self.model.hidden_states(batch, self.caches)
+        yield from self._after_layers(inputs, batch, states, ranks, max_drafts, all_greedy)
 
     def _launch_all(self, inputs: StepInputs, max_drafts: int) -> None:
         """Launch the kernels of all parts of a step, those of greedy sampling and those of any sampling.
@@ -385,25 +386,26 @@ class ModelRunner:
         ranks = self._set_uniform_counts(inputs)
         batch = self._resolve(inputs)
         with contextlib.nullcontext() if self.draft_runner is None else self.draft_runner.drafter.retained_states():
-            logits = self._run_representatives(batch)
+            states = self._run_representatives(batch)
             for all_greedy in (True, False):
-                for _ in self._after_model(inputs, batch, logits, ranks, max_drafts, all_greedy):
+                for _ in self._after_layers(inputs, batch, states, ranks, max_drafts, all_greedy):
                     pass
 
-    def _after_model(
-        self, inputs: StepInputs, batch: ForwardBatch, logits: Tensor, ranks: RankCounts | None, max_drafts: int, all_greedy: bool
+    def _after_layers(
+        self, inputs: StepInputs, batch: ForwardBatch, states: Tensor | None, ranks: RankCounts | None, max_drafts: int, all_greedy: bool
     ) -> Iterator[PlainStep]:
-        """The sampler, then the drafter. Yields the results after each part of the step."""
+        """The head and the sampler, then the drafter. Yields the results after each part of the step.
+
+        `states`: a result of `Decoder.hidden_states`.
+        """
         verified: Verified | None = None
-        if self.world.is_leader:
-            token_ids = newest = ops.sample(logits, self.sampler.table.gather(*self._rows_to_sample(inputs, ranks), all_greedy))
-            if max_drafts:
-                verified = verify(token_ids, drafts_of(inputs, batch, max_drafts))
-                newest = verified.newest
-        else:
-            token_ids = newest = self._unknown_ids(inputs, ranks)
+        token_ids = newest = self._sample_plain(inputs, states, ranks, all_greedy)
+        is_known = self._samples_shards and all_greedy and not max_drafts
+        if max_drafts:
+            verified = verify(token_ids, drafts_of(inputs, batch, max_drafts)) if self.world.is_leader else None
+            newest = self._unknown_ids(inputs, ranks) if verified is None else verified.newest
         self._accept_states(inputs, batch, verified)
-        self._store_last_ids(inputs, newest, ranks, verified)
+        self._store_last_ids(inputs, newest, ranks, verified, is_known=is_known)
         drafts = self.draft_runner.buffer(newest) if self.draft_runner is not None else None
         num_parts = 2 + self.draft_runner.drafter.num_parts if self.draft_runner is not None else 1
         result = PlainStep(token_ids if verified is None else verified, drafts, num_parts)
@@ -411,6 +413,15 @@ class ModelRunner:
         if self.draft_runner is not None and drafts is not None:
             for _ in self.draft_runner.parts(batch, inputs, newest, verified, drafts, all_greedy):
                 yield result
+
+    def _sample_plain(self, inputs: StepInputs, states: Tensor | None, ranks: RankCounts | None, all_greedy: bool) -> Tensor:
+        """The ids of the next tokens without features, on the leader or, where `_samples_shards`, on all ranks. Others return zeros."""
+        if states is not None and all_greedy and self._samples_shards:
+            return self.model.greedy(states)
+        logits = None if states is None else self.model.logits(states)  # on all ranks, which exchange them
+        if logits is None or not self.world.is_leader:
+            return self._unknown_ids(inputs, ranks)
+        return ops.sample(logits, self.sampler.table.gather(*self._rows_to_sample(inputs, ranks), all_greedy))
 
     def _move(self, packed: PackedStep) -> None:
         """Copy the keys and values that accepted drafts of trees have in other slots than those of their positions."""
@@ -443,6 +454,11 @@ class ModelRunner:
         """Whether steps read ids that only the device has. On a CPU, where steps do not overlap, these are the drafts of a drafter."""
         return self.device.type != "cpu" or self._broadcasts_ids or self.tracker is not None or self.draft_runner is not None
 
+    @property
+    def _samples_shards(self) -> bool:
+        """Whether captured steps sample greedily on every rank, each from the logits that it computes, without those of the others."""
+        return self._broadcasts_ids and self.world.data_parallel == 1
+
     def _resolve(self, inputs: StepInputs) -> ForwardBatch:
         """The batch with the positions and ids that only the device has."""
         batch = inputs.batch
@@ -452,16 +468,19 @@ class ModelRunner:
             self.tracker.correct(inputs)
         return dataclasses.replace(batch, token_ids=ops.resolve(batch.token_ids, self.last_ids))
 
-    def _store_last_ids(self, inputs: StepInputs, token_ids: Tensor, ranks: RankCounts | None, verified: Verified | None = None) -> None:
+    def _store_last_ids(
+        self, inputs: StepInputs, token_ids: Tensor, ranks: RankCounts | None, verified: Verified | None = None, *, is_known: bool = False
+    ) -> None:
         """Store the sampled ids of all data-parallel ranks for the next step, on every rank that needs them.
 
         `token_ids`: int32 [S], the newest one of each sequence; `verified`: all that a step with drafts yields, for the tracker.
+        `is_known`: every rank has sampled the same ids.
         """
         if self.tracker is not None:
             self.tracker.append(inputs, token_ids, verified)
         if not self._resolves_ids:
             return
-        if self._broadcasts_ids:
+        if self._broadcasts_ids and not is_known:
             token_ids = (self.world.tensor if ranks is None else self.world.everyone).broadcast(token_ids)
         if ranks is not None:
             token_ids = token_ids.split(ranks.sampled)[self.world.rank]
