@@ -33,15 +33,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
     return out
 
 
-def test_captured_greedy_steps_exchange_no_logits_and_no_ids(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_greedy_steps_gather_no_logits_and_broadcast_no_ids(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = load(folder / "one")
     expected = generate(one, prompts(), 20)
     sampled = generate(one, prompts()[:5], 10, temperature=1.0, seed=5)
     groups = groups_of_threads(SIZE)
-    exchanged: list[str] = []
+    called: list[str] = []
     for name in ("all_gather", "broadcast"):
         method = getattr(groups[0], name)
-        monkeypatch.setattr(groups[0], name, lambda x, name=name, method=method: exchanged.append(name) or method(x))
+        monkeypatch.setattr(groups[0], name, lambda x, name=name, method=method: called.append(name) or method(x))
     worlds = [World(group.rank, SIZE, tensor=group, everyone=group) for group in groups]
     executor, followers, _ = executor_of_threads(
         Engine.open(folder / "two"), worlds, lambda sizes: Scheduler(policy="max_utilization", **sizes), graphs=CalledSteps
@@ -49,9 +49,9 @@ def test_captured_greedy_steps_exchange_no_logits_and_no_ids(folder: Path, monke
     num_unknown = count_unknown_ids(executor)
     try:
         assert generate(executor, prompts(), 20) == expected
-        assert not exchanged and num_unknown() > 50 and executor.scheduler.num_preemptions > 0
+        assert not called and num_unknown() > 50 and executor.scheduler.num_preemptions > 0
         assert generate(executor, prompts()[:5], 10, temperature=1.0, seed=5) == sampled
-        assert set(exchanged) == {"all_gather", "broadcast"}
+        assert set(called) == {"all_gather", "broadcast"}
         assert generate(executor, prompts()[:2], 6, logprobs=1) == [tokens[:6] for tokens in expected[:2]], "a step without a graph"
         assert generate(executor, prompts(), 20) == expected, "greedy steps after those that draw"
     finally:
