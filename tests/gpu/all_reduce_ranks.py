@@ -1,4 +1,4 @@
-"""All-reduces of tensor-parallel ranks, a process and a GPU for each: `all_reduce_ranks.py NUM_RANKS`."""
+"""All-reduces, and sampling from shards, of tensor-parallel ranks with a GPU each: `all_reduce_ranks.py NUM_RANKS`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ HIDDEN, TOP_K = 4096, 2
 # Tokens: a unit, less than a wave of CTAs, messages of several waves, the largest one of two ranks, and one that is not a whole unit.
 SUMMED = (1, 3, 64, 384, 512, 768, 1024, 2048)
 REPLAYS = 100
+SAMPLED, VOCABULARY = 200, 128_251  # rows, and logits, of which the last rank has fewer
 
 
 def message(seed: int, tokens: int, size: int = HIDDEN) -> Tensor:
@@ -80,5 +81,30 @@ def check_sums(group: SymmetricGroup) -> None:
             assert error < 3e-3, (SUMMED[i], float(error))
 
 
+def check_shards(group: SymmetricGroup) -> None:
+    """Greedy tokens from shards of the logits, in a graph: those of all logits, on every rank. There are ties between shards."""
+    logits = torch.randint(-9, 9, (SAMPLED, VOCABULARY), generator=torch.Generator("cuda").manual_seed(0), device="cuda").to(DTYPE)
+    logits[SAMPLED // 2 :] = torch.randn(logits[SAMPLED // 2 :].shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda").to(
+        DTYPE
+    )
+    size = -(-VOCABULARY // group.size)
+    shard = torch.nn.functional.pad(logits, (0, group.size * size - VOCABULARY), value=99.0).split(size, 1)[group.rank].contiguous()
+    ops.sample_shards(shard, VOCABULARY, group)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = ops.sample_shards(shard, VOCABULARY, group)
+    for _ in range(REPLAYS):
+        found.zero_()
+        graph.replay()
+        largest = logits == logits.amax(1, keepdim=True)
+        assert torch.equal(found, largest.int().argmax(1).int()), "the first of the largest logits"
+
+
+def check(group: SymmetricGroup) -> None:
+    check_sums(group)
+    check_shards(group)
+
+
 if __name__ == "__main__":
-    run_ranks(check_sums, int(sys.argv[1]))
+    run_ranks(check, int(sys.argv[1]))
