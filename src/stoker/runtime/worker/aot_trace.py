@@ -203,4 +203,5 @@ def _decode_edges(runner: ModelRunner) -> set[int]:
     Captured steps have fixed numbers of decodes, but beside a prompt there may be any number.
     """
     edges = decode_tile_edges(num_sms(META), device_tuning(META))
-    return {cdiv(edge, cache.keys.shape[1]) for cache in runner.caches for edge in edges}
+    kv_heads = {cache.keys.shape[1] for cache in runner.caches} - {0}  # a layer without attention has a cache without heads
+    return {cdiv(edge, heads) for heads in kv_heads for edge in edges}
