@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
     parser.add_argument("--expert-parallel", action="store_true")
+    parser.add_argument("--kv-cache-fraction", type=float, help="fraction of the free memory for the KV cache")
     parser.add_argument("--no-kernels", action="store_true", help="compile kernels at the start instead of in the build")
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -109,6 +110,7 @@ def main() -> None:
         "config": args.config,
         "tensor_parallel": mapping.tensor_parallel,
         "pipeline_parallel": mapping.pipeline_parallel,
+        "kv_cache_fraction": args.kv_cache_fraction,
     }
     with tempfile.TemporaryDirectory() as folder:
         limits = Limits(max_batch_size=args.max_batch, max_input_len=args.max_len, max_output_len=args.max_len, max_num_tokens=8192)
@@ -122,7 +124,8 @@ def main() -> None:
         )
         print(f"build {time.time() - started:.1f} s", flush=True)
         started = time.time()
-        executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False, max_queue_size=1 << 20), SynchronousMailbox)
+        runtime = RuntimeConfig(prefix_reuse=False, max_queue_size=1 << 20, kv_cache_fraction=args.kv_cache_fraction)
+        executor = load_executor(folder + "/engine", runtime, SynchronousMailbox)
         results["ready_s"] = time.time() - started
         print(f"ready after {results['ready_s']:.1f} s; kernels: {counts}", flush=True)
         results["kernels_at_start"] = {"cached": counts.cached, "compiled": counts.compiled}

@@ -18,6 +18,7 @@ from stoker.base.types import SamplingParams
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.profiling.mailbox import SynchronousMailbox
+from stoker.runtime.aot import compile_kernels
 from stoker.runtime.client import Cancel
 from stoker.runtime.executor import Executor
 from stoker.runtime.request import TokenRequest
@@ -70,7 +71,8 @@ def main(device: str, folder: str) -> None:
     model = tiny.model(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     limits = Limits(max_batch_size=8, max_input_len=128, max_output_len=64, max_num_tokens=256)
     config = BuildConfig(device=device, dtype="bfloat16", limits=limits, mapping=Mapping(tensor_parallel=2))
-    engine = build(tiny.save(model, Path(folder, "checkpoint")), Path(folder, "engine"), config, verify="none")
+    kernels = None if device == "cpu" else compile_kernels  # in parallel, where the start of an engine compiles one after the other
+    engine = build(tiny.save(model, Path(folder, "checkpoint")), Path(folder, "engine"), config, verify="none", kernels=kernels)
     for cuda_graphs in (True, False):
         executor = load(engine.path, kv_cache_tokens=2048, cuda_graphs=cuda_graphs, prefix_reuse=False)
         try:
