@@ -10,6 +10,8 @@ of the token's position:
 q [T, num_heads, size] is normalized and rotated in place. k [T, kv_heads, size], likewise, and v [T, kv_heads, value_size] are stored at
 slot block × block_size + place of the cache (`kv_pages`): as they are, or in an 8-bit cache as round(x ÷ scale of the head).
 
+Decode steps with few rows do the same within the attention launch (`attention.new_token`, `attention.new_token_8bit`).
+
 With `key_balance`, heads are multiplied by factors per feature and go through a Hadamard transform (`hadamard`), after which no feature
 stands out (QuaRot, arXiv 2404.00456); products of queries and keys stay the same. With `key_mean`, keys are stored less a mean.
 

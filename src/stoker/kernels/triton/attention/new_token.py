@@ -1,4 +1,6 @@
-"""The new token of each decode row: rotated and stored by the CTAs that attend for it, which saves one launch per layer (1.2 µs).
+"""The new token of each decode row over a cache of the queries' dtype: rotated and stored by the CTAs that attend for it.
+
+This saves one launch per layer (1.2 µs). `new_token_8bit` does the same for 8-bit caches.
 
 Without this, `rope_store` normalizes and rotates queries and keys and writes the cache in a launch of its own. Here every CTA of a row
 does so with its own queries. Only the last split of a row sees the new key, so its CTAs store the key and the value before they read keys;
