@@ -132,7 +132,11 @@ def queries_and_stored_token(
     new_value_ptr = new.values_ptr + row.to(tl.int64) * new.stride_value_token + kv_head * new.stride_value_head
     one_row = tl.zeros([1, 1], tl.int32)
     parts = load_parts(tl.where(is_key, new_key_ptr, q_rows[:, None]), 0, is_query | is_key, FEATURES)
-    value = load_features(new_value_ptr, one_row, one_row == 0, 0, VALUE, FEATURES.block_value)
+    # The latency of the value overlaps with that of queries and key. A load for a later store is moved behind the transform by ptxas.
+    if is_stored:
+        value = load_features(new_value_ptr, one_row, one_row == 0, 0, VALUE, FEATURES.block_value)
+        value_page = page_offset(slot, BLOCK_SIZE, cache.stride_value_block, VALUE) + kv_head * cache.stride_value_head
+        store_features(cache.values_ptr, value_page + one_row, value, value_scale, one_row == 0, 0, VALUE, FEATURES.block_value)
     parts = normalized(parts, weights, FEATURES)
     parts = rotated(parts, angles, FEATURES)
     if new.key_balance_ptr is not None:
@@ -146,6 +150,4 @@ def queries_and_stored_token(
                 keys = parts[0] - mean[0] * key_scale, parts[1] - mean[1] * key_scale, parts[2] - mean[2] * key_scale
         key_page = page_offset(slot, BLOCK_SIZE, cache.stride_key_block, FEATURES.size) + kv_head * cache.stride_key_head
         store_parts(cache.keys_ptr, key_page + is_key.to(tl.int32) * 0, keys, key_scale, is_key, FEATURES)
-        value_page = page_offset(slot, BLOCK_SIZE, cache.stride_value_block, VALUE) + kv_head * cache.stride_value_head
-        store_features(cache.values_ptr, value_page + one_row, value, value_scale, one_row == 0, 0, VALUE, FEATURES.block_value)
     return even_and_odd_features(rounded, FEATURES)
