@@ -30,9 +30,9 @@ import triton
 import triton.language as tl
 
 from stoker.kernels.triton.attention.arguments import HeadPages, TileOrigin
-from stoker.kernels.triton.attention.key_tile import block_ids, load_part
+from stoker.kernels.triton.attention.key_tile import block_ids, load_part, page_rows, prefetch_rows
 from stoker.kernels.triton.attention.new_token import load_rotated_part, norm_factor, norm_weights, rotary_factors, store_new_token
-from stoker.kernels.triton.attention.new_token_8bit import load_tile_constants, queries_and_stored_token
+from stoker.kernels.triton.attention.new_token_8bit import load_tile, load_tile_constants, queries_and_stored_token
 from stoker.kernels.triton.attention.query_tile import (
     LOG2E,
     as_query_operand,
@@ -167,8 +167,16 @@ def decode_attention_kernel(
     else:
         is_stored = (slot >= 0) & (split == used - 1)  # only the last split reads the new key
         if PAIRS is not None:
+            parts = load_tile(q_rows, new, row, kv_head, is_query, is_key, FEATURES)
+            if FORMAT.packed:
+                # The first tile of keys and values arrives while the queries are loaded and transformed.
+                key_rows = page_rows(keys_ptr, first_block, begin, cache.stride_key_block, SIZE, BLOCK_SIZE, TILE.block_n)
+                prefetch_rows(key_rows, SIZE)
+                VALUE_SIZE: tl.constexpr = SHAPE.value_size
+                value_rows = page_rows(values_ptr, first_block, begin, cache.stride_value_block, VALUE_SIZE, BLOCK_SIZE, TILE.block_n)
+                prefetch_rows(value_rows, VALUE_SIZE)
             q1, q2 = queries_and_stored_token(
-                q_ptr, q_rows, new, cache, tile_constants, row, kv_head, slot, is_stored, is_query, is_key, FEATURES, BLOCK_SIZE
+                parts, new, cache, tile_constants, row, kv_head, slot, is_stored, is_key, FEATURES, BLOCK_SIZE
             )
         else:
             factor = norm_factor(q_rows, rows.inside, SHAPE, FEATURES)

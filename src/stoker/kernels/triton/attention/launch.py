@@ -54,6 +54,8 @@ CACHE_DTYPES = (*QUERY_DTYPES, torch.int8, torch.float8_e4m3fn)
 PAIRED_SIZES = (64, 128, 256)  # head sizes that are read two 8-bit features at a time: half of them is a power of two
 MAX_VERIFIED_TOKENS = 9  # rows of at most this number of tokens have tiles for draft tokens (`verify_tile`)
 MAX_SPLIT_TILES = 1 << 16  # query tiles that have a counter
+# Of four warps that store a token of an 8-bit cache, so that a CTA of the fused layer kernel, 8 warps of as many, fits on their SM.
+MAX_KEY_ROW_REGISTERS = 168
 MAX_FLAG_WORDS = 8192  # words of a split's result when splits combine by flags
 # Scratch for splits of one launch. A launch that would need more has thousands of tiles, which fill the device without splits: 8,192
 # tokens of a prompt of 131,072 with 32 / 8 heads would take 4 GiB, with 128 heads of a latent of 576 all 74 GiB.
@@ -202,6 +204,7 @@ def decode(
         LAUNCH_DEPENDENTS=_launches_dependents(q, num_tiles, params),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        maxnreg=None if new is None or pairs is None else MAX_KEY_ROW_REGISTERS,
         **pdl_launch_options(q),
     )
 

@@ -105,9 +105,23 @@ def even_and_odd_features(parts, FEATURES: tl.constexpr):
 
 
 @triton.jit
-def queries_and_stored_token(
-    q_ptr,  # [rows, num_heads, size]
+def load_tile(
     q_rows,  # [M]: pointers to the queries of the tile
+    new,  # NewTokens
+    row,  # of the step
+    kv_head,
+    is_query,  # bool [M, 1]
+    is_key,  # bool [M, 1]
+    FEATURES: tl.constexpr,  # HeadFeatures
+):
+    """The parts of the queries of the tile, and of the new key."""
+    new_key_ptr = new.keys_ptr + row.to(tl.int64) * new.stride_key_token + kv_head * new.stride_key_head
+    return load_parts(tl.where(is_key, new_key_ptr, q_rows[:, None]), 0, is_query | is_key, FEATURES)
+
+
+@triton.jit
+def queries_and_stored_token(
+    parts,  # of `load_tile`
     new,  # NewTokens
     cache,  # KVPages
     constants,  # of `load_tile_constants`
@@ -115,7 +129,6 @@ def queries_and_stored_token(
     kv_head,
     slot,
     is_stored,  # False: store nothing
-    is_query,  # bool [M, 1]
     is_key,  # bool [M, 1]
     FEATURES: tl.constexpr,  # HeadFeatures
     BLOCK_SIZE: tl.constexpr,
@@ -126,12 +139,10 @@ def queries_and_stored_token(
     """
     weights, angles, factors, mean, scales = constants
     key_scale, value_scale = scales
-    QUERY: tl.constexpr = q_ptr.dtype.element_ty
+    QUERY: tl.constexpr = parts[0].dtype
     VALUE: tl.constexpr = FEATURES.value_size
-    new_key_ptr = new.keys_ptr + row.to(tl.int64) * new.stride_key_token + kv_head * new.stride_key_head
     new_value_ptr = new.values_ptr + row.to(tl.int64) * new.stride_value_token + kv_head * new.stride_value_head
     one_row = tl.zeros([1, 1], tl.int32)
-    parts = load_parts(tl.where(is_key, new_key_ptr, q_rows[:, None]), 0, is_query | is_key, FEATURES)
     # The latency of the value overlaps with that of queries and key. A load for a later store is moved behind the transform by ptxas.
     if is_stored:
         value = load_features(new_value_ptr, one_row, one_row == 0, 0, VALUE, FEATURES.block_value)
