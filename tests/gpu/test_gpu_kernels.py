@@ -224,6 +224,45 @@ def test_rope_store_with_norms(sizes: tuple[int, int, int], dim: int, cache_dtyp
         assert relative_error(found, expected) < (3e-2 if is_8_bit else BOUND[torch.bfloat16])
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("sizes", "dim", "interleaved"),
+    [((32, 8, 128), 128, False), ((32, 4, 128), 128, False), ((32, 2, 128), 64, True), ((9, 3, 64), 64, True), ((8, 1, 256), 0, False)],
+)
+def test_rope_attention_over_8_bit_keys(
+    sizes: tuple[int, int, int], dim: int, interleaved: bool, cache_dtype: torch.dtype, normed: bool, rows: int
+) -> None:
+    """One launch stores the bytes that `rope_store` stores, several times, and its output is that of two launches."""
+    heads, kv_heads, size = sizes
+    cache, batch = ragged([(1, random.randrange(1, 3000)) for _ in range(rows)], kv_heads, size, 64, torch.bfloat16)
+    batch = ForwardBatch(
+        *(t.cuda() for t in (batch.token_ids, batch.seq_lens - 1, batch.slots, batch.query_starts, batch.seq_lens, batch.block_tables)),
+        rows, 1, batch.max_seq_len,
+    )  # fmt: skip
+    last = batch.positions.long()
+    batch.slots = (batch.block_tables.gather(1, last[:, None] // 64)[:, 0] * 64 + last % 64).int()
+    scale = (torch.rand(kv_heads) / 20 + 0.03).cuda()
+    units = [(pages.nan_to_num().cuda() / scale[:, None, None]).clamp(-127, 127) for pages in (cache.keys, cache.values)]  # type: ignore[union-attr]
+    balance = (torch.rand(kv_heads, 2, size) + 0.5).cuda()
+    mean = torch.randn(kv_heads, 3, size).cuda() * 9 if size <= 128 else None
+    angles = torch.rand(3000, dim // 2).cuda() * 6
+    norms = HeadNorms((torch.rand(size) * 2).cuda(), (torch.rand(size) * 2).cuda(), 1e-6) if normed else None
+    rotary = Rotary(batch.positions, torch.cat((angles.cos(), angles.sin()), 1) if dim else None, interleaved, norms)
+    params = AttentionParams(size**-0.5, before_fused_layer=True)
+    for _ in range(5):
+        qkv = torch.randn(rows, heads + 2 * kv_heads, size, dtype=torch.bfloat16, device="cuda")
+        one, two = (KVCache(*(pages.to(cache_dtype) for pages in units), scale, scale, balance, mean) for _ in range(2))
+        out = ops.rope_attention(*qkv.clone().split((heads, kv_heads, kv_heads), 1), rotary, one, batch, params)
+        q = ops.rope_store(*qkv.split((heads, kv_heads, kv_heads), 1), rotary, two, batch.slots)
+        assert relative_error(out, ops.attention(q, two, batch, params)) < 5e-3
+        for found, expected in ((one.keys, two.keys), (one.values, two.values)):
+            # Another order of summation may round a normed feature to the next bfloat16.
+            different = int((found.view(torch.int8) != expected.view(torch.int8)).sum())  # type: ignore[union-attr]
+            assert different <= (rows * kv_heads * size // 50 if normed else 0)
+
+
 def check_8_bit_cache(
     sizes: tuple[int, int, int],
     features: dict,

@@ -20,8 +20,8 @@ from stoker.runtime.worker.aot_trace import EAGER_TOKENS
 POSITIONS = 40
 
 
-def table(dim: int) -> Tensor:
-    angles = torch.arange(POSITIONS)[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+def table(dim: int, positions: int = POSITIONS) -> Tensor:
+    angles = torch.arange(positions)[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
     return torch.cat((angles.cos(), angles.sin()), -1).float()
 
 

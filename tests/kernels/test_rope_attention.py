@@ -44,7 +44,7 @@ CASES = {
 
 
 def new_tokens(case: Case, dim: int, interleaved: bool) -> tuple[Any, ...]:
-    """The arguments of `rope_attention` for decode rows whose last keys and values are not in the cache yet: its slots hold NaN."""
+    """The arguments of `rope_attention` for decode rows whose last keys and values are not in the cache yet: its slots hold NaN or 99."""
     q, cache, batch, params = case.build()
     assert cache.values is not None
     places = batch.seq_lens.long() - 1
@@ -55,7 +55,7 @@ def new_tokens(case: Case, dim: int, interleaved: bool) -> tuple[Any, ...]:
         params = replace(params, alibi_slopes=torch.rand(case.heads))
     for pages in (cache.keys, cache.values):
         for slot in batch.slots.tolist():
-            pages[slot // case.block_size, :, slot % case.block_size] = float("nan")
+            pages[slot // case.block_size, :, slot % case.block_size] = float("nan") if pages.is_floating_point() else 99
     fused = torch.full((len(case.rows), case.kv_heads, case.size + (case.value_size or case.size) + 24), float("nan"), dtype=case.dtype)
     k, v = fused[..., 8 : 8 + case.size], fused[..., 16 + case.size : -8]
     for x in (k, v):
@@ -153,6 +153,127 @@ def test_padding_rows_store_nothing_and_give_zeros(normed: bool) -> None:
     for pages, before in zip((cache.keys, cache.values), want, strict=True):
         pages[slot // cache.block_size, :, slot % cache.block_size] = before[slot // cache.block_size, :, slot % cache.block_size]
         assert torch.equal(pages.nan_to_num(99.0), before.nan_to_num(99.0))
+
+
+FP8 = torch.float8_e4m3fn
+WIDE: dict[str, Any] = {"size": 128, "dtype": BF16, "cache_dtype": FP8, "block_size": 64}
+NARROW: dict[str, Any] = {"size": 64, "dtype": FP16, "cache_dtype": torch.int8, "block_size": 32}
+# case, rotated features, interleaved, normed
+CASES_8_BIT = {
+    "half of Llama-3.1-70B": (Case([(1, 90)], heads=16, mean=True, **WIDE), 128, False, False),
+    "two rows": (Case([(1, 64), (1, 65)], mean=True, **WIDE), 128, False, False),
+    "a row of one key, which has no mean": (Case([(1, 1)], mean=True, **WIDE), 128, False, False),
+    "two means": (Case([(1, 1100)], heads=2, kv_heads=1, mean=True, **WIDE), 128, False, False),
+    "one head of a group": (Case([(1, 40)], heads=2, mean=True, **WIDE), 128, False, False),
+    "norms": (Case([(1, 40)], mean=True, **WIDE), 128, False, True),
+    "interleaved": (Case([(1, 40)], mean=True, **WIDE), 128, True, False),
+    "half of a head": (Case([(1, 40)], mean=True, **WIDE), 64, False, True),
+    "half of a head, interleaved": (Case([(1, 40)], mean=True, **WIDE), 64, True, False),
+    "no rotation": (Case([(1, 40)], mean=True, **WIDE), 0, False, True),
+    "sinks and a window": (Case([(1, 90)], sinks=True, window=30, mean=True, **WIDE), 128, False, False),
+    "256 wide, values of 64": (Case([(1, 40)], **WIDE | {"size": 256, "value_size": 64}), 256, False, False),
+    "int8": (Case([(1, 90)], **NARROW), 64, False, False),
+    "int8, 15 heads of a group": (Case([(1, 40)], heads=30, **NARROW), 64, False, False),
+    "int8, two rows, normed": (Case([(1, 33), (1, 5)], **NARROW), 64, True, True),
+}
+
+
+def new_8_bit_tokens(case: Case, dim: int, interleaved: bool, is_normed: bool) -> tuple[Any, ...]:
+    """The arguments of `rope_attention` for decode rows over a balanced 8-bit cache, at the positions of their last keys."""
+    q, k, v, _, cache, batch, params = new_tokens(case, 0, False)
+    cache.key_balance = torch.rand(case.kv_heads, 2, case.size) + 0.5
+    batch.positions = batch.seq_lens - 1
+    cos_sin = table(dim, int(batch.seq_lens.max())) if dim else None
+    return q, k, v, Rotary(batch.positions, cos_sin, interleaved, norms(case.size) if is_normed else None), cache, batch, params
+
+
+def results_of(arguments: tuple[Any, ...], tile: AttentionTile, splits: Splits, in_one_launch: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, and the bytes of keys and values. The arguments stay as they are."""
+    q, k, v, rotary, cache, batch, params = arguments
+    q, out = q.clone(), kernels._empty_output(q, cache)
+    cache = replace(cache, keys=cache.keys.clone(), values=cache.values.clone())
+    if in_one_launch:
+        kernels.decode(q, cache, batch, params, out, tile, splits, kernels.StepTokens(k, v, rotary))
+    else:
+        kernels.decode(kernels.rope_store(q, k, v, rotary, cache, batch.slots), cache, batch, params, out, tile, splits)
+    return out, cache.keys.view(torch.int8), cache.values.view(torch.int8)
+
+
+def check_8_bit(
+    arguments: tuple[Any, ...], tile: AttentionTile = AttentionTile(16, 64, 4, 3), splits: Splits = Splits(1), bound: float = 0.0
+) -> None:  # fmt: skip
+    """One launch stores the same bytes as `rope_store` before the attention, and its output differs by at most `bound`."""
+    two, one = (results_of(arguments, tile, splits, in_one_launch) for in_one_launch in (False, True))
+    assert torch.equal(two[1], one[1]) and torch.equal(two[2], one[2])
+    assert relative_error(one[0], two[0]) <= bound
+    assert not kernels._finished_counters(two[0].device).any() and not kernels._flag_words(two[0].device).any()
+
+
+@pytest.mark.parametrize("splits", [Splits(1), Splits(2)])
+@pytest.mark.parametrize("name", CASES_8_BIT)
+def test_8_bit_caches_get_the_same_bytes_from_one_launch(name: str, splits: Splits) -> None:
+    check_8_bit(new_8_bit_tokens(*CASES_8_BIT[name]), splits=splits)
+
+
+@pytest.mark.parametrize("splits", [Splits(3), Splits(8, 2), Splits(16), Splits(16, by_lengths=True)])
+def test_8_bit_caches_with_splits(splits: Splits) -> None:
+    case = Case([(1, 200), (1, 1), (1, 64), (1, 65)], mean=True, sinks=True, **WIDE)
+    arguments = new_8_bit_tokens(case, 128, False, False)
+    arguments[5].split_tokens = torch.tensor([32], dtype=torch.int32)
+    check_8_bit(arguments, AttentionTile(16, 32, 4, 3), splits)
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_unbalanced_8_bit_caches(mean: bool) -> None:
+    """Keys are rounded to the queries' dtype and quantized. `rope_store` refuses means without a balance."""
+    arguments = new_8_bit_tokens(Case([(1, 40)], mean=mean, **WIDE), 128, False, False)
+    arguments[4].key_balance = None
+    if mean:
+        with pytest.raises(ValueError, match="key_balance"):
+            kernels.rope_attention(*arguments)
+    else:
+        check_8_bit(arguments)
+
+
+def test_padding_rows_of_8_bit_caches() -> None:
+    arguments = new_8_bit_tokens(Case([(1, 37), (1, 5)], mean=True, **WIDE), 128, False, False)
+    batch = arguments[5]
+    batch.seq_lens[1], batch.slots[1], batch.positions[1] = 0, -1, 0
+    check_8_bit(arguments)
+    assert not results_of(arguments, AttentionTile(16, 64, 4, 3), Splits(2), in_one_launch=True)[0][1].any()
+
+
+@pytest.mark.parametrize("group", [1, 4, 8, 15, 16, 31])
+@pytest.mark.parametrize("shared", [WIDE, NARROW], ids=["e4m3", "int8"])
+def test_8_bit_steps_of_one_row_use_one_launch(group: int, shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tile holds the queries of all heads of a group, and the key."""
+    arguments = new_8_bit_tokens(Case([(1, 90)], heads=2 * group, mean=True, **shared), shared["size"], False, False)
+    two = results_of(arguments, AttentionTile(32, 64, 4, 3), Splits(1), in_one_launch=False)
+    monkeypatch.setattr(kernels, "rope_store", None)
+    out = kernels.rope_attention(*arguments)
+    assert relative_error(out, two[0].flatten(1)) < TOLERANCE[shared["dtype"]]
+    assert torch.equal(arguments[4].keys.view(torch.int8), two[1]) and torch.equal(arguments[4].values.view(torch.int8), two[2])
+
+
+UNSUPPORTED_8_BIT = {
+    "eight rows": (Case([(1, 20)] * 8, **WIDE), 128),
+    "two rows without a fused layer after them": (Case([(1, 20)] * 2, **WIDE), 128),
+    "32 heads of a group": (Case([(1, 20)], heads=32, kv_heads=1, **WIDE), 128),
+    "a quarter of a head rotates": (Case([(1, 20)], **WIDE), 32),
+    "heads that are not read in pairs": (Case([(1, 20)], **WIDE | {"size": 80}), 80),
+    "float32": (Case([(1, 20)], **WIDE | {"dtype": FP32}), 128),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED_8_BIT)
+def test_other_8_bit_steps_use_two_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, dim = UNSUPPORTED_8_BIT[name]
+    monkeypatch.setattr(kernels, "decode", lambda *arguments, **named: _assert_no_new_tokens(**named))
+    kernels.rope_attention(*new_8_bit_tokens(case, dim, False, False))
+
+
+def _assert_no_new_tokens(new: object = None) -> None:
+    assert new is None
 
 
 @pytest.mark.parametrize("case", [Case([(1, 37), (1, 5), (3, 20)], dtype=BF16), Case(ROWS, cache_dtype=torch.int8, dtype=BF16)])

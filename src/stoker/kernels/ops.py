@@ -397,7 +397,11 @@ def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionP
 
 
 def rope_attention(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
-    """`rope_store`, then `attention`. On a GPU one launch computes both in decode steps over a cache of q's dtype, where that is faster."""
+    """`rope_store`, then `attention`. On a GPU one launch computes both in decode steps where that is faster.
+
+    That is a step of one row, of two before a fused layer, or of many rows over a cache of q's dtype. Most 8-bit caches of 16-bit q are
+    supported. q may be changed in place or not.
+    """
     launcher = None if q.is_cpu else _GPU.get(attention_ref)
     if launcher is None:
         return attention(rope_store(q, k, v, rotary, cache, batch.slots), cache, batch, params)

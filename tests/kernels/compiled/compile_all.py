@@ -148,16 +148,18 @@ def norms(size: int, normed: bool) -> HeadNorms | None:
 
 
 def rope_attend(
-    rows: int, interleaved: bool = False, size: int = 128, dim: int = 128, by_lengths: bool = False, normed: bool = False
+    rows: int, interleaved: bool = False, size: int = 128, dim: int = 128, by_lengths: bool = False, normed: bool = False,
+    cache_dtype: torch.dtype = BF16, kv_heads: int = 8,
 ) -> None:  # fmt: skip
     """Decode rows whose last keys and values are not in the cache yet."""
-    fused = meta(rows, 48 * size)
-    heads = fused.view(rows, 48, size)
+    parts = (32, kv_heads, kv_heads)
+    heads = meta(rows, sum(parts), size)
     batch = ForwardBatch(index(rows), index(rows), index(rows), index(rows + 1), index(rows), index(rows, 64), rows, 1, 4096)
     if by_lengths:
         batch.split_tokens = index(1)
     rotary = Rotary(batch.positions, meta(8192, dim, dtype=FP32) if dim else None, interleaved, norms(size, normed))
-    attention.rope_attention(*heads.split((32, 8, 8), 1), rotary, cache(8, 64, size, size, BF16), batch, AttentionParams(0.1))
+    params = AttentionParams(0.1, before_fused_layer=rows == 2)
+    attention.rope_attention(*heads.split(parts, 1), rotary, cache(kv_heads, 64, size, size, cache_dtype), batch, params)
 
 
 def rope_store(tokens: int, cache_dtype: torch.dtype, interleaved: bool = False, dim: int = 128, normed: bool = False) -> None:
@@ -474,6 +476,15 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "decode and rotate 64, 80 wide, interleaved": lambda: rope_attend(64, True, 80, 32),
     "decode and store 1, without rotation": lambda: rope_attend(1, dim=0),
     "decode and store 64, without rotation": lambda: rope_attend(64, dim=0),
+    "decode and rotate 1, fp8": lambda: rope_attend(1, cache_dtype=FP8),
+    "decode and rotate 1, fp8, half of Llama-3.1-70B": lambda: rope_attend(1, cache_dtype=FP8, kv_heads=4),
+    "decode and rotate 2, fp8": lambda: rope_attend(2, cache_dtype=FP8),
+    "decode and rotate 1, fp8, 16 heads of a group": lambda: rope_attend(1, cache_dtype=FP8, kv_heads=2),
+    "decode and rotate 1, fp8, normed": lambda: rope_attend(1, cache_dtype=FP8, normed=True),
+    "decode and rotate 1, fp8, 64 wide": lambda: rope_attend(1, size=64, dim=64, cache_dtype=FP8),
+    "decode and rotate 1, fp8, 256 wide, interleaved, partial": lambda: rope_attend(1, True, 256, 128, cache_dtype=FP8),
+    "decode and store 1, int8, normed, without rotation": lambda: rope_attend(1, dim=0, cache_dtype=torch.int8, normed=True),
+    "decode and rotate 1, int8": lambda: rope_attend(1, cache_dtype=torch.int8),
     "decode 64": lambda: attend(64, 1),
     "decode 256": lambda: attend(256, 1),
     "decode fp8": lambda: attend(64, 1, cache_dtype=FP8),

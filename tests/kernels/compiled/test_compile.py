@@ -35,6 +35,13 @@ BOUNDS = {
     "rope fp8": (64, 0), "rope fp8 of 768 tokens": (64, 0), "rope fp8 of 512 tokens": (64, 0), "rope int8": (72, 0),
     "rope int8 of 300 tokens, interleaved, partial": (64, 0),
     "decode and rotate 1": (144, 0), "decode and rotate 64": (FOUR_CTAS, 0),
+    # Over 8-bit caches: the CTAs of a fused layer kernel have 8 warps of 168 registers, and leave 176 for four warps.
+    "decode and rotate 1, fp8": (168, 0), "decode and rotate 1, fp8, half of Llama-3.1-70B": (168, 0),
+    "decode and rotate 2, fp8": (168, 0), "decode and rotate 1, fp8, normed": (168, 0),
+    "decode and rotate 1, fp8, 16 heads of a group": (168, 0), "decode and rotate 1, int8": (168, 0),
+    "decode and rotate 1, fp8, 64 wide": (168, 0),
+    "decode and rotate 1, fp8, 256 wide, interleaved, partial": (168, 0),
+    "decode and store 1, int8, normed, without rotation": (168, 0),
     "decode and rotate 1, normed": (144, 0), "decode and rotate 64, normed": (FOUR_CTAS, 0),
     "decode and rotate 64, normed, split by lengths": (FOUR_CTAS, 0),
     "decode and rotate 256, normed, split by lengths": (FOUR_CTAS, 0),

@@ -127,6 +127,10 @@ def attend() -> None:
         (torch.int8, False, 64, AttentionTile(16, 32, 1, 3)),
     ):
         attend_pairs(Case([(1, 150), (1, 1), (1, 70)], cache_dtype=cache_dtype, mean=mean, size=size, **pairs), tile)
+    for seed, (name, splits) in enumerate(
+        (("half of Llama-3.1-70B", Splits(2)), ("half of a head, interleaved", Splits(1)), ("int8, two rows, normed", Splits(2)))
+    ):
+        attend_new_8_bit_tokens(attention.new_8_bit_tokens(*attention.CASES_8_BIT[name]), splits, seed)
 
 
 def attend_pairs(case: Case, tile: AttentionTile) -> None:
@@ -140,6 +144,19 @@ def attend_pairs(case: Case, tile: AttentionTile) -> None:
     ):
         kernels.decode(q, cache, batch, params, out, tile, Splits(1))
     assert relative_error(out.flatten(1), expected_attention(q, cache, batch, params)) < TOLERANCE[case.dtype]
+
+
+def attend_new_8_bit_tokens(arguments: tuple[Any, ...], splits: Splits, seed: int) -> None:
+    """One launch that rotates, stores and attends stores the bytes of two launches.
+
+    Both are compiled for themselves and may combine splits in another order, which rounds a few results to the next value.
+    """
+    operand_format = kernels._operand_format
+    with (
+        mock.patch.object(kernels, "_operand_format", lambda q, pairs: operand_format(q, pairs)._replace(packed=True)),
+        emulating(seed),
+    ):
+        attention.check_8_bit(arguments, AttentionTile(16, 64, 4, 3), splits, 1e-3)
 
 
 def rotate() -> None:

@@ -13,7 +13,10 @@ from torch import Tensor
 
 
 class NewTokens(NamedTuple):
-    """Runtime: the keys and values of the tokens of a decode step, which are not in the cache yet. Strides are in elements."""
+    """Runtime: the keys and values of the tokens of a decode step, which are not in the cache yet. Strides are in elements.
+
+    `head_features.HeadFeatures` are the constants that belong to them.
+    """
 
     keys_ptr: Tensor  # [T, kv_heads, size], not yet normalized and rotated
     values_ptr: Tensor  # [T, kv_heads, value_size]
@@ -22,6 +25,7 @@ class NewTokens(NamedTuple):
     slots_ptr: Tensor  # int32 [T]: block × block_size + place; -1 stores nowhere
     q_norm_ptr: Tensor | None  # [size]: the weight of the norm of each query head; None: no weight, or no norm
     k_norm_ptr: Tensor | None  # of each key head
+    key_balance_ptr: Tensor | None  # float32 [kv_heads, 2, size]: factors of keys, of queries; None: no transform
     stride_key_token: int
     stride_key_head: int
     stride_value_token: int
@@ -86,14 +90,6 @@ class TreeRows(NamedTuple):
 
     start: Any  # the position of its first node; after all keys if the sequence has no tree
     masks: Any  # int64 [M]: bit i is set if the row attends to the key at `start` + i
-
-
-class RotaryShape(NamedTuple):
-    """Constants: the norm of the heads of a new token, which of their features are rotated, and how these are paired."""
-
-    half: int  # pairs of features that rotate; 0: none
-    interleaved: bool  # pairs are (0, 1), (2, 3) ...; else (0, half), (1, half + 1) ...
-    norm_eps: float | None  # of the RMS norms of queries and keys; None: they have none
 
 
 class OperandFormat(NamedTuple):

@@ -16,7 +16,8 @@ of a split, which the host chooses for the rows of each step.
     splits            |      split 0       |      split 1       | sp.2 |        each at least `min_tiles` tiles, or `split_tokens` keys
     combined          by counter or by flags (`split_combine`)
 
-With `new`, the row's last token is not in the cache yet and its query has not been normalized and rotated: see `new_token`.
+With `new`, the row's last token is not in the cache yet and its query has not been normalized and rotated: see `new_token`, and for 8-bit
+caches `new_token_8bit`.
 
 Theoretical floor: the bytes of the keys and values at the speed of memory. Reached on an H200 (32 / 8 heads of 128, read ceiling
 4.42 TB/s): 256 rows × 1,000 keys 241 µs (98 %), 64 rows 64 µs (92 %), 8 rows 14 µs (53 %, 2 splits); over an e4m3 cache, 512 rows × 1,500
@@ -29,8 +30,9 @@ import triton
 import triton.language as tl
 
 from stoker.kernels.triton.attention.arguments import HeadPages, TileOrigin
-from stoker.kernels.triton.attention.key_tile import block_ids, load_part
+from stoker.kernels.triton.attention.key_tile import block_ids, load_part, page_rows, prefetch_rows
 from stoker.kernels.triton.attention.new_token import load_rotated_part, norm_factor, norm_weights, rotary_factors, store_new_token
+from stoker.kernels.triton.attention.new_token_8bit import load_tile, load_tile_constants, queries_and_stored_token
 from stoker.kernels.triton.attention.query_tile import (
     LOG2E,
     as_query_operand,
@@ -70,7 +72,7 @@ def decode_attention_kernel(
     SHAPE: tl.constexpr,  # HeadShape
     TILE: tl.constexpr,  # QueryTile, of one token
     OPTIONS: tl.constexpr,  # ScoreOptions
-    ROTARY: tl.constexpr,  # RotaryShape; None: there are no new tokens (Triton can't compare a tuple that holds None with None)
+    FEATURES: tl.constexpr,  # HeadFeatures of `new`; None: there are no new tokens (Triton can't compare a tuple that holds None with None)
     SPLITS: tl.constexpr,  # SplitShape
     FORMAT: tl.constexpr,  # OperandFormat
     LAUNCH_DEPENDENTS: tl.constexpr,  # whether the next kernel may start before this one has ended
@@ -131,20 +133,25 @@ def decode_attention_kernel(
     slot = -1
     angles1 = (1.0, 0.0)
     angles2 = (1.0, 0.0)
-    if ROTARY is not None:
+    if FEATURES is not None:
         slot = tl.load(new.slots_ptr + row, volatile=True)
-        if ROTARY.half > 0:
-            cos_sin_row_ptr = new.cos_sin_ptr + tl.load(new.positions_ptr + row, volatile=True).to(tl.int64) * (2 * ROTARY.half)
-            angles1 = rotary_factors(cos_sin_row_ptr, 0, PART1, ROTARY)
-            if 2 * ROTARY.half > PART1:
-                angles2 = rotary_factors(cos_sin_row_ptr, PART1, PART2, ROTARY)
-        q_weights1 = norm_weights(new.q_norm_ptr, 0, PART1, SIZE, ROTARY)
-        k_weights1 = norm_weights(new.k_norm_ptr, 0, PART1, SIZE, ROTARY)
-        q_weights2 = q_weights1
-        k_weights2 = k_weights1
-        if PART2 > 0:
-            q_weights2 = norm_weights(new.q_norm_ptr, PART1, PART2, SIZE, ROTARY)
-            k_weights2 = norm_weights(new.k_norm_ptr, PART1, PART2, SIZE, ROTARY)
+        if PAIRS is not None:
+            is_query = tile_rows(origin, length, SHAPE, TILE).inside[:, None]
+            is_key = (tl.arange(0, TILE.block_m) == TILE.heads)[:, None]
+            tile_constants = load_tile_constants(new, cache, row, kv_head, is_query, is_key, FEATURES)
+        else:
+            if FEATURES.half > 0:
+                cos_sin_row_ptr = new.cos_sin_ptr + tl.load(new.positions_ptr + row, volatile=True).to(tl.int64) * (2 * FEATURES.half)
+                angles1 = rotary_factors(cos_sin_row_ptr, 0, PART1, FEATURES)
+                if 2 * FEATURES.half > PART1:
+                    angles2 = rotary_factors(cos_sin_row_ptr, PART1, PART2, FEATURES)
+            q_weights1 = norm_weights(new.q_norm_ptr, 0, PART1, SIZE, FEATURES)
+            k_weights1 = norm_weights(new.k_norm_ptr, 0, PART1, SIZE, FEATURES)
+            q_weights2 = q_weights1
+            k_weights2 = k_weights1
+            if PART2 > 0:
+                q_weights2 = norm_weights(new.q_norm_ptr, PART1, PART2, SIZE, FEATURES)
+                k_weights2 = norm_weights(new.k_norm_ptr, PART1, PART2, SIZE, FEATURES)
     first_block = block_ids(block_table_ptr, begin, end, BLOCK_SIZE, TILE.block_n, True)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL and LAUNCH_DEPENDENTS)
@@ -152,31 +159,47 @@ def decode_attention_kernel(
     # The queries [M, size] in two parts; with `new`, normalized and rotated, and the new key and value stored.
     rows = tile_rows(origin, length, SHAPE, TILE)
     q_rows = q_ptr + rows.token * stride_q_token + rows.head * stride_q_head
-    if ROTARY is None:
+    if FEATURES is None:
         q1 = load_part(q_rows, 0, PART1, SIZE, rows.inside, STEP)
         q2 = q1
         if PART2 > 0:
             q2 = load_part(q_rows, PART1 if PAIRS is None else 1, PART2, SIZE, rows.inside, STEP)
     else:
-        factor = norm_factor(q_rows, rows.inside, SHAPE, ROTARY)
-        q1 = load_rotated_part(q_rows, factor, q_weights1, angles1, rows.inside, 0, PART1, SIZE, ROTARY).to(q_ptr.dtype.element_ty)
-        q2 = q1
-        if PART2 > 0:
-            q2 = load_rotated_part(q_rows, factor, q_weights2, angles2, rows.inside, PART1, PART2, SIZE, ROTARY).to(q_ptr.dtype.element_ty)
-        block = slot.to(tl.int64) // BLOCK_SIZE
-        store_new_token(
-            new.keys_ptr + row.to(tl.int64) * new.stride_key_token + kv_head * new.stride_key_head,
-            new.values_ptr + row.to(tl.int64) * new.stride_value_token + kv_head * new.stride_value_head,
-            k_weights1,
-            k_weights2,
-            angles1,
-            angles2,
-            keys_ptr + block * cache.stride_key_block + slot % BLOCK_SIZE * SIZE,
-            values_ptr + block * cache.stride_value_block + slot % BLOCK_SIZE * SHAPE.value_size,
-            (slot >= 0) & (split == used - 1),  # only the last split reads the new key
-            SHAPE,
-            ROTARY,
-        )
+        is_stored = (slot >= 0) & (split == used - 1)  # only the last split reads the new key
+        if PAIRS is not None:
+            parts = load_tile(q_rows, new, row, kv_head, is_query, is_key, FEATURES)
+            if FORMAT.packed:
+                # The first tile of keys and values arrives while the queries are loaded and transformed.
+                key_rows = page_rows(keys_ptr, first_block, begin, cache.stride_key_block, SIZE, BLOCK_SIZE, TILE.block_n)
+                prefetch_rows(key_rows, SIZE)
+                VALUE_SIZE: tl.constexpr = SHAPE.value_size
+                value_rows = page_rows(values_ptr, first_block, begin, cache.stride_value_block, VALUE_SIZE, BLOCK_SIZE, TILE.block_n)
+                prefetch_rows(value_rows, VALUE_SIZE)
+            q1, q2 = queries_and_stored_token(
+                parts, new, cache, tile_constants, row, kv_head, slot, is_stored, is_key, FEATURES, BLOCK_SIZE
+            )
+        else:
+            factor = norm_factor(q_rows, rows.inside, SHAPE, FEATURES)
+            q1 = load_rotated_part(q_rows, factor, q_weights1, angles1, rows.inside, 0, PART1, SIZE, FEATURES)
+            q1 = q1.to(q_ptr.dtype.element_ty)
+            q2 = q1
+            if PART2 > 0:
+                q2 = load_rotated_part(q_rows, factor, q_weights2, angles2, rows.inside, PART1, PART2, SIZE, FEATURES)
+                q2 = q2.to(q_ptr.dtype.element_ty)
+            block = slot.to(tl.int64) // BLOCK_SIZE
+            store_new_token(
+                new.keys_ptr + row.to(tl.int64) * new.stride_key_token + kv_head * new.stride_key_head,
+                new.values_ptr + row.to(tl.int64) * new.stride_value_token + kv_head * new.stride_value_head,
+                k_weights1,
+                k_weights2,
+                angles1,
+                angles2,
+                keys_ptr + block * cache.stride_key_block + slot % BLOCK_SIZE * SIZE,
+                values_ptr + block * cache.stride_value_block + slot % BLOCK_SIZE * SHAPE.value_size,
+                is_stored,
+                SHAPE,
+                FEATURES,
+            )
         tl.debug_barrier()  # other threads of the CTA read what was stored
     q1 = as_query_operand(q1, cache.keys_ptr.dtype.element_ty, PAIRS)
     q2 = as_query_operand(q2, cache.keys_ptr.dtype.element_ty, PAIRS)

@@ -33,6 +33,14 @@ def page_rows(pages_ptr, block, start, stride_block, SIZE: tl.constexpr, BLOCK_S
 
 
 @triton.jit
+def prefetch_rows(rows, SIZE: tl.constexpr):
+    """Begin to copy SIZE bytes, a multiple of 32, at each of the pointers `rows` [N] to the L2 cache, by sectors of 32 bytes."""
+    sectors = rows.to(tl.int64)[:, None] + 32 * tl.arange(0, SIZE // 32)[None, :]
+    # An element-wise instruction must have a result; nothing uses it.
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [sectors], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def load_part(rows, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, inside, STEP: tl.constexpr = 1):
     """[N, WIDTH]: features FIRST, FIRST + STEP, … of each row; features from SIZE on are zero.
 

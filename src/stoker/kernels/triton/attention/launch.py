@@ -17,7 +17,6 @@ from stoker.kernels.triton.attention.arguments import (
     NewTokens,
     OperandFormat,
     QueryTile,
-    RotaryShape,
     ScoreOptions,
     SplitScratch,
     SplitShape,
@@ -25,13 +24,22 @@ from stoker.kernels.triton.attention.arguments import (
 )
 from stoker.kernels.triton.attention.decode_kernel import decode_attention_kernel
 from stoker.kernels.triton.attention.prefill_kernel import prefill_attention_kernel
-from stoker.kernels.triton.attention.tiles import AttentionTile, Splits, choose_splits, decode_tile, prefill_tile, verify_tile
+from stoker.kernels.triton.attention.tiles import (
+    MAX_DECODE_ROWS,
+    AttentionTile,
+    Splits,
+    choose_splits,
+    decode_tile,
+    prefill_tile,
+    verify_tile,
+)
 from stoker.kernels.triton.attention.warp_specialized.launch import (
     supports_warp_specialized_prefill,
     tile_counter,
     warp_specialized_prefill,
 )
 from stoker.kernels.triton.device import device_tuning, num_sms
+from stoker.kernels.triton.head_features import HeadFeatures, head_features
 from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.kv_pages import kv_pages, require_dense_pages
 from stoker.kernels.triton.pdl import pdl_launch_options
@@ -46,6 +54,8 @@ CACHE_DTYPES = (*QUERY_DTYPES, torch.int8, torch.float8_e4m3fn)
 PAIRED_SIZES = (64, 128, 256)  # head sizes that are read two 8-bit features at a time: half of them is a power of two
 MAX_VERIFIED_TOKENS = 9  # rows of at most this number of tokens have tiles for draft tokens (`verify_tile`)
 MAX_SPLIT_TILES = 1 << 16  # query tiles that have a counter
+# Of four warps that store a token of an 8-bit cache, so that a CTA of the fused layer kernel, 8 warps of as many, fits on their SM.
+MAX_KEY_ROW_REGISTERS = 168
 MAX_FLAG_WORDS = 8192  # words of a split's result when splits combine by flags
 # Scratch for splits of one launch. A launch that would need more has thousands of tiles, which fill the device without splits: 8,192
 # tokens of a prompt of 131,072 with 32 / 8 heads would take 4 GiB, with 128 heads of a latent of 576 all 74 GiB.
@@ -62,7 +72,7 @@ class StepTokens(NamedTuple):
 
 def rope_attention(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
     """Norms, rotary embedding, cache write and attention (`ops.rope_attention`), in one launch for decode steps where that is faster."""
-    if not (batch.is_decode and _is_stored_unchanged(q, cache) and _is_one_launch_faster(q, cache, params)):
+    if not (batch.is_decode and _is_one_launch_faster(q, rotary, cache, params)):
         return attention(rope_store(q, k, v, rotary, cache, batch.slots), cache, batch, params)
     _check(q, cache)
     out = _empty_output(q, cache)
@@ -92,14 +102,17 @@ def _empty_output(q: Tensor, cache: KVCache) -> Tensor:
     return torch.empty((q.shape[0], q.shape[1], values.shape[-1]), dtype=q.dtype, device=q.device)
 
 
-def _is_one_launch_faster(q: Tensor, cache: KVCache, params: AttentionParams) -> bool:
-    """Whether rotating within the attention launch is faster than `rope_store` before it.
+def _is_one_launch_faster(q: Tensor, rotary: Rotary, cache: KVCache, params: AttentionParams) -> bool:
+    """Whether the attention launch of a decode step can process the new tokens, and is faster so than with `rope_store` before it.
 
     It is slower for a few CTAs more than the device has SMs: the launch before ends CTA by CTA, and the first free SMs take two attention
     CTAs each (32 / 8 heads over 1,000 keys, ms per step in one launch and in two: 1 row 3.95 and 3.98, 8 rows 4.58 and 4.50, 64 rows 6.41
-    and 6.48).
+    and 6.48). Over an 8-bit cache, each CTA of many rows would repeat the transform of its queries, too.
     """
-    return q.shape[0] == 1 or _runs_beside_fused_layer(q, params) or q.shape[0] * cache.keys.shape[1] >= 3 * num_sms(q.device)
+    is_small = q.shape[0] == 1 or _runs_beside_fused_layer(q, params)
+    if _is_stored_unchanged(q, cache):
+        return is_small or q.shape[0] * cache.keys.shape[1] >= 3 * num_sms(q.device)
+    return is_small and _is_key_row_supported(q, rotary, cache)
 
 
 def _runs_beside_fused_layer(q: Tensor, params: AttentionParams) -> bool:
@@ -110,6 +123,17 @@ def _runs_beside_fused_layer(q: Tensor, params: AttentionParams) -> bool:
 def _is_stored_unchanged(q: Tensor, cache: KVCache) -> bool:
     """Whether the cache holds keys and values in the queries' dtype, without a scale or transformation."""
     return cache.values is not None and cache.keys.dtype == q.dtype and cache.key_balance is None
+
+
+def _is_key_row_supported(q: Tensor, rotary: Rotary, cache: KVCache) -> bool:
+    """Whether the new key of an 8-bit cache can be a row of the query tile (`new_token_8bit`).
+
+    Pairs of features must be read at once, all heads of a group and the key fit a tile, and all, a half or none of the features rotate.
+    `rope_store` reports means without the coordinates that they are in.
+    """
+    group, dim = q.shape[1] // cache.keys.shape[1], 0 if rotary.cos_sin is None else rotary.cos_sin.shape[1]
+    has_coordinates = cache.key_mean is None or cache.key_balance is not None
+    return has_coordinates and _pairs(q, cache) is not None and group < MAX_DECODE_ROWS and dim in (0, q.shape[2] // 2, q.shape[2])
 
 
 def decode(
@@ -131,7 +155,10 @@ def decode(
     pairs = _pairs(q, cache)
     num_rows = batch.num_decodes if batch.decode_count is None else min(batch.num_rows, q.shape[0])
     if tile is None:
-        tile = decode_tile(q.shape[2], q.dtype, group, num_rows * kv_heads, num_sms(q.device), device_tuning(q.device), pairs is not None)
+        tile_rows = group if new is None or pairs is None else group + 1  # the new key is a row, too
+        tile = decode_tile(
+            q.shape[2], q.dtype, tile_rows, num_rows * kv_heads, num_sms(q.device), device_tuning(q.device), pairs is not None
+        )
     tile_heads = min(group, tile.block_m)
     num_tiles = num_rows * kv_heads * cdiv(group, tile_heads)
     if splits is None:
@@ -148,7 +175,7 @@ def decode(
     if new is not None and splits.by_lengths:
         # Combining all rows at once takes 144 registers beside the rotation, with which three CTAs fit an SM; in two passes it is 112.
         split_shape = split_shape._replace(combine_rows=max(1, split_shape.combine_rows // 2))
-    tokens, rotary = (None, None) if new is None else _new_tokens(new, batch)
+    tokens, features = (None, None) if new is None else _new_tokens(new, cache, batch)
     decode_attention_kernel[(num_tiles, splits.count)](
         q,
         out,
@@ -171,12 +198,13 @@ def decode(
         SHAPE=shape,
         TILE=QueryTile(tile.block_m, tile.block_n, tile_heads, 1),
         OPTIONS=ScoreOptions(params.softcap, params.window, params.chunk),
-        ROTARY=rotary,
+        FEATURES=features,
         SPLITS=split_shape,
         FORMAT=_operand_format(q, pairs),
         LAUNCH_DEPENDENTS=_launches_dependents(q, num_tiles, params),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        maxnreg=None if new is None or pairs is None else MAX_KEY_ROW_REGISTERS,
         **pdl_launch_options(q),
     )
 
@@ -284,13 +312,14 @@ def _split_arguments(
     return SplitShape(power, combine_rows, columns), SplitScratch(partial, lse, _finished_counters(q.device), words)
 
 
-def _new_tokens(new: StepTokens, batch: ForwardBatch) -> tuple[NewTokens, RotaryShape]:
-    """The kernel arguments `new` and ROTARY for the new tokens of a decode step: their tensors and strides, and how they are rotated."""
+def _new_tokens(new: StepTokens, cache: KVCache, batch: ForwardBatch) -> tuple[NewTokens, HeadFeatures]:
+    """The kernel arguments `new` and FEATURES for the new tokens of a decode step: their tensors and strides, and how they are rotated."""
     k, v, (positions, cos_sin, interleaved, norms) = new
     half = 0 if cos_sin is None else cos_sin.shape[1] // 2
     q_norm, k_norm, eps = (None, None, None) if norms is None else norms
     strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
-    return NewTokens(k, v, positions, cos_sin, batch.slots, q_norm, k_norm, *strides), RotaryShape(half, interleaved, eps)
+    tokens = NewTokens(k, v, positions, cos_sin, batch.slots, q_norm, k_norm, cache.key_balance, *strides)
+    return tokens, head_features(k.shape[2], v.shape[2], half, interleaved, eps)
 
 
 def _head_shape(q: Tensor, cache: KVCache, out: Tensor, tile: AttentionTile, pairs: str | None) -> HeadShape:

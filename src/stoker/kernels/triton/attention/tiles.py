@@ -17,6 +17,7 @@ RAGGED_SPLIT = 1024
 RAGGED_TILES = 3
 RAGGED_CTAS = 32  # per SM: the largest grid for splits below LONG_SPLIT. CTAs of unused splits exit at once, but each has to be started
 MAX_SPLITS = 64
+MAX_DECODE_ROWS = 32  # of a decode tile
 MAX_VERIFIED_ROWS = 64  # queries of a row with draft tokens that one tile holds
 MAX_VERIFIED_HEAD = 256  # features of their heads
 
@@ -59,7 +60,7 @@ def decode_tile(
     61 and with one 62 (benchmarks/results/h200_decode_tiles.json).
     """
     row = _first_match(tuning, "decode", _dtype_name(dtype, paired), head_size, heads, num_tiles, num_sms)
-    return AttentionTile(min(32, max(16, next_power_of_2(heads))), row.block_n, row.num_warps, row.num_stages)
+    return AttentionTile(min(MAX_DECODE_ROWS, max(16, next_power_of_2(heads))), row.block_n, row.num_warps, row.num_stages)
 
 
 def decode_tile_edges(num_sms: int, tuning: TuningTable) -> list[int]:
