@@ -38,6 +38,13 @@ os.fsync = lambda fd: None
 gc.disable()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m slow`, import only the modules that have slow tests. The imports of all others take each test process 5 s."""
+    if config.option.markexpr != "slow" or collection_path.suffix != ".py":
+        return None
+    return "mark.slow" not in collection_path.read_text() or None
+
+
 def pytest_collection_finish() -> None:
     """Exclude what exists now from garbage collection, and enable it for the tests."""
     gc.freeze()
