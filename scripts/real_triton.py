@@ -55,7 +55,7 @@ class RealTriton:
         shutil.rmtree(self.home, ignore_errors=True)
         venv.create(self.home, symlinks=True)
         pip = [sys.executable, "-m", "pip", "--python", str(self.home / "bin" / "python"), "install", "-q", "--no-compile"]
-        subprocess.run([*pip, "--no-deps", PACKAGE], check=True)  # its dependencies are those of its Python API, which nobody imports
+        subprocess.run([*pip, "--no-deps", PACKAGE], check=True)  # its dependencies are those of its Python API, which no process imports
         subprocess.run([*pip, *DEPENDENCIES], check=True)
         self._copy_backend()
         (self.home / "complete").touch()
