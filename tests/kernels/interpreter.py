@@ -146,8 +146,19 @@ def _broadcast(self: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl
         return _splat(lhs, rhs.type), rhs
     if right is None:
         return lhs, _splat(rhs, lhs.type)
+    if len(left) == len(right):
+        sizes = tuple(b if a == 1 else a for a, b in zip(left, right, strict=True))
+        if all(b in (1, size) for b, size in zip(right, sizes, strict=True)):
+            return _expand(lhs, sizes), _expand(rhs, sizes)
     broadcast: tuple[tl.tensor, tl.tensor] = _stock_broadcast(self, lhs, rhs)
     return broadcast
+
+
+def _expand(x: tl.tensor, sizes: tuple[int, ...]) -> tl.tensor:
+    """A block of the shape `sizes` that repeats `x` along its sizes of 1."""
+    if x.type.sizes == sizes:
+        return x
+    return tl.tensor(TensorHandle(np.broadcast_to(x.handle.data, sizes), x.dtype), tl.block_type(x.dtype, list(sizes)))
 
 
 def _splat(scalar: tl.tensor, like: tl.block_type) -> tl.tensor:
