@@ -60,8 +60,12 @@ def _cast(self: InterpreterBuilder, src: TensorHandle, dst_type: tl.dtype, *_: A
 
 
 def _dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *rest: Any) -> TensorHandle:
+    """Products of types with at most 16 bits are summed in float64: NumPy's float32 sums of a row depend on its place in the tile on some
+    processors, and those of a device do not."""
     wide = [TensorHandle(_as_float(x.data, x.dtype.scalar), tl.float32) if x.dtype.scalar in BIT_PATTERNS else x for x in (a, b)]
-    # NumPy accumulates float16 products in the result's float32 only when the operands are widened first.
+    if d.dtype.scalar == tl.float32 and all(x.dtype.scalar.primitive_bitwidth <= 16 for x in (a, b)):
+        product = np.matmul(*(x.data.astype(np.float64) for x in wide)).astype(np.float32)
+        return TensorHandle(product + d.data, d.dtype.scalar)
     return _stock_dot(self, *(TensorHandle(x.data.astype(d.data.dtype), d.dtype.scalar) for x in wide), d, *rest)
 
 
