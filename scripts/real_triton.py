@@ -53,8 +53,10 @@ class RealTriton:
 
     def _install(self) -> None:
         shutil.rmtree(self.home, ignore_errors=True)
-        venv.create(self.home, with_pip=True, symlinks=True)
-        subprocess.run([self.home / "bin" / "python", "-m", "pip", "install", "-q", PACKAGE, *DEPENDENCIES], check=True)
+        venv.create(self.home, symlinks=True)
+        pip = [sys.executable, "-m", "pip", "--python", str(self.home / "bin" / "python"), "install", "-q", "--no-compile"]
+        subprocess.run([*pip, "--no-deps", PACKAGE], check=True)  # its dependencies are those of its Python API, which no process imports
+        subprocess.run([*pip, *DEPENDENCIES], check=True)
         self._copy_backend()
         (self.home / "complete").touch()
 

@@ -10,9 +10,11 @@ import logging
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -33,9 +35,22 @@ hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_c
 hypothesis.settings.load_profile("untimed")
 # What tests write does not have to survive a power failure. Each build waits for the disk some fourteen times.
 os.fsync = lambda fd: None
+# Reading the certificates of all authorities takes 16 ms, and each client of httpx does it: clients that name the same file share them.
+_default_context = ssl.create_default_context
+_context_of_file = cache(lambda cafile: _default_context(cafile=cafile))
+ssl.create_default_context = lambda *args, **files: (
+    _context_of_file(files["cafile"]) if not args and files.keys() == {"cafile"} else _default_context(*args, **files)
+)
 # What importing and collecting creates stays until the end, so the garbage collector does not traverse it: neither while tests are
 # collected, nor while they run.
 gc.disable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m slow`, import only the modules that have slow tests. The imports of all others take each test process 5 s."""
+    if config.option.markexpr != "slow" or collection_path.suffix != ".py":
+        return None
+    return "mark.slow" not in collection_path.read_text() or None
 
 
 def pytest_collection_finish() -> None:

@@ -109,6 +109,8 @@ def test_a_server_answers_while_its_model_is_fetched(checkpoint: Path, tmp_path:
             try:
                 assert any("acme/tiny-llama: " in line for line in process.stderr)  # a small file has arrived, the weights have not
                 ping = httpx.get(f"http://127.0.0.1:{port}/ping", timeout=30)
+                while ping.json()["tiny-llama"]["reason"] == "being fetched and built":  # the frontend receives the progress after the log
+                    ping = httpx.get(f"http://127.0.0.1:{port}/ping", timeout=30)
                 assert (ping.status_code, ping.json()["tiny-llama"]["status"]) == (503, "Loading")
                 assert ping.json()["tiny-llama"]["reason"].startswith("acme/tiny-llama: ")
                 assert httpx.get(f"http://127.0.0.1:{port}/health/live", timeout=30).status_code == 200

@@ -60,8 +60,12 @@ def _cast(self: InterpreterBuilder, src: TensorHandle, dst_type: tl.dtype, *_: A
 
 
 def _dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *rest: Any) -> TensorHandle:
+    """Products of types with at most 16 bits are summed in float64: NumPy's float32 sums of a row depend on its place in the tile on some
+    processors, and those of a device do not."""
     wide = [TensorHandle(_as_float(x.data, x.dtype.scalar), tl.float32) if x.dtype.scalar in BIT_PATTERNS else x for x in (a, b)]
-    # NumPy accumulates float16 products in the result's float32 only when the operands are widened first.
+    if d.dtype.scalar == tl.float32 and all(x.dtype.scalar.primitive_bitwidth <= 16 for x in (a, b)):
+        product = np.matmul(*(x.data.astype(np.float64) for x in wide)).astype(np.float32)
+        return TensorHandle(product + d.data, d.dtype.scalar)
     return _stock_dot(self, *(TensorHandle(x.data.astype(d.data.dtype), d.dtype.scalar) for x in wide), d, *rest)
 
 
@@ -146,8 +150,19 @@ def _broadcast(self: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl
         return _splat(lhs, rhs.type), rhs
     if right is None:
         return lhs, _splat(rhs, lhs.type)
+    if len(left) == len(right):
+        sizes = tuple(b if a == 1 else a for a, b in zip(left, right, strict=True))
+        if all(b in (1, size) for b, size in zip(right, sizes, strict=True)):
+            return _expand(lhs, sizes), _expand(rhs, sizes)
     broadcast: tuple[tl.tensor, tl.tensor] = _stock_broadcast(self, lhs, rhs)
     return broadcast
+
+
+def _expand(x: tl.tensor, sizes: tuple[int, ...]) -> tl.tensor:
+    """A block of the shape `sizes` that repeats `x` along its sizes of 1."""
+    if x.type.sizes == sizes:
+        return x
+    return tl.tensor(TensorHandle(np.broadcast_to(x.handle.data, sizes), x.dtype), tl.block_type(x.dtype, list(sizes)))
 
 
 def _splat(scalar: tl.tensor, like: tl.block_type) -> tl.tensor:
