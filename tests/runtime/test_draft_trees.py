@@ -185,11 +185,11 @@ def test_padded_steps(
     runner.graphs = steps = CalledSteps(runner, 10)
     assert [answer.tokens for answer in driven.run(*calls)] == expected
     assert steps.num_runs > 5 and driven.stats.num_accepted_draft_tokens > 20
-    model = MagicMock(wraps=runner.model)
-    monkeypatch.setattr(runner, "model", model)
+    layers = MagicMock(wraps=runner.model.hidden_states)
+    monkeypatch.setattr(runner.model, "hidden_states", layers)
     for shape in steps.shapes.verifications()[:2]:
         steps.trace(shape)
-    assert model.call_count == 2, "once for both kinds of sampling, as on ranks without a drafter"
+    assert layers.call_count == 2, "once for both kinds of sampling, as on ranks without a drafter"
 
 
 def test_trees_that_cannot_work_are_refused(drive: Make, heads: dict[str, tuple[Path, Oracle]]) -> None:

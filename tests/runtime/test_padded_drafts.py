@@ -66,11 +66,11 @@ def test_padding_has_no_effect_on_drafts(
     assert [answer.tokens for answer in driven.run(*cases)] == expected
     stats = driven.stats
     assert steps.num_runs > 5 and stats.num_accepted_draft_tokens == stats.num_draft_tokens > 100
-    model = MagicMock(wraps=runner.model)
-    monkeypatch.setattr(runner, "model", model)
+    layers = MagicMock(wraps=runner.model.hidden_states)
+    monkeypatch.setattr(runner.model, "hidden_states", layers)
     for shape in steps.shapes.verifications()[:3]:
         steps.trace(shape)
-    assert model.call_count == 3, "once for both kinds of sampling"
+    assert layers.call_count == 3, "once for both kinds of sampling"
 
 
 def test_a_captured_step_computes_the_drafts_that_are_wanted(

@@ -278,8 +278,8 @@ class Executor:
                 self._ranks.publish_profile(profile.number, start=False)
             profile.stop(num_steps)
         elif profile.result is not None:
+            self._profile = None  # before the reply, so that a client that has it can start the next profile
             self.mailbox.reply_profile(profile.query, profile.result)
-            self._profile = None
 
     def _submit(self, request: TokenRequest) -> None:
         """Admit a request. If that raises an error, it becomes the output of each of the request's sequences."""
