@@ -62,7 +62,7 @@ def _steps() -> list[Bar]:
         _step("Mixtral bfloat16, 1 row", "Mixtral bfloat16", 1, _captured("h200_step_mixtral_bf16", 1)),
         _step("gpt-oss-20b MXFP4, 1 row", "gpt-oss-20b MXFP4", 1, result("h200_moe")["after"]["gpt-oss-20b"]["gap"][0]["step_ms"]),
     ]
-    two, eight = result("h200_full_load_and_ranks")["parts"]["70b"]["rows"], result("h200x8_engines")["rows"]
+    two, eight = result("h200_new_tokens")["parts"]["70b"]["rows"], result("h200x8_engines")["rows"]
     found += [
         _step("70B FP8_KV, 2 GPUs, 1 row", "70B FP8_KV, two GPUs", 1, _engine_step(two, 1), 9.4),
         _step("70B FP8_KV, 2 GPUs, 64 rows", "70B FP8_KV, two GPUs", 64, _engine_step(two, 64), 14.5),

@@ -1,6 +1,8 @@
-"""Decode with fused layers on two tensor-parallel ranks: `fused_engine_ranks.py DEVICE FOLDER`. A process is in one world of NCCL ranks.
+"""Decode with fused layers on two tensor-parallel ranks: `fused_engine_ranks.py DEVICE FOLDER STEPS...`.
 
-Log-probabilities of decoded tokens equal those of the same tokens in a prompt, whose linears and all-reduces are separate kernels.
+`STEPS` is `captured` or `eager`. With several of them, the process loads the engine again for each. Its ranks share memory the first time
+only, without which they have no fused layers. Log-probabilities of decoded tokens equal those of the same tokens in a prompt, whose linears
+and all-reduces are separate kernels.
 """
 
 from __future__ import annotations
@@ -67,18 +69,19 @@ def check_cancellation(executor: Executor) -> None:
     mailbox.pop_outputs()
 
 
-def main(device: str, folder: str) -> None:
+def main(device: str, folder: str, *steps: str) -> None:
     model = tiny.model(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     limits = Limits(max_batch_size=8, max_input_len=128, max_output_len=64, max_num_tokens=256)
     config = BuildConfig(device=device, dtype="bfloat16", limits=limits, mapping=Mapping(tensor_parallel=2))
     kernels = None if device == "cpu" else compile_kernels  # in parallel, where the start of an engine compiles one after the other
     engine = build(tiny.save(model, Path(folder, "checkpoint")), Path(folder, "engine"), config, verify="none", kernels=kernels)
-    for cuda_graphs in (True, False):
-        executor = load(engine.path, kv_cache_tokens=2048, cuda_graphs=cuda_graphs, prefix_reuse=False)
+    for number, kind in enumerate(steps):
+        executor = load(engine.path, kv_cache_tokens=2048, cuda_graphs=kind == "captured", prefix_reuse=False)
         try:
             assert isinstance(executor.runner, ModelRunner)
             fused_layers = executor.runner.model.fused_layers
-            assert device == "cpu" or (fused_layers is not None and fused_layers.supports(len(PROMPTS)))
+            is_fused = fused_layers is not None and fused_layers.supports(len(PROMPTS))
+            assert device == "cpu" or is_fused is (number == 0)
             alone = [generate(executor, [prompt], NUM_NEW)[0] for prompt in PROMPTS]
             check_logprobs(executor, PROMPTS[:1], "alone")
             check_logprobs(executor, PROMPTS, "together")

@@ -18,5 +18,6 @@ def test_fused_layers_of_ranks_equal_their_linears(num_ranks: int, uninterpreted
     uninterpreted(Path(__file__).with_name("fused_layer_ranks.py"), str(num_ranks))
 
 
-def test_an_engine_decodes_with_fused_layers_on_two_ranks(tmp_path: Path, uninterpreted: Callable[..., str]) -> None:
-    uninterpreted(Path(__file__).with_name("fused_engine_ranks.py"), "cuda", tmp_path)
+@pytest.mark.parametrize("steps", [["captured"], ["eager"], ["captured", "eager"]], ids="+".join)
+def test_an_engine_decodes_with_fused_layers_on_two_ranks(steps: list[str], tmp_path: Path, uninterpreted: Callable[..., str]) -> None:
+    uninterpreted(Path(__file__).with_name("fused_engine_ranks.py"), "cuda", tmp_path, *steps)

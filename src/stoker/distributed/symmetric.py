@@ -28,13 +28,25 @@ _DTYPES = (torch.bfloat16, torch.float32)  # of PyTorch's kernels
 
 
 class SymmetricGroup(ProcessGroup):
-    """NCCL collectives, and all-reduces through peer memory where these are faster."""
+    """NCCL collectives, and all-reduces through peer memory where these are faster.
+
+    A process has one such group in its lifetime: PyTorch numbers the messages of `rendezvous` and remembers the stores of groups per
+    process, so that the next group of a leader, whose other ranks are new processes, would wait for messages that nobody sends.
+    """
+
+    _was_created = False
 
     def __init__(self, inner: dist.ProcessGroup, device: torch.device) -> None:
-        """Allocate peer memory. Raises RuntimeError, on every rank, if the devices cannot access each other's memory."""
+        """Allocate peer memory.
+
+        Raises RuntimeError, on every rank, if the devices cannot access each other's memory or if a rank had such a group before.
+        """
         super().__init__(inner, device)
         if not self._can_access_all():
             raise RuntimeError("not every device can access the memory of all others")
+        if not self.smallest(not SymmetricGroup._was_created):
+            raise RuntimeError("the process of a rank has run an engine on several GPUs before. Load each one in a process of its own")
+        SymmetricGroup._was_created = True
         self._name = inner.group_name
         self._buffer, _, _ = self._allocate(MAX_BYTES)
         self._copies: PeerCopies | None = None

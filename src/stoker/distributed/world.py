@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from stoker.base.config import Mapping
+from stoker.base.errors import ConfigError
 from stoker.base.logging import get_logger
 from stoker.base.nodes import leader
 from stoker.base.private_api import check_private_api
@@ -142,7 +143,7 @@ def _group(inner: dist.ProcessGroup, device: torch.device, has_peer_memory: bool
     try:
         return SymmetricGroup(inner, device)
     except RuntimeError as error:
-        log.warning("all-reduces use NCCL, because GPUs cannot access the memory of their peers: %s", error)
+        log.warning("all-reduces use NCCL, which is slower, instead of the memory of peers: %s", error)
         return ProcessGroup(inner, device, check)
 
 
@@ -187,9 +188,14 @@ def _call_checked(create: Callable[[], Any], check: Callable[[], None]) -> Any:
 
 
 class _Nccl:
-    """Creates groups of GPUs through torch's global state, which symmetric memory requires: a process is in one world."""
+    """Creates groups of GPUs through torch's global state, which symmetric memory requires: a process is in one world at a time."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
+        if dist.is_initialized():
+            raise ConfigError(
+                "this process is a rank of another engine on several GPUs, or uses torch.distributed itself.",
+                cure="Close that engine first, or load this one in a process of its own, for example with stoker serve.",
+            )
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=TIMEOUT, device_id=device)
 
     def __call__(self, name: str, ranks: range) -> Any:
