@@ -31,7 +31,7 @@ class SymmetricGroup(ProcessGroup):
     """NCCL collectives, and all-reduces through peer memory where these are faster.
 
     A process has one such group in its lifetime: PyTorch numbers the messages of `rendezvous` and remembers the stores of groups per
-    process, so that the next group of a leader, whose other ranks are new processes, would wait for messages that nobody sends.
+    process, so that the next group of a leader, whose other ranks are new processes, would wait for messages that are not sent.
     """
 
     _was_created = False
