@@ -239,7 +239,7 @@ def test_verification_accepts_the_path_of_a_tree(module: ModuleType, max_drafts:
 
 
 @EACH
-@pytest.mark.parametrize(("num_ranks", "vocab"), [(2, 9001), (2, 5), (4, 16384), (4, 5)])
+@pytest.mark.parametrize(("num_ranks", "vocab"), [(2, 9001), (2, 5), (3, 9001), (4, 16384), (4, 5), (6, 5)])
 def test_ranks_with_shards_find_the_greedy_tokens_of_all_logits(module: ModuleType, num_ranks: int, vocab: int) -> None:
     """Ties within a shard and between shards, rows with NaN and infinities anywhere, and padding with values above all logits."""
     rng = random.Random(vocab + num_ranks)

@@ -175,8 +175,8 @@ def sample(rows: int, dtype: torch.dtype, all_greedy: bool) -> None:
     sampling.sample(meta(rows, 128256, dtype=dtype), draw)
 
 
-def sample_shard(rows: int, dtype: torch.dtype) -> None:
-    sampling.largest_over_ranks(sampling.largest_of_shard(meta(rows, 64128, dtype=dtype), 64128, 1, 2))
+def sample_shard(rows: int, dtype: torch.dtype, num_ranks: int = 2) -> None:
+    sampling.largest_over_ranks(sampling.largest_of_shard(meta(rows, 64128, dtype=dtype), 64128, 1, num_ranks))
 
 
 def verify(nodes: int) -> None:
@@ -457,6 +457,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "sample drawn": lambda: sample(256, BF16, False),
     "sample drawn fp32": lambda: sample(1, FP32, False),
     "sample shard": lambda: sample_shard(256, BF16),
+    "sample shard of three": lambda: sample_shard(256, BF16, 3),
     "rope decode": lambda: rope_store(1, BF16),
     "rope prefill": lambda: rope_store(8192, BF16),
     "rope fp8": lambda: rope_store(8192, FP8),

@@ -90,6 +90,7 @@ def largest_of_shard(logits: Tensor, num_ids: int, rank: int, num_ranks: int) ->
             chunks,
             CHUNKS=next_power_of_2(chunks),
             RANKS=num_ranks,
+            PLACES=next_power_of_2(2 * num_ranks),
             num_warps=1,
             **pdl_launch_options(logits),
         )
@@ -100,7 +101,8 @@ def largest_over_ranks(pairs: Tensor) -> Tensor:
     """The token ids of the largest logits of all ranks (`ops.sample_shards`), by one launch."""
     out = torch.empty(len(pairs), dtype=torch.int32, device=pairs.device)
     if len(pairs):
-        largest_pair_kernel[(len(pairs),)](pairs, out, RANKS=pairs.shape[1], num_warps=1, **pdl_launch_options(pairs))
+        ranks = pairs.shape[1]
+        largest_pair_kernel[(len(pairs),)](pairs, out, RANKS=ranks, PLACES=next_power_of_2(ranks), num_warps=1, **pdl_launch_options(pairs))
     return out
 
 
@@ -216,7 +218,8 @@ def shard_pair_kernel(
     first_id,  # the token id of the first logit
     chunks,
     CHUNKS: tl.constexpr,  # chunks, rounded up to a power of two
-    RANKS: tl.constexpr,  # a power of two
+    RANKS: tl.constexpr,
+    PLACES: tl.constexpr,  # the numbers of all pairs, 2 × RANKS, rounded up to a power of two
     USE_PDL: tl.constexpr,
 ):
     """One CTA: the pair of one row. The sum of the pairs of all ranks has the pair of each in its place, also if one is NaN or -inf."""
@@ -227,24 +230,28 @@ def shard_pair_kernel(
     best = tl.load(best_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
     ids = tl.load(best_id_ptr + row * chunks + chunk, mask=chunk < chunks, other=0)
     top, chosen = largest_of(best, ids)
-    place = tl.arange(0, 2 * RANKS)
+    place = tl.arange(0, PLACES)
     own = tl.where(place % 2 == 0, top, (first_id + chosen).to(tl.float32))
-    tl.store(pairs_ptr + row * 2 * RANKS + place, tl.where(place // 2 == rank, own, 0.0))
+    tl.store(pairs_ptr + row * 2 * RANKS + place, tl.where(place // 2 == rank, own, 0.0), mask=place < 2 * RANKS)
 
 
 @triton.jit
 def largest_pair_kernel(
     pairs_ptr,  # float32 [rows, RANKS, 2]: (largest logit, its token id) of each rank
     out_ptr,  # int32 [rows]: token ids; -1 for a row whose largest logit is not a number
-    RANKS: tl.constexpr,  # a power of two
+    RANKS: tl.constexpr,
+    PLACES: tl.constexpr,  # RANKS, rounded up to a power of two
     USE_PDL: tl.constexpr,
 ):
     """One CTA: the token id of one row."""
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
     row = tl.program_id(0)
-    pair_ptr = pairs_ptr + row * 2 * RANKS + 2 * tl.arange(0, RANKS)
-    top, chosen = largest_of(tl.load(pair_ptr), tl.load(pair_ptr + 1).to(tl.int32))
+    place = tl.arange(0, PLACES)
+    pair_ptr = pairs_ptr + row * 2 * RANKS + 2 * place
+    top = tl.load(pair_ptr, mask=place < RANKS, other=float("-inf"))
+    token_id = tl.load(pair_ptr + 1, mask=place < RANKS, other=0.0).to(tl.int32)
+    top, chosen = largest_of(top, token_id)
     tl.store(out_ptr + row, id_of_largest(top, chosen))
 
 
