@@ -23,7 +23,7 @@ from stoker.engine.reader import Engine
 from stoker.kernels import ops
 from stoker.kernels.triton.all_reduce import check_sums
 from stoker.kernels.triton.aot.compiler import CompileJob, collecting
-from stoker.kernels.triton.attention.tiles import decode_tile_edges
+from stoker.kernels.triton.attention.tiles import decode_edges
 from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.integers import cdiv
 from stoker.layers.decoder import Decoder
@@ -198,10 +198,10 @@ def _eager(runner: ModelRunner) -> Iterator[tuple[Shape, Bounds]]:
 
 
 def _decode_edges(runner: ModelRunner) -> set[int]:
-    """The numbers of decodes at which attention over one of the runner's caches may use another tile than for one fewer.
+    """The numbers of decodes at which attention over one of the caches may use another tile or number of splits than for one fewer.
 
     Captured steps have fixed numbers of decodes, but beside a prompt there may be any number.
     """
-    edges = decode_tile_edges(num_sms(META), device_tuning(META))
+    edges = decode_edges(num_sms(META), device_tuning(META))
     kv_heads = {cache.keys.shape[1] for cache in runner.caches} - {0}  # a layer without attention has a cache without heads
     return {cdiv(edge, heads) for heads in kv_heads for edge in edges}

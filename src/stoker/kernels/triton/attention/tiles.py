@@ -63,11 +63,13 @@ def decode_tile(
     return AttentionTile(min(MAX_DECODE_ROWS, max(16, next_power_of_2(heads))), row.block_n, row.num_warps, row.num_stages)
 
 
-def decode_tile_edges(num_sms: int, tuning: TuningTable) -> list[int]:
-    """The numbers of query tiles at which `decode_tile` may return another tile than for one fewer, in ascending order."""
+def decode_edges(num_sms: int, tuning: TuningTable) -> list[int]:
+    """The numbers of query tiles at which `decode_tile` may return another tile, or `choose_splits` fill the device with another number of
+    splits, than for one fewer, in ascending order."""
     rows = [row for row in tuning.attention if row.op == "decode"]
     above = {row.tiles_above * num_sms + 1 for row in rows if row.tiles_above is not None}
-    return sorted(above | {row.tiles_below * num_sms for row in rows if row.tiles_below is not None})
+    below = {row.tiles_below * num_sms for row in rows if row.tiles_below is not None}
+    return sorted(above | below | {(num_sms >> i) + 1 for i in range(num_sms.bit_length())})
 
 
 def prefill_tile(
