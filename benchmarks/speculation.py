@@ -17,8 +17,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -112,31 +114,39 @@ def on_gpu(args: argparse.Namespace, name: str) -> dict[str, Any]:
             dtype="bfloat16", dummy_weights=True, limits=limits, device="cuda", quantization=FORMATS[name], mapping=mapping
         )
         build(args.config, folder + "/engine", config, verify="none")
-        for speculate in ("none", "ngram"):
-            # Ranks capture graphs together, so that one process cannot leave it out.
-            with mock.patch.object(Graphs, "warm_up", lambda _: 0) if args.tensor_parallel == 1 else nullcontext():
-                settings = RuntimeConfig(
-                    prefix_reuse=False, speculate=speculate, draft_tokens=DRAFTS, adaptive_drafts=False, kv_cache_tokens=1 << 16
-                )
-                with forced_acceptance():
-                    executor = load_executor(folder + "/engine", without_unused_drafts(settings), SynchronousMailbox)
-            if speculate == "ngram" and args.tensor_parallel == 1:
-                for rows in args.rows:
-                    plain, drafted = (step_ms(executor, rows, args.context, drafts) for drafts in (0, DRAFTS))
-                    result["steps"].append({"rows": rows, "plain_ms": plain, "drafted_ms": drafted, "ratio": drafted / plain})
-                    print(name, result["steps"][-1], flush=True)
-                executor.runner.graphs._captured.clear()  # type: ignore[attr-defined]
-            if args.tensor_parallel == 1:
-                executor.runner.warm_up()  # type: ignore[attr-defined]
-            executor.capture_all()
-            with forced_acceptance():
-                for rows in args.rows:
-                    speed = tokens_per_s(executor, rows, args.context)
-                    result["tokens_per_s"].append({"rows": rows, "speculate": speculate, "value": speed})
-                    print(name, result["tokens_per_s"][-1], flush=True)
-            executor.close()
-            del executor
-            torch.cuda.empty_cache()
+        with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:  # ranks share memory in one engine per process
+            for speculate in ("none", "ngram"):
+                part = pool.submit(on_gpu_with, args, name, folder + "/engine", speculate).result()
+                result["steps"] += part["steps"]
+                result["tokens_per_s"] += part["tokens_per_s"]
+    return result
+
+
+def on_gpu_with(args: argparse.Namespace, name: str, engine: str, speculate: str) -> dict[str, Any]:
+    """The part of `on_gpu` that needs an executor with this proposer."""
+    result: dict[str, Any] = {"steps": [], "tokens_per_s": []}
+    # Ranks capture graphs together, so that one process cannot leave it out.
+    with mock.patch.object(Graphs, "warm_up", lambda _: 0) if args.tensor_parallel == 1 else nullcontext():
+        settings = RuntimeConfig(
+            prefix_reuse=False, speculate=speculate, draft_tokens=DRAFTS, adaptive_drafts=False, kv_cache_tokens=1 << 16
+        )
+        with forced_acceptance():
+            executor = load_executor(engine, without_unused_drafts(settings), SynchronousMailbox)
+    if speculate == "ngram" and args.tensor_parallel == 1:
+        for rows in args.rows:
+            plain, drafted = (step_ms(executor, rows, args.context, drafts) for drafts in (0, DRAFTS))
+            result["steps"].append({"rows": rows, "plain_ms": plain, "drafted_ms": drafted, "ratio": drafted / plain})
+            print(name, result["steps"][-1], flush=True)
+        executor.runner.graphs._captured.clear()  # type: ignore[attr-defined]
+    if args.tensor_parallel == 1:
+        executor.runner.warm_up()  # type: ignore[attr-defined]
+    executor.capture_all()
+    with forced_acceptance():
+        for rows in args.rows:
+            speed = tokens_per_s(executor, rows, args.context)
+            result["tokens_per_s"].append({"rows": rows, "speculate": speculate, "value": speed})
+            print(name, result["tokens_per_s"][-1], flush=True)
+    executor.close()
     return result
 
 
