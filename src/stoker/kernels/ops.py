@@ -399,8 +399,9 @@ def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionP
 def rope_attention(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
     """`rope_store`, then `attention`. On a GPU one launch computes both in decode steps where that is faster.
 
-    That is a step of one row, of two before a fused layer, or of many rows over a cache of q's dtype. Most 8-bit caches of 16-bit q are
-    supported. q may be changed in place or not.
+    That is a step of one row, of two before a fused layer, or of many rows over a cache of q's dtype. 8-bit caches of 16-bit q are
+    supported for heads of 64, 128 and 256 features, of which all, a half or none rotate, and up to 31 query heads per KV head. q may be
+    changed in place or not.
     """
     launcher = None if q.is_cpu else _GPU.get(attention_ref)
     if launcher is None:

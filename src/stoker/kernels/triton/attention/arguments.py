@@ -97,7 +97,7 @@ class OperandFormat(NamedTuple):
 
     precision: str  # of tl.dot on float32: "tf32" or "tf32x3"
     pairs: str | None  # 8-bit cache read as int16 pairs of features: "e4m3" or "bytes"; see `paired_8bit`
-    packed: bool  # True on a GPU: by inline PTX; False in the interpreter: by the equivalent Triton operations
+    packed: bool  # True on a GPU: operands are unpacked, and keys prefetched, by inline PTX; False in the interpreter, which has none
 
 
 class SplitShape(NamedTuple):

@@ -54,7 +54,8 @@ CACHE_DTYPES = (*QUERY_DTYPES, torch.int8, torch.float8_e4m3fn)
 PAIRED_SIZES = (64, 128, 256)  # head sizes that are read two 8-bit features at a time: half of them is a power of two
 MAX_VERIFIED_TOKENS = 9  # rows of at most this number of tokens have tiles for draft tokens (`verify_tile`)
 MAX_SPLIT_TILES = 1 << 16  # query tiles that have a counter
-# Of four warps that store a token of an 8-bit cache, so that a CTA of the fused layer kernel, 8 warps of as many, fits on their SM.
+# Per thread of a CTA that stores a token of an 8-bit cache: its 4 warps and the 8 warps of a CTA of the fused layer kernel, which have 168
+# registers, too, fit the 65,536 of an SM.
 MAX_KEY_ROW_REGISTERS = 168
 MAX_FLAG_WORDS = 8192  # words of a split's result when splits combine by flags
 # Scratch for splits of one launch. A launch that would need more has thousands of tiles, which fill the device without splits: 8,192
@@ -130,7 +131,7 @@ def _is_key_row_supported(q: Tensor, rotary: Rotary, cache: KVCache) -> bool:
     """Whether the new key of an 8-bit cache can be a row of the query tile (`new_token_8bit`).
 
     Pairs of features must be read at once, all heads of a group and the key fit a tile, and all, a half or none of the features rotate.
-    `rope_store` reports means without the coordinates that they are in.
+    A cache that has means of keys without their balance goes to `rope_store`, which raises ValueError.
     """
     group, dim = q.shape[1] // cache.keys.shape[1], 0 if rotary.cos_sin is None else rotary.cos_sin.shape[1]
     has_coordinates = cache.key_mean is None or cache.key_balance is not None
@@ -156,9 +157,9 @@ def decode(
     pairs = _pairs(q, cache)
     num_rows = batch.num_decodes if batch.decode_count is None else min(batch.num_rows, q.shape[0])
     if tile is None:
-        tile_rows = group if new is None or pairs is None else group + 1  # the new key is a row, too
+        rows_of_tile = group if new is None or pairs is None else group + 1  # the new key is a row, too
         tile = decode_tile(
-            q.shape[2], q.dtype, tile_rows, num_rows * kv_heads, num_sms(q.device), device_tuning(q.device), pairs is not None
+            q.shape[2], q.dtype, rows_of_tile, num_rows * kv_heads, num_sms(q.device), device_tuning(q.device), pairs is not None
         )
     tile_heads = min(group, tile.block_m)
     num_tiles = num_rows * kv_heads * cdiv(group, tile_heads)

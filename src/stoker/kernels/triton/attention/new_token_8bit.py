@@ -8,6 +8,10 @@ and with the results of `rope_store`. No part of the tile is computed twice: of 
     norm, factors   those of queries                          those of keys                      zeros
     result          rounded to the queries' dtype: operand    less its mean, quantized: stored   not used
 
+Time, µs on an H200 over 1,000 keys of 8 KV heads: 5.7 with one row and 6.9 with two, where the launch of `rope_store` and attention take
+6.9 and 8.5. The keys and values of one row need 0.5 at 4.28 TB/s: the time is the latency of dependent loads, products and the
+combination of splits.
+
 Only the last split of a row sees the new key, so its CTAs store it, and the value, before they read keys. The operand is in registers: the
 even features of the tile and the odd ones (`paired_8bit`).
 """
