@@ -171,10 +171,19 @@ CASES_8_BIT = {
     "half of a head, interleaved": (Case([(1, 40)], mean=True, **WIDE), 64, True, False),
     "no rotation": (Case([(1, 40)], mean=True, **WIDE), 0, False, True),
     "sinks and a window": (Case([(1, 90)], sinks=True, window=30, mean=True, **WIDE), 128, False, False),
+    "window": (Case([(1, 200), (1, 20)], window=30, mean=True, **WIDE), 128, False, False),
+    "window of one": (Case([(1, 65)], window=1, mean=True, **WIDE), 128, False, False),
+    "chunk": (Case([(1, 90), (1, 97)], chunk=32, mean=True, **WIDE), 128, False, False),
+    "the first key of a chunk": (Case([(1, 65)], chunk=64, mean=True, **WIDE), 128, False, False),
+    "soft cap": (Case([(1, 90)], softcap=5.0, mean=True, **WIDE), 128, False, False),
+    "ALiBi": (Case([(1, 90)], alibi=True, mean=True, **WIDE), 0, False, False),
+    "prefix": (Case([(1, 90), (1, 40), (1, 65)], prefix_lens=[90, 10, 0], mean=True, **WIDE), 128, False, False),
     "256 wide, values of 64": (Case([(1, 40)], **WIDE | {"size": 256, "value_size": 64}), 256, False, False),
     "int8": (Case([(1, 90)], **NARROW), 64, False, False),
     "int8, 15 heads of a group": (Case([(1, 40)], heads=30, **NARROW), 64, False, False),
     "int8, two rows, normed": (Case([(1, 33), (1, 5)], **NARROW), 64, True, True),
+    "int8, chunk and prefix": (Case([(1, 90), (1, 33)], chunk=16, prefix_lens=[85, 33], **NARROW), 64, False, False),
+    "int8, everything": (Case([(1, 90), (1, 5)], softcap=9.0, sinks=True, window=33, alibi=True, **NARROW), 32, True, True),
 }
 
 
@@ -257,7 +266,6 @@ def test_8_bit_steps_of_one_row_use_one_launch(group: int, shared: dict[str, Any
 
 UNSUPPORTED_8_BIT = {
     "eight rows": (Case([(1, 20)] * 8, **WIDE), 128),
-    "two rows without a fused layer after them": (Case([(1, 20)] * 2, **WIDE), 128),
     "32 heads of a group": (Case([(1, 20)], heads=32, kv_heads=1, **WIDE), 128),
     "a quarter of a head rotates": (Case([(1, 20)], **WIDE), 32),
     "heads that are not read in pairs": (Case([(1, 20)], **WIDE | {"size": 80}), 80),
@@ -270,6 +278,18 @@ def test_other_8_bit_steps_use_two_launches(name: str, monkeypatch: pytest.Monke
     case, dim = UNSUPPORTED_8_BIT[name]
     monkeypatch.setattr(kernels, "decode", lambda *arguments, **named: _assert_no_new_tokens(**named))
     kernels.rope_attention(*new_8_bit_tokens(case, dim, False, False))
+
+
+@pytest.mark.parametrize(("num_rows", "before_fused_layer", "in_one_launch"), [(2, True, True), (2, False, False), (3, True, False)])
+def test_two_rows_of_8_bit_caches_use_one_launch_before_a_fused_layer(
+    num_rows: int, before_fused_layer: bool, in_one_launch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For more rows, the fused layer kernel uses the shared memory of all SMs."""
+    q, k, v, rotary, cache, batch, params = new_8_bit_tokens(Case([(1, 20)] * num_rows, **WIDE), 128, False, False)
+    seen: list[bool] = []
+    monkeypatch.setattr(kernels, "decode", lambda *arguments, new=None: seen.append(new is not None))
+    kernels.rope_attention(q, k, v, rotary, cache, batch, replace(params, before_fused_layer=before_fused_layer))
+    assert seen == [in_one_launch]
 
 
 def _assert_no_new_tokens(new: object = None) -> None:

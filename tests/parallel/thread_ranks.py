@@ -62,8 +62,8 @@ class ThreadGroup(Group):
 class CalledSteps(Graphs):
     """Runs the function that would be captured, on the static buffers, and records the shapes."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        sizes = {"max_rows": ROWS, "max_seq_len": runner.max_seq_len, "max_tokens": 64, "max_drafts": 0}
+    def __init__(self, runner: ModelRunner, max_drafts: int) -> None:
+        sizes = {"max_rows": ROWS, "max_seq_len": runner.max_seq_len, "max_tokens": 64, "max_drafts": max_drafts}
         super().__init__(runner._forward, runner._launch_all, runner.inputs, **sizes, device=CPU)
         self.replayed: list[Shape] = []
 
@@ -76,15 +76,15 @@ class CalledSteps(Graphs):
         self.inputs.send(packed, self._static, tables)
         views = split_buffer(self._static, packed.sizes)
         inputs = self.inputs.step_inputs(packed, [*views[:BLOCK_TABLES], tables.view(-1), *views[BLOCK_TABLES + 1 :]])
-        parts = self.forward(inputs, 0, all_greedy)
+        parts = self.forward(inputs, packed.shape.max_drafts, all_greedy)
         return run_parts(iter(()), next(parts), num_wanted)
 
 
 class CapturedSteps(CalledSteps):
     """Captures as on a GPU: first the step is launched, and then both graphs are captured, here by running what they would contain."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        super().__init__(runner)
+    def __init__(self, runner: ModelRunner, max_drafts: int) -> None:
+        super().__init__(runner, max_drafts)
         self.parts: list[object] = []
 
     def is_captured(self, shape: Shape) -> bool:
@@ -100,10 +100,10 @@ class CapturedSteps(CalledSteps):
         step = self._dummy_step(shape)
         if shape not in self._launched:
             self._launched.add(shape)
-            self.launch(step, 0)
+            self.launch(step, shape.max_drafts)
             return False
         all_greedy = (shape, True) not in self._captured
-        self._captured[shape, all_greedy] = CapturedStep([], next(self.forward(step, 0, all_greedy)))
+        self._captured[shape, all_greedy] = CapturedStep([], next(self.forward(step, shape.max_drafts, all_greedy)))
         if self.is_captured(shape):
             self._pending.pop(shape, None)
         return self.is_captured(shape)
@@ -159,10 +159,10 @@ class Followers:
         assert not self.errors, self.errors[0]
 
 
-def as_on_a_gpu(runner: ModelRunner, *, graphs: type[CalledSteps] | None) -> ModelRunner:
+def as_on_a_gpu(runner: ModelRunner, *, graphs: type[CalledSteps] | None, max_drafts: int) -> ModelRunner:
     """Resolve and broadcast ids, and run captured shapes."""
     runner._broadcasts_ids = True
-    runner.graphs = graphs(runner) if graphs is not None else None
+    runner.graphs = graphs(runner, max_drafts) if graphs is not None else None
     return runner
 
 
@@ -173,17 +173,18 @@ def groups_of_threads(size: int) -> list[ThreadGroup]:
 
 
 def executor_of_threads(
-    engine: Engine, worlds: list[World], scheduler_of: Callable[[dict[str, int]], Scheduler], *, graphs: type[CalledSteps] | None
-) -> tuple[Executor, Followers, list[ModelRunner]]:
+    engine: Engine, worlds: list[World], scheduler_of: Callable[[dict[str, int]], Scheduler], *,
+    graphs: type[CalledSteps] | None, max_drafts: int = 0,
+) -> tuple[Executor, Followers, list[ModelRunner]]:  # fmt: skip
     """The executor of the first rank, whose steps overlap, its followers, and the runners of all ranks.
 
-    `scheduler_of` makes the scheduler, from the sizes of the cache and of steps.
+    `scheduler_of` makes the scheduler, from the sizes of the cache and of steps. `max_drafts`: the largest number of drafts of a row.
     """
     config = RuntimeConfig(num_threads=1)
     loaded = [load_rank(engine, config, CPU, world) for world in worlds]
-    runners = [as_on_a_gpu(one.runner(BLOCKS), graphs=graphs) for one in loaded[1:]]
+    runners = [as_on_a_gpu(one.runner(BLOCKS), graphs=graphs, max_drafts=max_drafts) for one in loaded[1:]]
     followers = Followers(runners)
-    leader = as_on_a_gpu(loaded[0].runner(BLOCKS, followers), graphs=graphs)
+    leader = as_on_a_gpu(loaded[0].runner(BLOCKS, followers), graphs=graphs, max_drafts=max_drafts)
     sizes = {"num_blocks": BLOCKS, "tokens_per_block": 16, "max_batch_size": ROWS, "max_num_tokens": 64, "max_seq_len": leader.max_seq_len}
     limits = engine.config.limits
     info = ExecutorInfo(limits=limits, max_seq_len=leader.max_seq_len, vocab_size=101, device="cpu", kv_cache_tokens=1, model="m")
