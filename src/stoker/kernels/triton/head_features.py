@@ -1,7 +1,8 @@
 """The heads of a token in registers: loads, norms, rotation, transform and quantization, for the kernels that rotate and store them.
 
-A tile of heads is three tensors, its parts: the first and the second features of the pairs that rotate together, and the features that do
-not rotate. `rope` says what is computed; its kernels and `attention.new_token_8bit` consist of these functions.
+A tile of heads is three tensors, its rotary parts: the first and the second features of the pairs that rotate together, and the features
+that do not rotate. The even and odd features of `attention.paired_8bit` are other parts. `rope` says what is computed; its kernels and
+`attention.new_token_8bit` consist of these functions.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def store_features(target_ptr, offsets, x, scale, inside, BEGIN: tl.constexpr, E
 
 
 @triton.jit
-def load_parts(source_ptr, offsets, inside, FEATURES: tl.constexpr, EARLY: tl.constexpr = False):
+def load_rotary_parts(source_ptr, offsets, inside, FEATURES: tl.constexpr, EARLY: tl.constexpr = False):
     """(first, second, rest) of several heads, in the dtype of the source.
 
     `first` and `second` are pairs of features (`load_pairs`), `rest` the features that are not rotated. A part without features is another
@@ -153,8 +154,8 @@ def load_parts(source_ptr, offsets, inside, FEATURES: tl.constexpr, EARLY: tl.co
 
 
 @triton.jit
-def store_parts(target_ptr, offsets, parts, scale, inside, FEATURES: tl.constexpr):
-    """The inverse of `load_parts`: store the parts in the dtype of the target, quantized by `scale` for an 8-bit cache."""
+def store_rotary_parts(target_ptr, offsets, parts, scale, inside, FEATURES: tl.constexpr):
+    """The inverse of `load_rotary_parts`: store the parts in the dtype of the target, quantized by `scale` for an 8-bit cache."""
     HALF: tl.constexpr = FEATURES.half
     SIZE: tl.constexpr = FEATURES.size
     if HALF > 0:
@@ -169,7 +170,7 @@ def load_norm(norm_ptr, head, inside, FEATURES: tl.constexpr, EARLY: tl.constexp
     if norm_ptr is None or FEATURES.norm_eps is None:
         return 1.0, 1.0, 1.0
     else:
-        return load_parts(norm_ptr, head * 0, inside, FEATURES, EARLY)
+        return load_rotary_parts(norm_ptr, head * 0, inside, FEATURES, EARLY)
 
 
 @triton.jit
@@ -222,7 +223,7 @@ def rotated(parts, angles, FEATURES: tl.constexpr):
 @triton.jit
 def load_factors(balance_ptr, offsets, inside, FEATURES: tl.constexpr, EARLY: tl.constexpr):
     """The parts of the factors of `key_balance`, times the factors that make the transform orthonormal."""
-    first, second, rest = load_parts(balance_ptr, offsets, inside, FEATURES, EARLY)
+    first, second, rest = load_rotary_parts(balance_ptr, offsets, inside, FEATURES, EARLY)
     OF_PAIRS: tl.constexpr = (0.5 / FEATURES.hadamard_half) ** 0.5
     OF_REST: tl.constexpr = (1.0 / FEATURES.hadamard_rest) ** 0.5
     return first * OF_PAIRS, second * OF_PAIRS, rest * OF_REST

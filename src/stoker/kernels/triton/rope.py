@@ -40,13 +40,13 @@ from stoker.kernels.triton.head_features import (
     load_features,
     load_norm,
     load_pairs,
-    load_parts,
+    load_rotary_parts,
     normalized,
     page_offset,
     rotated,
     store_features,
     store_pairs,
-    store_parts,
+    store_rotary_parts,
     transformed,
 )
 from stoker.kernels.triton.integers import cdiv, next_power_of_2
@@ -153,13 +153,13 @@ def rope_store_kernel(
             if EARLY:
                 pdl_wait(USE_PDL)
                 pdl_launch_dependents(USE_PDL)
-            parts = load_parts(qkv.q_ptr, offsets, inside, Q_FEATURES)
+            parts = load_rotary_parts(qkv.q_ptr, offsets, inside, Q_FEATURES)
             parts = normalized(parts, weights, Q_FEATURES)
             parts = rotated(parts, angles, Q_FEATURES)
             if key_balance_ptr is not None:
                 parts = transformed(parts, factors, Q_FEATURES)
             tl.debug_barrier()  # source and target are the same: every thread has loaded its features
-            store_parts(qkv.q_ptr, offsets, parts, 1.0, inside, Q_FEATURES)
+            store_rotary_parts(qkv.q_ptr, offsets, parts, 1.0, inside, Q_FEATURES)
     else:
         head = (tile - q_tiles) % kv_tiles * HEADS + row % HEADS
         has_head = head < qkv.num_kv_heads
@@ -177,11 +177,11 @@ def rope_store_kernel(
                 stored = inside & (slot >= 0)
                 if cache.key_mean_ptr is not None:
                     mean_row = head * cache.stride_mean_head + position // mean_tokens() * SIZE
-                    mean = load_parts(cache.key_mean_ptr, mean_row, stored & (position > 0), FEATURES, EARLY)
+                    mean = load_rotary_parts(cache.key_mean_ptr, mean_row, stored & (position > 0), FEATURES, EARLY)
                 if EARLY:
                     pdl_wait(USE_PDL)
                     pdl_launch_dependents(USE_PDL)
-                parts = load_parts(qkv.k_ptr, token.to(tl.int64) * qkv.stride_k_token + head * qkv.stride_k_head, inside, FEATURES)
+                parts = load_rotary_parts(qkv.k_ptr, token.to(tl.int64) * qkv.stride_k_token + head * qkv.stride_k_head, inside, FEATURES)
                 parts = normalized(parts, weights, FEATURES)
                 parts = rotated(parts, angles, FEATURES)
                 if key_balance_ptr is not None:
@@ -191,7 +191,7 @@ def rope_store_kernel(
                 else:
                     parts = parts[0].to(DTYPE), parts[1].to(DTYPE), parts[2].to(DTYPE)
                 target = page_offset(slot, BLOCK_SIZE, cache.stride_key_block, SIZE) + head * cache.stride_key_head
-                store_parts(cache.keys_ptr, target, parts, scale, stored, FEATURES)
+                store_rotary_parts(cache.keys_ptr, target, parts, scale, stored, FEATURES)
         else:
             if cache.values_ptr is not None:
                 VALUE: tl.constexpr = FEATURES.value_size

@@ -27,12 +27,12 @@ from stoker.kernels.triton.head_features import (
     load_factors,
     load_features,
     load_norm,
-    load_parts,
+    load_rotary_parts,
     normalized,
     page_offset,
     rotated,
     store_features,
-    store_parts,
+    store_rotary_parts,
     transformed,
 )
 from stoker.kernels.triton.kv_pages import mean_tokens
@@ -79,7 +79,7 @@ def load_tile_constants(
     mean = 0.0, 0.0, 0.0
     if cache.key_mean_ptr is not None:
         mean_row = kv_head * cache.stride_mean_head + position // mean_tokens() * FEATURES.size
-        mean = load_parts(cache.key_mean_ptr, mean_row, is_key & (position > 0), FEATURES, True)  # 0 for queries
+        mean = load_rotary_parts(cache.key_mean_ptr, mean_row, is_key & (position > 0), FEATURES, True)  # 0 for queries
     scales = head_scale(cache.key_scale_ptr, kv_head, True, True), head_scale(cache.value_scale_ptr, kv_head, True, True)
     return weights, angles, factors, mean, scales
 
@@ -92,7 +92,7 @@ def concatenated(x, y):
 
 @triton.jit
 def even_and_odd_features(parts, FEATURES: tl.constexpr):
-    """(features 0, 2, 4 …, features 1, 3, 5 …) of heads in the order in which `store_parts` stores them, each [M, size / 2].
+    """(features 0, 2, 4 …, features 1, 3, 5 …) of heads in the order in which `store_rotary_parts` stores them, each [M, size / 2].
 
     The widths of the parts are powers of two: all features rotate, a half of them, or none.
     """
@@ -120,7 +120,7 @@ def load_tile(
 ):
     """The parts of the queries of the tile, and of the new key."""
     new_key_ptr = new.keys_ptr + row.to(tl.int64) * new.stride_key_token + kv_head * new.stride_key_head
-    return load_parts(tl.where(is_key, new_key_ptr, q_rows[:, None]), 0, is_query | is_key, FEATURES)
+    return load_rotary_parts(tl.where(is_key, new_key_ptr, q_rows[:, None]), 0, is_query | is_key, FEATURES)
 
 
 @triton.jit
@@ -164,5 +164,5 @@ def queries_and_stored_token(
             if cache.key_mean_ptr is not None:
                 keys = parts[0] - mean[0] * key_scale, parts[1] - mean[1] * key_scale, parts[2] - mean[2] * key_scale
         key_page = page_offset(slot, BLOCK_SIZE, cache.stride_key_block, FEATURES.size) + kv_head * cache.stride_key_head
-        store_parts(cache.keys_ptr, key_page + is_key.to(tl.int32) * 0, keys, key_scale, is_key, FEATURES)
+        store_rotary_parts(cache.keys_ptr, key_page + is_key.to(tl.int32) * 0, keys, key_scale, is_key, FEATURES)
     return even_and_odd_features(rounded, FEATURES)
