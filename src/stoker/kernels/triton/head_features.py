@@ -222,11 +222,14 @@ def rotated(parts, angles, FEATURES: tl.constexpr):
 
 @triton.jit
 def load_factors(balance_ptr, offsets, inside, FEATURES: tl.constexpr, EARLY: tl.constexpr):
-    """The parts of the factors of `key_balance`, times the factors that make the transform orthonormal."""
-    first, second, rest = load_rotary_parts(balance_ptr, offsets, inside, FEATURES, EARLY)
-    OF_PAIRS: tl.constexpr = (0.5 / FEATURES.hadamard_half) ** 0.5
-    OF_REST: tl.constexpr = (1.0 / FEATURES.hadamard_rest) ** 0.5
-    return first * OF_PAIRS, second * OF_PAIRS, rest * OF_REST
+    """The parts of the factors of `key_balance`, times those that make the transform orthonormal. Three times 1 without a balance."""
+    if balance_ptr is None:
+        return 1.0, 1.0, 1.0
+    else:
+        first, second, rest = load_rotary_parts(balance_ptr, offsets, inside, FEATURES, EARLY)
+        OF_PAIRS: tl.constexpr = (0.5 / FEATURES.hadamard_half) ** 0.5
+        OF_REST: tl.constexpr = (1.0 / FEATURES.hadamard_rest) ** 0.5
+        return first * OF_PAIRS, second * OF_PAIRS, rest * OF_REST
 
 
 @triton.jit
@@ -246,6 +249,22 @@ def transformed(parts, factors, FEATURES: tl.constexpr):
     if FEATURES.size == 2 * FEATURES.half:
         rest = plus
     return plus, minus, rest
+
+
+@triton.jit
+def prepared(parts, weights, angles, factors, balance_ptr, FEATURES: tl.constexpr):
+    """The parts (float32) as attention multiplies them: after norm and rotation and, unless `balance_ptr` is None, the transform."""
+    parts = normalized(parts, weights, FEATURES)
+    parts = rotated(parts, angles, FEATURES)
+    if balance_ptr is not None:
+        parts = transformed(parts, factors, FEATURES)
+    return parts
+
+
+@triton.jit
+def less_mean(parts, mean, scale):
+    """The parts (float32) of keys less their mean, which is stored in units of the cache's `scale`."""
+    return parts[0] - mean[0] * scale, parts[1] - mean[1] * scale, parts[2] - mean[2] * scale
 
 
 @triton.jit

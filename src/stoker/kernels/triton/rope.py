@@ -35,19 +35,19 @@ from torch import Tensor
 from stoker.kernels.triton.head_features import (
     head_features,
     head_scale,
+    less_mean,
     load_angles,
     load_factors,
     load_features,
     load_norm,
     load_pairs,
     load_rotary_parts,
-    normalized,
     page_offset,
+    prepared,
     rotated,
     store_features,
     store_pairs,
     store_rotary_parts,
-    transformed,
 )
 from stoker.kernels.triton.integers import cdiv, next_power_of_2
 from stoker.kernels.triton.kv_pages import kv_pages, mean_tokens, require_dense_pages
@@ -141,8 +141,7 @@ def rope_store_kernel(
     if tile < q_tiles:
         head = tile * HEADS + row % HEADS
         has_head = head < qkv.num_heads
-        if key_balance_ptr is not None:
-            factors = load_factors(key_balance_ptr, (head // GROUP * 2 + 1) * SIZE, has_head, Q_FEATURES, EARLY)
+        factors = load_factors(key_balance_ptr, (head // GROUP * 2 + 1) * SIZE, has_head, Q_FEATURES, EARLY)
         for first in range(begin, end, TOKENS):
             token = first if TOKENS == 1 else first + row // HEADS
             inside = (token < num_tokens) & has_head
@@ -154,10 +153,7 @@ def rope_store_kernel(
                 pdl_wait(USE_PDL)
                 pdl_launch_dependents(USE_PDL)
             parts = load_rotary_parts(qkv.q_ptr, offsets, inside, Q_FEATURES)
-            parts = normalized(parts, weights, Q_FEATURES)
-            parts = rotated(parts, angles, Q_FEATURES)
-            if key_balance_ptr is not None:
-                parts = transformed(parts, factors, Q_FEATURES)
+            parts = prepared(parts, weights, angles, factors, key_balance_ptr, Q_FEATURES)
             tl.debug_barrier()  # source and target are the same: every thread has loaded its features
             store_rotary_parts(qkv.q_ptr, offsets, parts, 1.0, inside, Q_FEATURES)
     else:
@@ -165,8 +161,7 @@ def rope_store_kernel(
         has_head = head < qkv.num_kv_heads
         if tile < q_tiles + kv_tiles:
             scale = head_scale(cache.key_scale_ptr, head, has_head)
-            if key_balance_ptr is not None:
-                factors = load_factors(key_balance_ptr, head * (2 * SIZE), has_head, FEATURES, EARLY)
+            factors = load_factors(key_balance_ptr, head * (2 * SIZE), has_head, FEATURES, EARLY)
             for first in range(begin, end, TOKENS):
                 token = first if TOKENS == 1 else first + row // HEADS
                 inside = (token < num_tokens) & has_head
@@ -182,12 +177,10 @@ def rope_store_kernel(
                     pdl_wait(USE_PDL)
                     pdl_launch_dependents(USE_PDL)
                 parts = load_rotary_parts(qkv.k_ptr, token.to(tl.int64) * qkv.stride_k_token + head * qkv.stride_k_head, inside, FEATURES)
-                parts = normalized(parts, weights, FEATURES)
-                parts = rotated(parts, angles, FEATURES)
+                parts = prepared(parts, weights, angles, factors, key_balance_ptr, FEATURES)
                 if key_balance_ptr is not None:
-                    parts = transformed(parts, factors, FEATURES)
                     if cache.key_mean_ptr is not None:
-                        parts = parts[0] - mean[0] * scale, parts[1] - mean[1] * scale, parts[2] - mean[2] * scale
+                        parts = less_mean(parts, mean, scale)
                 else:
                     parts = parts[0].to(DTYPE), parts[1].to(DTYPE), parts[2].to(DTYPE)
                 target = page_offset(slot, BLOCK_SIZE, cache.stride_key_block, SIZE) + head * cache.stride_key_head

@@ -23,17 +23,16 @@ import triton.language as tl
 
 from stoker.kernels.triton.head_features import (
     head_scale,
+    less_mean,
     load_angles,
     load_factors,
     load_features,
     load_norm,
     load_rotary_parts,
-    normalized,
     page_offset,
-    rotated,
+    prepared,
     store_features,
     store_rotary_parts,
-    transformed,
 )
 from stoker.kernels.triton.kv_pages import mean_tokens
 
@@ -71,11 +70,8 @@ def load_tile_constants(
     position = tl.load(new.positions_ptr + row, volatile=True) + is_key.to(tl.int32) * 0  # [M, 1]
     weights = load_tile_norm(new, is_query, is_key, FEATURES)
     angles = load_angles(new.cos_sin_ptr, position, FEATURES, True)
-    factors = 1.0, 1.0, 1.0
-    if new.key_balance_ptr is not None:
-        factors = load_factors(
-            new.key_balance_ptr, (kv_head * 2 + 1 - is_key.to(tl.int32)) * FEATURES.size, is_query | is_key, FEATURES, True
-        )
+    factors_row = (kv_head * 2 + 1 - is_key.to(tl.int32)) * FEATURES.size
+    factors = load_factors(new.key_balance_ptr, factors_row, is_query | is_key, FEATURES, True)
     mean = 0.0, 0.0, 0.0
     if cache.key_mean_ptr is not None:
         mean_row = kv_head * cache.stride_mean_head + position // mean_tokens() * FEATURES.size
@@ -118,7 +114,7 @@ def load_tile(
     is_key,  # bool [M, 1]
     FEATURES: tl.constexpr,  # HeadFeatures
 ):
-    """The parts of the queries of the tile, and of the new key."""
+    """The rotary parts, each [M, width of the part], of the queries of the tile and of the new key, in the dtype of the queries."""
     new_key_ptr = new.keys_ptr + row.to(tl.int64) * new.stride_key_token + kv_head * new.stride_key_head
     return load_rotary_parts(tl.where(is_key, new_key_ptr, q_rows[:, None]), 0, is_query | is_key, FEATURES)
 
@@ -152,17 +148,14 @@ def queries_and_stored_token(
         value = load_features(new_value_ptr, one_row, one_row == 0, 0, VALUE, FEATURES.block_value)
         value_page = page_offset(slot, BLOCK_SIZE, cache.stride_value_block, VALUE) + kv_head * cache.stride_value_head
         store_features(cache.values_ptr, value_page + one_row, value, value_scale, one_row == 0, 0, VALUE, FEATURES.block_value)
-    parts = normalized(parts, weights, FEATURES)
-    parts = rotated(parts, angles, FEATURES)
-    if new.key_balance_ptr is not None:
-        parts = transformed(parts, factors, FEATURES)
+    parts = prepared(parts, weights, angles, factors, new.key_balance_ptr, FEATURES)
     rounded = parts[0].to(QUERY), parts[1].to(QUERY), parts[2].to(QUERY)
     if is_stored:
         keys = rounded
         if new.key_balance_ptr is not None:
             keys = parts
             if cache.key_mean_ptr is not None:
-                keys = parts[0] - mean[0] * key_scale, parts[1] - mean[1] * key_scale, parts[2] - mean[2] * key_scale
+                keys = less_mean(parts, mean, key_scale)
         key_page = page_offset(slot, BLOCK_SIZE, cache.stride_key_block, FEATURES.size) + kv_head * cache.stride_key_head
         store_rotary_parts(cache.keys_ptr, key_page + is_key.to(tl.int32) * 0, keys, key_scale, is_key, FEATURES)
     return even_and_odd_features(rounded, FEATURES)

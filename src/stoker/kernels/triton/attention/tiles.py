@@ -64,8 +64,10 @@ def decode_tile(
 
 
 def decode_edges(num_sms: int, tuning: TuningTable) -> list[int]:
-    """The numbers of query tiles at which `decode_tile` may return another tile, or `choose_splits` fill the device with another number of
-    splits, than for one fewer, in ascending order."""
+    """The numbers of query tiles at which a decode launch may be another kernel than for one fewer, in ascending order.
+
+    `decode_tile` may return another tile there, or `choose_splits` fill the device with another number of splits.
+    """
     rows = [row for row in tuning.attention if row.op == "decode"]
     above = {row.tiles_above * num_sms + 1 for row in rows if row.tiles_above is not None}
     below = {row.tiles_below * num_sms for row in rows if row.tiles_below is not None}
